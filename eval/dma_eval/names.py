@@ -1,4 +1,4 @@
-"""Names of backends, checked and read without slow imports.
+"""Names of backends, checked and read without slow imports; and names that a command and a slow module share.
 
 A name is ``IMPLEMENTATION[:PRESET][+CACHE]``: ``sdpa``, ``dma_mxfp``, ``dma_mxfp:fp4``, ``dma_mxfp:balanced+int4``,
 ``dma_mxfp:FILE.toml+int8``, ``sdpa+hqq4``. A test compares the names below with those of ``dma_hf``, whose import takes
@@ -22,6 +22,8 @@ RENAMED_PRESETS = {"kv8": "balanced+int8", "kv4": "balanced+int4"}
 """Presets of earlier versions and their new names."""
 SIMULATED = "sim_"
 """Prefix of the names of simulated kernels."""
+API_KEY_VARIABLE = "DMA_HF_API_KEY"
+"""Environment variable with the key that the requests to a server must carry."""
 TILE = 128
 """Tokens of a chunk that is read through a cache."""
 

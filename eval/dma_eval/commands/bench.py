@@ -26,7 +26,6 @@ from dma_eval.bench.results import (
     PrefillResult,
     ServeReport,
     ServeResult,
-    SpeedReport,
     SpeedResult,
     UrlReport,
     UrlResult,
@@ -44,7 +43,7 @@ from dma_eval.commands.bench_options import (
 from dma_eval.errors import UserError
 from dma_eval.files import write_json
 from dma_eval.names import check_names
-from dma_eval.results import here_and_now
+from dma_eval.results import Results, here_and_now
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +51,8 @@ if TYPE_CHECKING:
     from dma_eval.models import LoadedModel
     from dma_eval.pages import Table
 
-Result = TypeVar("Result", bound=SpeedResult)
+Result = TypeVar("Result")
+Speed = TypeVar("Speed", bound=SpeedResult)
 
 
 def time_prefill(args: PrefillOptions) -> int:
@@ -95,7 +95,7 @@ def time_prefill(args: PrefillOptions) -> int:
     else:
         shapes = args.shapes_on(device)
         found = (prefill.measure_shape(s, backends, device, dtype, seconds=args.seconds) for s in shapes)
-    recorder = _Recorder[PrefillResult](args, PrefillReport, facts)
+    recorder = _Recorder[PrefillResult](args, PrefillReport, dtype=args.dtype, device=facts)
     results = recorder.gather(chain.from_iterable(found))
     title = f"Prefill attention on {facts.name}, {args.dtype}"
     tables = prefill_tables(results)
@@ -105,7 +105,7 @@ def time_prefill(args: PrefillOptions) -> int:
         warnings = failures(results, lambda r: r.shape)
         page = Page(title, tables, [f"Command: `{console.command_line()}`."], warnings)
         args.markdown.write_text(page_to_markdown(page), encoding="utf-8")
-    return recorder.finish(tables, lambda r: r.shape)
+    return _finish(args, results, tables, lambda r: r.shape)
 
 
 def _check_dtype(args: BenchOptions) -> None:
@@ -119,19 +119,20 @@ def _check_inputs(args: PrefillOptions) -> None:
     Raises:
         UserError: They are, or --inputs lacks a text or a length.
     """
-
-    def given(*names: str) -> list[str]:
-        values = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
-        return [name for name, value in values.items() if value is not None and value is not False and value != []]
-
     if args.inputs is None:
-        if extra := given("data", "layers", "yarn"):
+        if extra := _given(args, "data", "layers", "yarn"):
             raise UserError(f"{', '.join(extra)}: only with --inputs, which names the model that reads the text")
         return
-    if extra := given("shape", "heads", "mask", "every_combination"):
+    if extra := _given(args, "shape", "heads", "mask", "every_combination"):
         raise UserError(f"--inputs excludes {', '.join(extra)}: the model's layers decide; give --length and --batch")
     if missing := [f"--{name}" for name in ("data", "length") if not getattr(args, name)]:
         raise UserError(f"--inputs also needs {' and '.join(missing)}")
+
+
+def _given(args: BenchOptions, *names: str) -> list[str]:
+    """Return those of the options that are on the command line."""
+    values = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
+    return [name for name, value in values.items() if value is not None and value is not False and value != []]
 
 
 def _load_reader(args: PrefillOptions | GenerateOptions, name: str) -> tuple[LoadedModel, torch.Tensor]:
@@ -169,10 +170,10 @@ def time_decode(args: DecodeOptions) -> int:
     backends = decode.parse_implementations(args.cache or decode.default_names())
     device, dtype, facts = _look(args)
     shapes = args.shapes_on(device)
-    recorder = _Recorder[DecodeResult](args, DecodeReport, facts)
+    recorder = _Recorder[DecodeResult](args, DecodeReport, dtype=args.dtype, device=facts)
     found = (decode.measure_shape(shape, backends, device, dtype, seconds=args.seconds) for shape in shapes)
     results = recorder.gather(chain.from_iterable(found))
-    return recorder.finish(decode_tables(results), lambda r: r.shape)
+    return _finish(args, results, decode_tables(results), lambda r: r.shape)
 
 
 def time_generate(args: GenerateOptions) -> int:
@@ -222,7 +223,8 @@ def time_generate(args: GenerateOptions) -> int:
     recorder = _Recorder[GenerateResult](
         args,
         GenerateReport,
-        facts,
+        dtype=args.dtype,
+        device=facts,
         model=name,
         **{key: getattr(args, key) for key in ("data", "yarn", "weights", "steps_only", "batch", "new_tokens")},
         parameters=parameters,
@@ -243,7 +245,7 @@ def time_generate(args: GenerateOptions) -> int:
     title = f"{name}, {weights}, batch {args.batch}, {facts.name}"
     if args.plot is not None:
         plot_generate(results, title, args.plot)
-    return recorder.finish(generate_tables(results, longest, title), lambda r: f"{r.context:,} tokens")
+    return _finish(args, results, generate_tables(results, longest, title), lambda r: f"{r.context:,} tokens")
 
 
 def time_serve(args: ServeOptions) -> int:
@@ -267,8 +269,7 @@ def time_serve(args: ServeOptions) -> int:
     options.prepare_files(**_files(args))
     if args.url is not None:
         return _time_url(args)
-    given = [f"--{name.replace('_', '-')}" for name in ("rate", "tokenizer") if getattr(args, name)]
-    if given:
+    if given := _given(args, "rate", "tokenizer"):
         raise UserError(f"{', '.join(given)}: only with --url")
     check_names(args.attn)
     if args.model is not None and (args.shape or args.layers):
@@ -298,7 +299,8 @@ def time_serve(args: ServeOptions) -> int:
     recorder = _Recorder[ServeResult](
         args,
         ServeReport,
-        facts,
+        dtype=args.dtype,
+        device=facts,
         model=name,
         layers=layers,
         parameters=model.num_parameters(),
@@ -310,7 +312,7 @@ def time_serve(args: ServeOptions) -> int:
     title = f"{name}, {layers} layers, {args.dtype}, {facts.name}{room}"
     if args.plot is not None:
         plot_serve(results, title, args.plot)
-    code = recorder.finish(serve_tables(results, title), lambda r: r.requests)
+    code = _finish(args, results, serve_tables(results, title), lambda r: r.requests)
     return console.FAILED if any(result.failure is not None for result in results) else code
 
 
@@ -320,8 +322,7 @@ def _time_url(args: ServeOptions) -> int:
     Raises:
         UserError: An option is only for models in this process, or openai is not installed.
     """
-    given = [f"--{name.replace('_', '-')}" for name in ("shape", "layers", "cache_gib", "plot") if getattr(args, name)]
-    if given:
+    if given := _given(args, "shape", "layers", "cache_gib", "plot"):
         raise UserError(f"--url excludes {', '.join(given)}: the server has its own model")
     if find_spec("openai") is None:
         raise UserError("--url needs openai, not installed here: pip install 'dma-hf[serve]'")
@@ -338,13 +339,8 @@ def _time_url(args: ServeOptions) -> int:
     sets = parse_requests(args.requests or REQUESTS)
     assert args.url is not None
     target = Target(args.url, args.model, args.tokenizer, extra_body)
-    fields = {"command": console.command_line(), "seed": args.seed, **here_and_now()}
-    results: list[UrlResult] = []
-    for result in target.measure(sets, args.rate or [math.inf], args.seed):
-        results.append(result)
-        if args.json is not None:
-            report = UrlReport(url=args.url, model=target.model, extra_body=extra_body, results=results, **fields)
-            write_json(report, args.json, indent=1)
+    recorder = _Recorder[UrlResult](args, UrlReport, url=args.url, model=target.model, extra_body=extra_body)
+    results = recorder.gather(target.measure(sets, args.rate or [math.inf], args.seed))
     console.print_table(url_table(results, f"{target.model} at {args.url}"))
     for message, count in sum((Counter(result.errors) for result in results), Counter()).items():
         console.print_warning(f"{count} requests failed: {message}")
@@ -374,33 +370,35 @@ def _look(args: BenchOptions) -> tuple[torch.device, torch.dtype, DeviceFacts]:
 class _Recorder(Generic[Result]):
     """Collects the results of a benchmark, and writes the report after each."""
 
-    def __init__(self, args: BenchOptions, kind: Callable[..., SpeedReport], facts: DeviceFacts, **fields: Any) -> None:
-        self.results: list[Result] = []
-        self._args, self._kind = args, kind
-        self._fields = fields | here_and_now()
-        self._fields |= {"command": console.command_line(), "seed": args.seed, "dtype": args.dtype, "device": facts}
+    def __init__(self, args: BenchOptions, kind: Callable[..., Results], **fields: Any) -> None:
+        self._results: list[Result] = []
+        self._file, self._kind = args.json, kind
+        self._fields = fields | here_and_now() | {"command": console.command_line(), "seed": args.seed}
 
     def gather(self, found: Iterable[Result]) -> list[Result]:
         """Return all results."""
         for result in found:
-            self.results.append(result)
+            self._results.append(result)
             self.write()
-        return self.results
+        return self._results
 
     def write(self) -> None:
         """Write the results so far."""
-        if self._args.json is not None:
-            write_json(self._kind(results=self.results, **self._fields), self._args.json, indent=1)
+        if self._file is not None:
+            write_json(self._kind(results=self._results, **self._fields), self._file, indent=1)
 
-    def finish(self, tables: Sequence[Table], place: Callable[[Result], object]) -> int:
-        """Show tables, failures and written files. Return 1 if nothing ran on some shape, else 0."""
-        from dma_eval.bench.shown import failures
 
-        for table in tables:
-            console.print_table(table)
-        for line in failures(self.results, place):
-            console.print_warning(line)
-        for path in filter(None, _files(self._args).values()):
-            console.print_wrote(path)
-        ran = {place(result) for result in self.results if result.failure is None}
-        return 0 if all(place(result) in ran for result in self.results) else console.FAILED
+def _finish(
+    args: BenchOptions, results: Sequence[Speed], tables: Sequence[Table], place: Callable[[Speed], object]
+) -> int:
+    """Show tables, failures and written files. Return 1 if nothing ran on some shape, else 0."""
+    from dma_eval.bench.shown import failures
+
+    for table in tables:
+        console.print_table(table)
+    for line in failures(results, place):
+        console.print_warning(line)
+    for path in filter(None, _files(args).values()):
+        console.print_wrote(path)
+    ran = {place(result) for result in results if result.failure is None}
+    return 0 if all(place(result) in ran for result in results) else console.FAILED

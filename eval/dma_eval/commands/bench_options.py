@@ -28,7 +28,8 @@ REQUESTS, CPU_REQUESTS = ["32x2048+64", "8x16384+32"], ["8x64-512+16-32"]
 SERVED = ["sdpa", "dma_mxfp", "dma_mxfp+int8", "dma_mxfp+int4"]
 DEFAULT_MODEL, CPU_MODEL = "llama-3.1-8b", "tiny"
 
-shape_option, inputs_option = (partial(option, panel=name) for name in ("Shapes", "Inputs of a model, not random ones"))
+INPUTS = "Inputs of a model, not random ones"
+shape_option, inputs_option = (partial(option, panel=name) for name in ("Shapes", INPUTS))
 url_option = partial(option, panel="A server, measured from outside")
 heads_option = partial(shape_option, metavar="QUERY/KV...", help="Query and kv heads.")
 head_dim_option = partial(shape_option, metavar="DIM...", min=1, help="Head dimensions.")
@@ -126,12 +127,8 @@ class PrefillOptions(BenchOptions):
         metavar=options.MODEL["metavar"],
         help="Time the queries, keys and values that this model computes from --data.",
     )
-    data: str | None = inputs_option(
-        None,
-        "--data",
-        "-d",
-        metavar="FILE|DATASET",
-        help="Text file or Hub dataset. Each sequence is another window of it.",
+    data: str | None = options.data_option(
+        None, "Text file or Hub dataset. Each sequence is another window of it.", panel=INPUTS
     )
     layers: int | None = inputs_option(
         None,
@@ -193,13 +190,7 @@ class DecodeOptions(BenchOptions):
 class GenerateOptions(ModelChoice):
     """The model, the contexts and the caches."""
 
-    data: str | None = option(
-        None,
-        "--data",
-        "-d",
-        metavar="FILE|DATASET",
-        help="Text file or Hub dataset for the prompts of --model.",
-    )
+    data: str | None = options.data_option(None, "Text file or Hub dataset for the prompts of --model.", panel=None)
     yarn: float | None = options.yarn_option()
     context: list[int] = option(
         [],

@@ -21,7 +21,7 @@ from dma_eval.commands import options
 from dma_eval.commands.quality import join, load
 from dma_eval.errors import UserError
 from dma_eval.files import prepare_file
-from dma_eval.names import DMA, check_names
+from dma_eval.names import API_KEY_VARIABLE, DMA, check_names
 
 if TYPE_CHECKING:
     from dma_eval.backends import Backend
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 NEEDED = ("fastapi", "uvicorn", "openai")
 DEFAULT_PORT = 8000
 DEFAULT_REQUESTS = 64
-KEY_VARIABLE = "DMA_HF_API_KEY"
 
 
 server, on_ray = partial(option, panel="Server"), partial(option, panel="Replicas, on Ray Serve")
@@ -70,7 +69,7 @@ class ServeOptions(options.LoadOptions):
         "--api-key",
         metavar="KEY",
         shown="none",
-        help=f"Key that requests must carry as a bearer token; or set it in {KEY_VARIABLE}.",
+        help=f"Key that requests must carry as a bearer token; or set it in {API_KEY_VARIABLE}.",
     )
     log_level: Literal["critical", "error", "warning", "info", "debug"] = server(
         "info", "--log-level", help="Of the log on standard error; info has a line for each request."
@@ -147,9 +146,9 @@ def serve(args: ServeOptions) -> int:
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise UserError(f"serve needs {', '.join(missing)}, not installed here: pip install 'dma-hf[serve]'")
-    api_key = os.environ.get(KEY_VARIABLE) if args.api_key is None else args.api_key
+    api_key = os.environ.get(API_KEY_VARIABLE) if args.api_key is None else args.api_key
     if api_key == "":
-        raise UserError(f"--api-key: expected a key, got ''; leave out --api-key and {KEY_VARIABLE} to need none")
+        raise UserError(f"--api-key: expected a key, got ''; leave out --api-key and {API_KEY_VARIABLE} to need none")
     check_names([args.attn])
     if args.cache_gib is not None and not args.continuous_batching:
         raise UserError("--cache-gib is for --continuous-batching; without it a cache grows with its request")
@@ -227,7 +226,7 @@ def _serve_replicas(args: ServeOptions, backend: Backend, api_key: str | None) -
     if find_spec("ray") is None:
         raise UserError("--replicas needs ray, not installed here: pip install 'dma-hf[ray]'")
     if args.ray_address is None:
-        # Ray's ports run code for whoever reaches them, unless they need a token.
+        # Anyone who reaches Ray's ports can run code, unless they need a token.
         os.environ.setdefault("RAY_AUTH_MODE", "token")
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     with console.starting():
@@ -240,7 +239,7 @@ def _serve_replicas(args: ServeOptions, backend: Backend, api_key: str | None) -
             port = listener.getsockname()[1]
     elif port == 0:
         raise UserError("--port: expected a port that is free on every machine of --ray-address, got 0")
-    with Cluster(args.ray_address) as cluster, terminated_as_interrupted():  # Ray has a handler of its own
+    with Cluster(args.ray_address) as cluster, terminated_as_interrupted():  # after Ray installs its own handlers
         gpus = args.gpus_per_replica
         if gpus is None:
             gpus = float(args.device != "cpu" and cluster.has_gpus)

@@ -31,12 +31,13 @@ from transformers.utils import logging as transformers_logging
 from dma_eval.backends import activate, parse_backends
 from dma_eval.errors import one_line
 from dma_eval.models import batching_settings, load_model
+from dma_eval.names import API_KEY_VARIABLE
 
 from .app import ERROR_HANDLERS, build, make_engine
 from .checks import ApiError
 from .gate import Gate, closed, overloaded, start_log
 from .jobs import Job
-from .settings import KEY_VARIABLE, Settings
+from .settings import Settings
 
 ATTEMPTS = 2  # a request that kills its replica must not kill all of them
 POLL_SECONDS = 0.1
@@ -213,7 +214,7 @@ class Gateway:
         start_log(settings.log_level)
         self._forward = Forward(model, has_sessions=settings.session_affinity)
         most = (settings.max_replicas or settings.replicas) * settings.max_requests + settings.max_queued
-        api_key = api_key or os.environ.get(KEY_VARIABLE)
+        api_key = api_key or os.environ.get(API_KEY_VARIABLE)
         application = _application(self._forward, serve.get_replica_context().app_name)
         self._gate = Gate(application, api_key=api_key, most=most)
 
@@ -267,7 +268,7 @@ def build_application(arguments: dict[str, Any]) -> serve.Application:
 def make_application(settings: Settings, api_key: str | None) -> serve.Application:
     """Return the gateway and the replicas of the model.
 
-    Without an API key the gateway uses the value of :data:`KEY_VARIABLE` on its node.
+    Without an API key the gateway uses the value of :data:`API_KEY_VARIABLE` on its node.
     """
     options: dict[str, Any] = {"num_replicas": settings.replicas}
     if settings.max_replicas is not None:

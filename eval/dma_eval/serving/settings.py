@@ -7,14 +7,15 @@ from pathlib import Path
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
+from dma_eval.names import API_KEY_VARIABLE
+
 APPLICATION = "dma-hf"
 IMPORT_PATH = "dma_eval.serving.replicas:build_application"
-KEY_VARIABLE = "DMA_HF_API_KEY"
 HEADER = f"""\
 # Run it with:  serve run FILE  (on this machine), or  serve deploy FILE  (on a cluster whose nodes have dma-hf).
 # "args" are the options of dma-hf serve; their meaning is in `dma-hf serve --help`.
 # Options of Ray Serve itself go into "deployments", by the names Model and Gateway, and take precedence.
-# The API key is not stored here: set {KEY_VARIABLE} on the nodes.
+# The API key is not stored here: set {API_KEY_VARIABLE} on the nodes.
 """
 
 
