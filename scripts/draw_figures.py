@@ -34,7 +34,7 @@ from torch import Tensor
 from dma_hf import DMAConfig
 
 ROOT = Path(__file__).resolve().parents[1]
-ASSETS = ROOT / "eval/dma_eval/assets"
+ASSETS, FIGURES_FOLDER = ROOT / "eval/dma_eval/assets", ROOT / "docs/figures"
 HIGH, LOW, HIDDEN, EMPTY = "#d55e00", "#56b4e9", "#ececec", "#f4f4f4"
 
 
@@ -312,7 +312,7 @@ def main(
     names: Annotated[list[str], typer.Argument(help="Figures; all that need no --model if none is named.")] = [],  # noqa: B006
     model: Annotated[str, typer.Option(help="Folder, GGUF file or Hub name, for skipping.")] = "",
     data: Annotated[str, typer.Option(help="A text, as for dma-hf ppl, for skipping.")] = "",
-    out: Annotated[Path, typer.Option(help="The folder to write.")] = ROOT / "docs/figures",
+    out: Annotated[Path, typer.Option(help="The folder to write.", show_default="docs/figures")] = FIGURES_FOLDER,
 ) -> None:
     """Draw figures of the documentation."""
     figures = FIGURES | {"skipping": lambda: draw_skipping(model, data)}

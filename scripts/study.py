@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -15,6 +13,7 @@ import numpy as np
 import torch
 import typer
 from dma_eval.data import Window, load_text, tokenize
+from dma_eval.environment import portable
 from dma_eval.models import load_model
 from dma_eval.perplexity import score
 from dma_eval.results import here_and_now
@@ -71,9 +70,9 @@ class Writer:
     """A JSON file of results, written after each one."""
 
     def __init__(self, out: Path, **compared: str) -> None:
-        self._path, facts = out, here_and_now()
-        self._report = {"command": command(), **facts, "environment": asdict(facts["environment"])}
-        self._report |= {key: Path(value).name for key, value in compared.items()}
+        facts = here_and_now()
+        self._path, self._report = out, facts | {"environment": asdict(facts["environment"])}
+        self._report |= {key: portable(value) for key, value in compared.items()}
         self._results: list[dict[str, Any]] = []
 
     def add(self, result: dict[str, Any]) -> None:
@@ -83,10 +82,3 @@ class Writer:
         self._path.write_text(text.replace(', {"', ',\n{"') + "\n", encoding="utf-8")  # one line for each
         shown = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in result.items()}
         print(*(f"{key}={value}" for key, value in shown.items() if not isinstance(value, list)), flush=True)
-
-
-def command() -> str:
-    """Return the command that makes a file again, without the folders of this machine."""
-    program, *arguments = sys.argv
-    names = (Path(each).name if "/" in each else each for each in arguments)
-    return shlex.join(["python", f"scripts/{Path(program).name}", *names])

@@ -16,7 +16,8 @@ import torch
 import transformers
 import typer
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs/support.md"
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests" / "support")]
 
 from hf_architectures import Architecture, architectures  # noqa: E402
@@ -26,7 +27,7 @@ from hf_page import page  # noqa: E402
 
 def main(
     jobs: Annotated[int, typer.Option(help="Processes.")] = 2,
-    out: Annotated[Path, typer.Option(help="The page to write.")] = ROOT / "docs" / "support.md",
+    out: Annotated[Path, typer.Option(help="The page to write.", show_default="docs/support.md")] = PAGE,
 ) -> None:
     """Examine every architecture and write the page."""
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:

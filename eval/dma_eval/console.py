@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -121,8 +120,3 @@ def confirm(question: str) -> bool:
 def quiet() -> None:
     """Stop all output, because another process of the run shows it."""
     out.quiet = err.quiet = True
-
-
-def command_line() -> str:
-    """Return the command as it was typed, without the program's folder."""
-    return shlex.join(["dma-hf", *sys.argv[1:]])

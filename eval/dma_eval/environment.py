@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import platform
 import re
+import shlex
 import subprocess
+import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -50,6 +52,24 @@ def collect() -> Environment:
         cuda=torch.version.cuda,
         commit=_commit(),
     )
+
+
+def command_line() -> str:
+    """Return the command of this process as another machine can run it, without the folders of this one."""
+    program, *arguments = sys.argv
+    name = Path(program).name
+    is_script = name.endswith(".py") and name != "__main__.py"
+    return shlex.join([*(("python", f"scripts/{name}") if is_script else ("dma-hf",)), *map(portable, arguments)])
+
+
+def portable(argument: str) -> str:
+    """Return an argument with an absolute path relative to the working folder, or only its name if it lies outside."""
+
+    def shorten(match: re.Match[str]) -> str:
+        path = Path(match[2])
+        return match[1] + (str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else path.name)
+
+    return re.sub(r"(^|[=:])(/(?!/).+)", shorten, argument)  # also in --out=/PATH and dma_mxfp:/PATH, not in a URL
 
 
 def _commit() -> str | None:

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .environment import Environment, collect
+from .environment import Environment, collect, command_line
 from .errors import UserError
 from .files import parse
 
@@ -352,7 +352,7 @@ class Results:
 
     schema_version: int  # version of the file's schema
     created: str  # date and time in UTC, ISO 8601
-    command: str  # the command line
+    command: str  # the command line, without the folders of the machine
     seed: int  # seed of PyTorch's random numbers
     environment: Environment  # versions and devices
 
@@ -406,8 +406,9 @@ def backend_configs(report: Report) -> dict[str, dict[str, Any]]:
 
 
 def here_and_now() -> dict[str, Any]:
-    """Return the date and the environment, as fields of :class:`Results`."""
-    return {"created": datetime.now(UTC).isoformat(timespec="seconds"), "environment": collect()}
+    """Return the date, the command and the environment, as fields of :class:`Results`."""
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"created": created, "command": command_line(), "environment": collect()}
 
 
 def read_report(path: Path) -> Report:

@@ -146,7 +146,7 @@ def measure(
     """
     processes, out = session.processes, session.store.folder
     seconds = {"preparation": preparation_seconds}
-    facts: dict[str, Any] = {"command": console.command_line(), "seed": session.seed, "part_seconds": seconds}
+    facts: dict[str, Any] = {"seed": session.seed, "part_seconds": seconds}
     facts["model"] = session.loaded.info
     report = Report(**here_and_now(), **facts)
     failed = is_interrupted = False

@@ -170,7 +170,7 @@ class TestCommand:
         ]
         for each in results:
             assert each["shape"]["inputs"] == {
-                "model": str(model_folder), "data": str(text_file), "layers": [0, 1], "model_layers": 2,
+                "model": model_folder.name, "data": text_file.name, "layers": [0, 1], "model_layers": 2,
                 "model_head_dim": 32, "yarn": None,
             }  # fmt: skip
             assert sum(each["layer_milliseconds"]) == pytest.approx(each["milliseconds"])

@@ -58,13 +58,29 @@ def report(loaded: LoadedModel, section: PerplexitySection) -> Report:
     )
     section = replace(section, backends=[*section.backends, FAILED])
     return Report(
-        **here_and_now(),
-        command="dma-hf ppl 'a|b'",
+        **here_and_now() | {"command": "dma-hf ppl 'a|b'"},
         seed=7,
         model=loaded.info,
         perplexity=[section],
         generations=[generation],
     )
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "expected"),
+    [
+        ("/env/bin/dma-hf", ["ppl", "-m", "/models/a b", "-d", "text/x.txt"], "dma-hf ppl -m 'a b' -d text/x.txt"),
+        ("/x/dma_eval/__main__.py", ["env"], "dma-hf env"),
+        ("scripts/study.py", ["--out=/r.json", "--data", "../x"], "python scripts/study.py --out=r.json --data ../x"),
+        ("dma-hf", ["{here}/a/r.json", "dma_mxfp:{here}/my.toml+int8"], "dma-hf a/r.json dma_mxfp:my.toml+int8"),
+        ("dma-hf", ["http://h:1/v1", "NAME/MODEL", '{{"a": "/b"}}'], 'dma-hf http://h:1/v1 NAME/MODEL \'{"a": "/b"}\''),
+    ],
+)
+def test_a_recorded_command_names_no_folder_of_this_machine(
+    program: str, arguments: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", [program, *(each.format(here=Path.cwd()) for each in arguments)])
+    assert here_and_now()["command"] == expected
 
 
 class TestJson:

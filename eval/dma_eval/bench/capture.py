@@ -12,6 +12,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dma_eval import console
+from dma_eval.environment import portable
 from dma_eval.errors import UserError, one_line
 from dma_eval.models import LoadedModel
 from dma_eval.reading import takes_last
@@ -98,8 +99,8 @@ def captured_calls(
     if narrow:
         raise UserError(f"--head-dim: at least the model's own, {info.head_dim}; got {narrow[0]}")
     origin = ModelInputs(
-        model=loaded.name,
-        data=data,
+        model=portable(loaded.name),
+        data=portable(data),
         layers=tuple(chosen),
         model_layers=info.layers,
         model_head_dim=info.head_dim,

@@ -40,6 +40,7 @@ from dma_eval.commands.bench_options import (
     PrefillOptions,
     ServeOptions,
 )
+from dma_eval.environment import command_line, portable
 from dma_eval.errors import UserError
 from dma_eval.files import write_json
 from dma_eval.names import check_names
@@ -103,7 +104,7 @@ def time_prefill(args: PrefillOptions) -> int:
         plot_prefill(results, title, args.plot)
     if args.markdown is not None:
         warnings = failures(results, lambda r: r.shape)
-        page = Page(title, tables, [f"Command: `{console.command_line()}`."], warnings)
+        page = Page(title, tables, [f"Command: `{command_line()}`."], warnings)
         args.markdown.write_text(page_to_markdown(page), encoding="utf-8")
     return _finish(args, results, tables, lambda r: r.shape)
 
@@ -373,7 +374,8 @@ class _Recorder(Generic[Result]):
     def __init__(self, args: BenchOptions, kind: Callable[..., Results], **fields: Any) -> None:
         self._results: list[Result] = []
         self._file, self._kind = args.json, kind
-        self._fields = fields | here_and_now() | {"command": console.command_line(), "seed": args.seed}
+        names = {key: portable(value) for key, value in fields.items() if isinstance(value, str)}
+        self._fields = fields | names | here_and_now() | {"seed": args.seed}
 
     def gather(self, found: Iterable[Result]) -> list[Result]:
         """Return all results."""

@@ -67,7 +67,7 @@ def demo(args: DemoOptions) -> int:
         generations = continue_greedily(session, torch.cat([tokens, tokens[RECALLED]]), NEW_TOKENS)
     console.print_page(perplexity_page(section))
     console.print_generations(generations)
-    facts = here_and_now() | {"command": console.command_line(), "seed": 0, "model": loaded.info}
+    facts = here_and_now() | {"seed": 0, "model": loaded.info}
     files = write_run(Report(**facts, perplexity=[section], generations=generations), args.out)
     console.print_line("")
     console.print_wrote(*files, folder=args.out)
