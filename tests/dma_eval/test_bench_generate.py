@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -88,24 +89,18 @@ def test_an_interruption_keeps_what_there_is(tmp_path, run, monkeypatch):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_the_longest_context_is_found_to_a_sixteenth(model, monkeypatch):
+def test_the_longest_context_is_found_to_a_sixteenth(monkeypatch):
     asked = []
 
-    def fits(model: object, run: object, batch: int, context: int) -> bool:
-        asked.append(context)
-        return context <= 100_000
+    def longest(positions, room):
+        model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=positions))
+        monkeypatch.setattr(generate, "_fits", lambda *each: (asked.append(each), each[-1] <= room)[1])
+        return generate.longest_context(model, parse_runs(["sdpa+dynamic"])[0], 1).tokens
 
-    monkeypatch.setattr(generate, "_fits", fits)
-    (run,) = parse_runs(["sdpa+dynamic"])
-    assert 100_000 * 15 / 16 <= generate.longest_context(model, run, 1, 1 << 21).tokens <= 100_000
-    assert len(asked) < 12
-    asked.clear()
-    generate.longest_context(model, run, 1, 1 << 21, guess=95_000)
-    assert len(asked) <= 4  # each fills the memory of a device
-    assert 100_000 * 15 / 16 <= generate.longest_context(model, run, 1, 1 << 21, 1_000_000).tokens <= 100_000
-    assert generate.longest_context(model, run, 1, 50_000).tokens >= 50_000 * 15 / 16
-    monkeypatch.setattr(generate, "_fits", lambda *arguments: False)
-    assert generate.longest_context(model, run, 1, 50_000).tokens == 0
+    assert 100_000 * 15 / 16 <= longest(1 << 21, room=100_000) <= 100_000
+    assert len(asked) < 10  # each fills the memory of a device
+    assert longest(50_000, room=100_000) == 50_000
+    assert longest(50_000, room=0) == 0
 
 
 def test_steps_alone_are_timed_over_filled_caches(model):

@@ -7,14 +7,14 @@ On a GPU ``generate`` compiles its steps if the cache is static.
 
 from __future__ import annotations
 
+import bisect
 import copy
 import importlib
-import itertools
-import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Cache, DynamicCache, LlamaConfig, PreTrainedModel, StaticCache
@@ -29,7 +29,7 @@ from dma_hf.integrations.cache_argument import CACHE_ARGUMENT
 
 from .capture import text_windows
 from .results import GenerateResult, LongestContext
-from .timing import FAILURES, measure_each, stored_bytes
+from .timing import FAILURES, Timing, measure_each, stored_bytes
 
 PACKED = tuple(FORMAT_SUFFIXES.values())
 CACHES = ("dynamic", "static", *PACKED, *(f"{format}-static" for format in PACKED))
@@ -157,37 +157,13 @@ def measure(
     )
 
 
-def longest_context(
-    model: PreTrainedModel, run: GenerateRun, batch: int, upper: int, guess: int = FILL_TOKENS
-) -> LongestContext:
-    """Find the longest context, up to ``upper`` tokens, over which one more token can be computed.
-
-    Each trial fills the memory. A good ``guess``, which is tried first, saves most of the time.
-    """
-    low, high = 0, upper + 1  # one that fits, and one that does not
-    tried = min(guess, upper)
-    step = max(1, tried // 8)
-    while high - low > max(1, low // 16):
-        if _fits(model, run, batch, tried):
-            low = tried
-        else:
-            high = tried
-        if low > 0 and high <= upper:
-            tried = (low + high) // 2
-        else:
-            tried = min(low + step, upper) if low else max(high - step, 1)
-            step *= 2
-    return LongestContext(label=run.label, tokens=low)
-
-
-def guess_longest(model: PreTrainedModel, run: GenerateRun, results: Sequence[GenerateResult]) -> int:
-    """Return about how many tokens fit in the free memory of a device, by what a cache of this run took."""
-    taken = [r.cache_bytes / r.context for r in results if r.label == run.label and r.cache_bytes is not None]
-    if not taken:
-        return FILL_TOKENS
-    torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info(model.device)
-    return int(0.9 * free / taken[-1])
+def longest_context(model: PreTrainedModel, run: GenerateRun, batch: int) -> LongestContext:
+    """Find the longest context, to a sixteenth, over which one more token can be computed."""
+    sizes = [model.config.max_position_embeddings]  # descending
+    while sizes[-1] > 1:
+        sizes.append(sizes[-1] * 15 // 16)
+    found = bisect.bisect_left(sizes, True, key=lambda context: _fits(model, run, batch, context))
+    return LongestContext(label=run.label, tokens=sizes[found] if found < len(sizes) else 0)
 
 
 class _Clock(BaseStreamer):  # type: ignore[misc]
@@ -201,16 +177,6 @@ class _Clock(BaseStreamer):  # type: ignore[misc]
 
     def end(self) -> None:
         pass
-
-    @property
-    def first_token_seconds(self) -> float:
-        """Seconds to the first new token; ``generate`` puts the prompt before it."""
-        return self.times[2] - self.times[0]
-
-    @property
-    def step_milliseconds(self) -> list[float]:
-        steps = self.times[2 + UNTIMED_STEPS :]
-        return [1e3 * (end - start) for start, end in itertools.pairwise(steps)]
 
 
 @torch.inference_mode()
@@ -239,15 +205,16 @@ def _measure_one(
         _generate(model, prompt, cache, new_tokens, clock)
     except FAILURES as error:
         return replace(result, failure=one_line(error))
-    fast, median, slow = statistics.quantiles(clock.step_milliseconds, n=4, method="inclusive")
+    # The streamer gets the prompt, then each token.
+    steps = Timing.of(1e3 * np.diff(clock.times[2 + UNTIMED_STEPS :]))
     return replace(
         result,
-        first_token_seconds=None if steps_only else clock.first_token_seconds,
-        step_milliseconds=median,
-        step_milliseconds_fast=fast,
-        step_milliseconds_slow=slow,
-        steps=len(clock.step_milliseconds),
-        tokens_per_second=1e3 * batch / median,
+        first_token_seconds=None if steps_only else clock.times[2] - clock.times[0],
+        step_milliseconds=steps.median,
+        step_milliseconds_fast=steps.fast,
+        step_milliseconds_slow=steps.slow,
+        steps=steps.repeats,
+        tokens_per_second=1e3 * batch / steps.median,
         cache_bytes=cache_bytes(cache),
         peak_bytes=torch.cuda.max_memory_allocated(device) - weight_bytes(model) if device.type == "cuda" else None,
     )

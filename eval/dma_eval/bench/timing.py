@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,6 +46,12 @@ class Timing:
     fast: float  # the run that a quarter are faster than
     slow: float  # the run that a quarter are slower than
     repeats: int  # how many there were
+
+    @classmethod
+    def of(cls, times: Sequence[float]) -> Timing:
+        """Summarize the milliseconds of each run."""
+        fast, median, slow = np.quantile(times, (0.25, 0.5, 0.75)).tolist()
+        return cls(median=median, fast=fast, slow=slow, repeats=len(times))
 
 
 def measure_each(
@@ -74,7 +82,7 @@ def time_interleaved(
     Run each of them once before, so that nothing is compiled here. All rounds together take about ``seconds``, within
     the limits on their number.
     """
-    clock = _clock(device)
+    clock = _Clock(device)
     start = time.perf_counter()
     for run in runs.values():
         clock.record(run)
@@ -85,7 +93,7 @@ def time_interleaved(
         for run in runs.values():
             clock.record(run)
     times = clock.milliseconds()
-    return {name: _timing(times[index :: len(runs)]) for index, name in enumerate(runs)}
+    return {name: Timing.of(times[index :: len(runs)]) for index, name in enumerate(runs)}
 
 
 def time_isolated(run: Run, device: torch.device, *, seconds: float, milliseconds: float) -> float:
@@ -93,7 +101,7 @@ def time_isolated(run: Run, device: torch.device, *, seconds: float, millisecond
 
     On an H200, 0.8 ``seconds`` give the same times as 1.5.
     """
-    clock = _clock(device, reads=0)
+    clock = _Clock(device, reads=0)
     for _ in range(max(4, round(1e3 * seconds / milliseconds))):
         clock.record(run)
     times = clock.milliseconds()
@@ -180,53 +188,36 @@ def look_at(device: torch.device) -> DeviceFacts:
     )
 
 
-class _CudaClock:
-    """Times runs with CUDA events. Before each run, ``reads`` large reads replace the contents of the L2 cache."""
+class _Clock:
+    """Times runs: on a CUDA device by events, after ``reads`` large reads that replace the contents of the L2 cache."""
 
-    def __init__(self, device: torch.device, reads: int) -> None:
+    def __init__(self, device: torch.device, reads: int = _READS) -> None:
         self._device = device
         self._reads = reads
-        cached = torch.cuda.get_device_properties(device).L2_cache_size
-        self._large = torch.ones(max(cached, 1 << 26), dtype=torch.float32, device=device)  # four times the cache
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._times: list[Callable[[], float]] = []
+        if device.type == "cuda":
+            cached = torch.cuda.get_device_properties(device).L2_cache_size
+            self._large = torch.ones(max(cached, 1 << 26), dtype=torch.float32, device=device)  # four times the cache
 
     def record(self, run: Run) -> None:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        if self._device.type != "cuda":
+            start = time.perf_counter()
+            run()
+            taken = 1e3 * (time.perf_counter() - start)
+            self._times.append(lambda: taken)
+            return
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         with torch.cuda.device(self._device):
             for _ in range(self._reads):
                 self._large.sum()
-            start.record()
+            begin.record()
             run()
             end.record()
-        self._events.append((start, end))
+        self._times.append(partial(begin.elapsed_time, end))
 
     def milliseconds(self) -> list[float]:
         """Wait for all runs; return their times, and forget them."""
-        torch.cuda.synchronize(self._device)
-        events, self._events = self._events, []
-        return [start.elapsed_time(end) for start, end in events]
-
-
-class _HostClock:
-    """Times runs on the host."""
-
-    def __init__(self) -> None:
-        self._times: list[float] = []
-
-    def record(self, run: Run) -> None:
-        start = time.perf_counter()
-        run()
-        self._times.append(1e3 * (time.perf_counter() - start))
-
-    def milliseconds(self) -> list[float]:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         times, self._times = self._times, []
-        return times
-
-
-def _clock(device: torch.device, reads: int = _READS) -> _CudaClock | _HostClock:
-    return _CudaClock(device, reads) if device.type == "cuda" else _HostClock()
-
-
-def _timing(times: list[float]) -> Timing:
-    fast, median, slow = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
-    return Timing(median=median, fast=fast, slow=slow, repeats=len(times))
+        return [read() for read in times]

@@ -238,9 +238,7 @@ def time_generate(args: GenerateOptions) -> int:
     results = recorder.gather(found)
     for each in runs if args.longest else ():
         with console.working(f"Looking for the longest context of {each.label}"):
-            guess = generate.guess_longest(model, each, results)
-            most = model.config.max_position_embeddings
-            longest.append(generate.longest_context(model, each, args.batch, most, guess))
+            longest.append(generate.longest_context(model, each, args.batch))
         recorder.write()
     weights = f"{args.weights or args.dtype} weights of {weight_bytes / 2**30:.1f} GiB"
     title = f"{name}, {weights}, batch {args.batch}, {facts.name}"
