@@ -3,8 +3,7 @@
     python scripts/measure_skipping.py --model SmolLM2-135M-Instruct.Q4_1.gguf --data TEXT --out results.json
 
 Windows of each length are read with the exact model, then with each recipe, threshold and rule, on the unchanged model
-and on its stress twins. Attention is computed in torch for one head at a time: on a GPU a pass over 32K tokens of
-SmolLM2 takes seconds.
+and on its stress twins. Attention is that of the reference: on a GPU a pass over 32K tokens of SmolLM2 takes seconds.
 """
 
 from __future__ import annotations
@@ -12,21 +11,24 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
 import typer
 from dma_eval.stress import TWINS, Twin, stressed
 from dma_kernels import Recipe
-from dma_kernels.numerics.formats import P_SCALE, TILE
-from dma_kernels.numerics.geometry import SKIP_BLOCK
-from dma_kernels.numerics.quantize import to_e4m3
-from dma_kernels.reference.attention import EXACT
+from dma_kernels.numerics.formats import TILE
+from dma_kernels.numerics.geometry import SKIP_BLOCK, AttentionGeometry
+from dma_kernels.reference import attention as torch_attention
 from dma_kernels.reference.operands import prepare_operands
 from dma_kernels.reference.skipping import is_high_tile
 from study import Data, Device, Model, Out, Study, Writer
 from torch import Tensor
+from torch.nn import functional as F
 
 from dma_hf import PRESETS
 
@@ -52,147 +54,114 @@ class Rule(NamedTuple):
 
 
 class SkippingAttention:
-    """Causal attention under a recipe and a rule, and counts of what it skips. Lengths are multiples of 128."""
+    """The reference's causal attention under a recipe, which skips tiles by a rule and counts them.
+
+    Lengths are multiples of 128.
+    """
 
     def __init__(self, recipe: Recipe, rule: Rule, layers: int, heads: int, elements: int) -> None:
-        self.recipe, self.rule, self.elements = recipe, rule, elements
+        self.recipe = replace(recipe, skip_threshold=1.0)  # so that it asks what to skip
+        self.rule, self.elements = rule, elements
         # Pairs of row and low tile.
         self.skipped, self.low = (np.zeros((layers, heads), dtype=np.int64) for _ in range(2))
         self.lost: list[Tensor] = []
 
     def __call__(self, module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any) -> Any:
         """Compute one layer, with the interface of Transformers."""
-        out = torch.empty_like(query[..., : value.shape[3]])
-        zero = torch.zeros(len(query), dtype=torch.int64, device=query.device)
-        operands = prepare_operands(query, key, value, self.recipe, kv_position=zero, visible=None)
-        group, length = query.shape[1] // key.shape[1], query.shape[2]
+        (batch, heads, length, _), kv_heads = query.shape, key.shape[1]
         assert length % TILE == 0, f"{length=} must be a multiple of {TILE}"
-        rows = max(self.elements // (group * length) // TILE, 1) * TILE
-        scale = options["scaling"]
-        for batch, head in ((b, h) for b in range(len(query)) for h in range(key.shape[1])):
-            heads = slice(head * group, (head + 1) * group)
-            q_low, q_high = (q[batch, heads] * scale for q in (operands.q_low, operands.q_high))
-            k_low, k_high, v_low, v_high = (
-                x[batch, head] for x in (operands.k_low, operands.k_high, operands.v_low, operands.v_high)
-            )
-            descale = 1.0 if operands.value_scale is None else operands.value_scale[batch, head] / P_SCALE
-            for start in range(0, length, rows):
-                block = slice(start, min(start + rows, length))
-                weights, total, keep, parts = self._weights(
-                    module.layer_idx, heads, block, q_low[:, block], q_high[:, block], k_low, k_high
-                )
-                columns = weights.shape[-1]
-                high_out: Any = 0.0
-                for part, is_high in parts:  # before the weights are rounded
-                    high_out = high_out + (weights[..., part] * is_high) @ v_high[part]
-                if operands.value_scale is not None:
-                    weights = to_e4m3(weights.mul_(P_SCALE)).to(weights.dtype)
-                tiles = weights.view(*weights.shape[:-1], -1, TILE)
-                tiles.mul_(keep[..., None])
-                out[batch, heads, block] = (weights @ v_low[:columns] * descale + high_out) / total
+        zero = torch.zeros(batch, dtype=torch.int64, device=query.device)
+        operands = prepare_operands(query, key, value, self.recipe, kv_position=zero, visible=None)
+        operands = replace(operands, qk_bias=None)  # the same for all keys of a query
+        geometry, scale = AttentionGeometry(length, 0, 0, None, is_causal=True), options["scaling"]
+        low = operands.q_low.flatten(0, 1) * scale, operands.k_low.repeat_interleave(heads // kv_heads, 1).flatten(0, 1)
+        skip = partial(self._skip, module.layer_idx, *low)
+        with mock.patch.multiple(torch_attention, skip_tiles=skip, SCORE_BYTES=4 * self.elements):
+            out, _ = torch_attention.attend_prepared(operands, geometry, self.recipe, dtype=query.dtype, scale=scale)
         return out.transpose(1, 2), None
 
-    def _weights(
-        self, layer: int, heads: slice, block: slice, q_low: Tensor, q_high: Tensor, k_low: Tensor, k_high: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, list[tuple[slice, Tensor]]]:
-        """Return weights ``[G, R, C]``, their sums, where low tiles are kept ``[G, R, tiles]``, and the high parts."""
-        end, device = block.stop, q_low.device
-        scores = q_low @ k_low[:end].T
-        q_tile = torch.arange(block.start, end, device=device)[:, None] // TILE
-        is_high = is_high_tile(q_tile, torch.arange(end // TILE, device=device), self.recipe, is_causal=True)
-        sinks = min(self.recipe.sink_tiles * TILE, end)
-        band = max(sinks, block.start - self.recipe.diagonal_tiles * TILE)
-        parts = []
-        for part in (slice(0, sinks), slice(band, end)):
-            cells = is_high[:, part.start // TILE : part.stop // TILE].repeat_interleave(TILE, 1)
-            scores[..., part] = torch.where(cells, q_high @ k_high[part].T, scores[..., part])
-            parts.append((part, cells))
-        future = torch.ones((end - block.start,) * 2, dtype=torch.bool, device=device).triu_(1)
-        scores[..., block.start :].masked_fill_(future, -math.inf)
-        tiles = scores.view(*scores.shape[:-1], -1, TILE)
-        tile_max = tiles.amax(-1)
-        is_low = ~is_high & (torch.arange(end // TILE, device=device) <= q_tile)
-        skip = self._skipped(tile_max, is_high, is_low, block, q_low, k_low[:end])
-        self.skipped[layer, heads] += skip.sum((1, 2)).cpu().numpy()
-        self.low[layer, heads] += int(is_low.sum())
-        weights = scores.sub_(tile_max.amax(-1, keepdim=True)).exp_()
-        sums = tiles.sum(-1)
-        kept = sums.masked_fill(skip, 0.0).sum(-1, keepdim=True)
-        if self.rule.threshold is not None:
-            lost = (sums * skip).sum(-1, keepdim=True)
-            self.lost.append((lost / (kept + lost)).flatten())
-        return weights, kept, is_low & ~skip, parts
-
-    def _skipped(
-        self, tile_max: Tensor, is_high: Tensor, is_low: Tensor, block: slice, query: Tensor, key: Tensor
-    ) -> Tensor:
-        """Return which low tiles each row skips, ``[G, R, tiles]``."""
+    def _skip(
+        self, layer: int, query: Tensor, key: Tensor, scores: Tensor, q_pos: Tensor, k_pos: Tensor, *_: Any, **__: Any
+    ) -> None:
+        """Hide the tiles that the rule skips, in place of the reference's ``skip_tiles``."""
+        cells, rows = scores.flatten(0, 2), q_pos[0]  # [H, R, C] and [R]
+        tiles = F.pad(cells, (0, -len(k_pos[0]) % TILE), value=-math.inf).unflatten(-1, (-1, TILE))
+        q_tile, k_tile = rows[:, None] // TILE, torch.arange(tiles.shape[2], device=rows.device)
+        is_high = is_high_tile(q_tile, k_tile, self.recipe, is_causal=True)
+        is_low = ~is_high & (k_tile <= q_tile)
+        self.low[layer] += len(scores) * int(is_low.sum())
         if self.rule.threshold is None:
-            return torch.zeros_like(tile_max, dtype=torch.bool)
+            return
+        skip = is_low & self._is_small(tiles, is_high, is_low, rows, query[:, rows], key[:, : len(k_tile) * TILE])
+        self.skipped[layer] += skip.sum((1, 2)).view(len(scores), -1).sum(0).cpu().numpy()
+        cells_of_tiles = skip.repeat_interleave(TILE, -1)[..., : cells.shape[-1]]
+        self.lost.append((cells.softmax(-1) * cells_of_tiles).sum(-1).flatten())
+        cells.masked_fill_(cells_of_tiles, -math.inf)
+
+    def _is_small(
+        self, tiles: Tensor, is_high: Tensor, is_low: Tensor, rows: Tensor, query: Tensor, key: Tensor
+    ) -> Tensor:
+        """Return which tiles are below the threshold for each row, ``[H, R, tiles]``."""
+        kind, threshold, tile_max = self.rule.kind, self.rule.threshold, tiles.amax(-1)
         bound = tile_max.masked_fill(~is_high, -math.inf).amax(-1, keepdim=True)
-        threshold: Any = self.rule.threshold
-        if self.rule.kind == "running":
+        if kind == "running":
             after = tile_max.masked_fill(~is_low, -math.inf).flip(-1).cummax(-1).values.flip(-1)
             before = torch.cat((after[..., 1:], torch.full_like(after[..., :1], -math.inf)), -1)
             bound = torch.maximum(bound, before)
-        elif self.rule.kind == "length":
-            position = torch.arange(block.start, block.stop, SKIP_BLOCK, device=bound.device) + SKIP_BLOCK
-            threshold = (threshold + torch.log(position / REFERENCE_LENGTH)).repeat_interleave(SKIP_BLOCK)[:, None]
-        elif self.rule.kind not in ("high", "rows"):
-            tile_max = ESTIMATES[self.rule.kind](tile_max, query, key)
+        elif kind == "length":
+            position = rows // SKIP_BLOCK * SKIP_BLOCK + SKIP_BLOCK
+            threshold = (threshold + torch.log(position / REFERENCE_LENGTH))[:, None]
+        elif kind not in ("high", "rows"):
+            tile_max = ESTIMATES[kind](tiles, query, key)
         gap = tile_max - bound
-        if self.rule.kind != "rows":
-            gap = gap.view(len(gap), -1, SKIP_BLOCK, gap.shape[-1]).amax(2).repeat_interleave(SKIP_BLOCK, 1)
-        return (gap < -threshold) & is_low
+        if kind != "rows":
+            gap = gap.unflatten(1, (-1, SKIP_BLOCK)).amax(2).repeat_interleave(SKIP_BLOCK, 1)
+        return gap < -threshold
 
 
-def mean_of(keys: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+Estimate = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Scores ``[H, R, tiles, 128]``, queries ``[H, R, D]`` and keys ``[H, C, D]`` to maxima of tiles ``[H, R, tiles]``."""
+
+
+def mean_of(keys: int) -> Estimate:
     """Estimate a tile's maximum by the largest score of means of so many keys."""
-
-    def estimate(_tile_max: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        means = key.view(-1, keys, key.shape[-1]).mean(1)
-        scores = query @ means.T
-        return scores.view(*scores.shape[:-1], -1, TILE // keys).amax(-1)
-
-    return estimate
+    return lambda tiles, _query, _key: tiles.unflatten(-1, (-1, keys)).mean(-1).amax(-1)
 
 
-def extremes_of(keys: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def extremes_of(keys: int) -> Estimate:
     """Bound a tile's maximum from the extremes of each channel over so many keys."""
 
-    def estimate(_tile_max: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        groups = key.view(-1, keys, key.shape[-1])
-        scores = query.clamp(min=0) @ groups.amax(1).T + query.clamp(max=0) @ groups.amin(1).T
-        return scores.view(*scores.shape[:-1], -1, TILE // keys).amax(-1)
+    def estimate(_tiles: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        groups = key.unflatten(1, (-1, keys))
+        scores = query.clamp(min=0) @ groups.amax(2).mT + query.clamp(max=0) @ groups.amin(2).mT
+        return scores.unflatten(-1, (-1, TILE // keys)).amax(-1)
 
     return estimate
 
 
-def every(rows: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def every(rows: int) -> Estimate:
     """Take the exact maximum in one of so many rows, and let the other rows agree."""
 
-    def estimate(tile_max: Tensor, _query: Tensor, _key: Tensor) -> Tensor:
-        sampled = torch.full_like(tile_max, -math.inf)
-        sampled[:, rows // 2 :: rows] = tile_max[:, rows // 2 :: rows]
+    def estimate(tiles: Tensor, _query: Tensor, _key: Tensor) -> Tensor:
+        sampled = torch.full_like(tiles[..., 0], -math.inf)
+        sampled[:, rows // 2 :: rows] = tiles[:, rows // 2 :: rows].amax(-1)
         return sampled
 
     return estimate
 
 
-def antidiagonals_of(stride: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def antidiagonals_of(stride: int) -> Estimate:
     """Estimate by the mean scores along antidiagonals of ``stride`` rows and keys, as XAttention (arXiv 2503.16428)."""
 
-    def estimate(_tile_max: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        group, rows, dim = query.shape
-        q = query.reshape(group, rows // stride, stride * dim)
-        k = key.view(-1, stride, dim).flip(1).reshape(-1, stride * dim)
-        scores = q @ k.T / stride
-        return scores.view(group, rows // stride, -1, TILE // stride).amax(-1).repeat_interleave(stride, 1)
+    def estimate(tiles: Tensor, _query: Tensor, _key: Tensor) -> Tensor:
+        squares = tiles.unflatten(-1, (-1, stride)).unflatten(1, (-1, stride))  # [H, R / s, s, tiles, 128 / s, s]
+        means = squares.flip(-1).diagonal(dim1=2, dim2=5).mean(-1)
+        return means.amax(-1).repeat_interleave(stride, 1)
 
     return estimate
 
 
-ESTIMATES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+ESTIMATES: dict[str, Estimate] = {
     **{f"mean of {n} keys": mean_of(n) for n in (128, 32, 8)},
     **{f"extremes of {n} keys": extremes_of(n) for n in (128, 32, 8)},
     **{f"every row of {n}": every(n) for n in (16, 8, 4)},
@@ -241,7 +210,7 @@ class Skipping(Study):
         with stressed(self.model, self.layers, twin):
             if reference not in self.exact:
                 kept = {key: value for key, value in self.exact.items() if key == ""}  # memory for no more
-                self.exact = kept | {reference: self.read(attention(EXACT, Rule()))}
+                self.exact = kept | {reference: self.read(attention(torch_attention.EXACT, Rule()))}
             began, measured = time.perf_counter(), attention(PRESETS[preset].recipe, rule)
             logits = self.read(measured)
         windows, length = self.windows.shape
