@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -38,10 +39,7 @@ def choose_layers(model: PreTrainedModel, count: int | None) -> list[int]:
     if not full or (count is not None and count > len(full)):
         wanted = "at least one" if count is None else str(count)
         raise UserError(f"--layers: wanted {wanted}, but {type(model).__name__} has {len(full)} with full attention")
-    if count is None:
-        return full
-    last = len(full) - 1
-    return [full[round(index * last / max(1, count - 1))] for index in range(count)]
+    return [full[round(place)] for place in np.linspace(0, len(full) - 1, count or len(full))]
 
 
 def check_length(loaded: LoadedModel, length: int, option: str = "--length") -> None:

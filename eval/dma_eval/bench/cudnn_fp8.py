@@ -7,7 +7,7 @@ output exceeds: with the defaults, scales of 1, small ones would be lost.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,16 +18,6 @@ from .inputs import Inputs
 from .peers import CUDNN_MODULE, Prepared, fp8_call, import_peer, refuse_documents
 
 PROBABILITY_SCALE = 256.0
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """A built graph, its tensors by name, and its workspace."""
-
-    graph: Any
-    tensors: dict[str, Any]
-    workspace: Tensor
-    constants: dict[str, Tensor]
 
 
 def cudnn_fp8(name: str, inputs: Inputs) -> Prepared:
@@ -43,20 +33,15 @@ def cudnn_fp8(name: str, inputs: Inputs) -> Prepared:
     refuse_documents(inputs, "cuDNN's FP8 attention")
     query, key, _ = inputs.token_major
     try:
-        plan = _plan(query.shape, key.shape[2], query.device, inputs.scale, is_causal=inputs.is_causal)
+        execute = _plan(query.shape, key.shape[2], query.device, inputs.scale, is_causal=inputs.is_causal)
     except cudnn.cudnnGraphNotSupportedError as error:
         raise RuntimeError(f"cuDNN has no FP8 attention for this: {error}") from error
 
     def attend(operands: Fp8Operands) -> Tensor:
         out = torch.empty_like(operands.query)
-        named = plan.constants | {"q": operands.query, "k": operands.key, "v": operands.value, "o": out}
-        for index, tensor in enumerate(("q", "k", "v")):
-            named[f"descale_{tensor}"] = operands.descales[index].view(1, 1, 1, 1)
-        named["scale_o"] = operands.scales[2].view(1, 1, 1, 1)
-        handle = _handle(query.device)
-        cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream(query.device).cuda_stream)
-        pack = {tensor: named[tensor_name] for tensor_name, tensor in plan.tensors.items()}
-        plan.graph.execute(pack, plan.workspace, handle=handle)
+        descales = {f"descale_{name}": x.view(1, 1, 1, 1) for name, x in zip("qkv", operands.descales, strict=True)}
+        scale_o = operands.scales[2].view(1, 1, 1, 1)
+        execute(q=operands.query, k=operands.key, v=operands.value, o=out, scale_o=scale_o, **descales)
         return out
 
     def restore(operands: Fp8Operands, codes: Tensor) -> Tensor:
@@ -72,13 +57,16 @@ def _handle(device: torch.device) -> Any:
 
 
 @functools.lru_cache(maxsize=1)
-def _plan(shape: torch.Size, kv_heads: int, device: torch.device, scale: float, *, is_causal: bool) -> _Plan:
-    """Build the graph for queries ``[B, T, Hq, D]`` and so many kv heads; all layers of a model share it."""
-    cudnn = import_peer(CUDNN_MODULE)
+def _plan(
+    shape: torch.Size, kv_heads: int, device: torch.device, scale: float, *, is_causal: bool
+) -> Callable[..., None]:
+    """Build the graph for queries ``[B, T, Hq, D]`` and so many kv heads; all layers of a model share it.
+
+    Return what executes it on tensors by their names.
+    """
+    cudnn, handle = import_peer(CUDNN_MODULE), _handle(device)
     e4m3, fp32 = cudnn.data_type.FP8_E4M3, cudnn.data_type.FLOAT
-    graph = cudnn.pygraph(
-        io_data_type=e4m3, intermediate_data_type=fp32, compute_data_type=fp32, handle=_handle(device)
-    )
+    graph = cudnn.pygraph(io_data_type=e4m3, intermediate_data_type=fp32, compute_data_type=fp32, handle=handle)
     batch, tokens, q_heads, head_dim = shape
 
     def layout(heads: int) -> dict[str, list[int]]:
@@ -106,9 +94,13 @@ def _plan(shape: torch.Size, kv_heads: int, device: torch.device, scale: float, 
     graph.build_plans()
     workspace = torch.empty(max(graph.get_workspace_size(), 1), dtype=torch.uint8, device=device)
 
-    def constant(number: float) -> Tensor:
-        return torch.full((1, 1, 1, 1), number, dtype=torch.float32, device=device)
+    numbers = {"scale_s": PROBABILITY_SCALE, "descale_s": 1.0 / PROBABILITY_SCALE, "amax_s": 0.0, "amax_o": 0.0}
+    constants = {name: torch.full((1, 1, 1, 1), number, device=device) for name, number in numbers.items()}
+    tensors |= {name: tensor for name, (tensor, _, _) in outputs.items()}
 
-    constants = {"scale_s": constant(PROBABILITY_SCALE), "descale_s": constant(1.0 / PROBABILITY_SCALE)}
-    constants |= {"amax_s": constant(0.0), "amax_o": constant(0.0)}
-    return _Plan(graph, tensors | {name: tensor for name, (tensor, _, _) in outputs.items()}, workspace, constants)
+    def execute(**given: Tensor) -> None:
+        cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream(device).cuda_stream)
+        pack = {tensors[name]: tensor for name, tensor in (constants | given).items()}
+        graph.execute(pack, workspace, handle=handle)
+
+    return execute

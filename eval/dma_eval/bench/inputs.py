@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .results import PrefillShape, document_lengths
 
@@ -122,15 +124,14 @@ def embedded(inputs: Inputs, head_dim: int, seed: int = 0) -> Inputs:
 
 
 def exact_rows(inputs: Inputs, rows: Tensor) -> Tensor:
-    """Return attention in fp64 for some query rows, ``[B, Hq, rows, D]``, one head at a time."""
+    """Return attention in fp64 for some query rows, ``[B, Hq, rows, D]``, one kv head at a time."""
     query, key, value = inputs.tensors
-    hidden = inputs.document_of != inputs.document_of[rows, None]
+    visible = inputs.document_of == inputs.document_of[rows, None]
     if inputs.is_causal:
-        hidden |= torch.arange(key.shape[2], device=rows.device) > rows[:, None]
+        visible &= torch.arange(key.shape[2], device=rows.device) <= rows[:, None]
     outputs = []
-    for head in range(query.shape[1]):
-        kv_head = head // inputs.group
-        scores = query[:, head, rows].double() @ key[:, kv_head].double().mT * inputs.scale
-        scores = scores.masked_fill(hidden, -torch.inf)
-        outputs.append(scores.softmax(-1) @ value[:, kv_head].double())
-    return torch.stack(outputs, 1)
+    for index, queries in enumerate(query[:, :, rows].chunk(key.shape[1], 1)):
+        own = (each[:, index : index + 1].double() for each in (key, value))
+        options: dict[str, Any] = {"attn_mask": visible, "scale": inputs.scale, "enable_gqa": True}
+        outputs.append(F.scaled_dot_product_attention(queries.double(), *own, **options))
+    return torch.cat(outputs, 1)

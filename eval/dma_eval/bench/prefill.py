@@ -167,39 +167,37 @@ def measure_layers(
 def _time_calls(prepared: dict[str, list[Prepared]], device: torch.device, seconds: float) -> dict[str, dict[str, Any]]:
     """Return what was timed of each implementation, by the names of the result's fields.
 
-    Implementations are interleaved layer by layer. An isolated run is all layers, one after the other.
+    All layers of all implementations are interleaved. An isolated run is all layers, one after the other.
     """
-    count = max(map(len, prepared.values()), default=0)
-    runs = [{label: calls[layer].run for label, calls in prepared.items()} for layer in range(count)]
-    timings = [time_interleaved(each, device, seconds=seconds / count) for each in runs]
+    runs = {(label, layer): call.run for label, calls in prepared.items() for layer, call in enumerate(calls)}
+    timings = time_interleaved(runs, device, seconds=seconds)
     found: dict[str, dict[str, Any]] = {}
-    for label in prepared:
-        taken = [each[label] for each in timings]
+    for label, calls in prepared.items():
+        taken = [timings[label, layer] for layer in range(len(calls))]
         found[label] = {
             "milliseconds": sum(each.median for each in taken),
             "milliseconds_fast": sum(each.fast for each in taken),
             "milliseconds_slow": sum(each.slow for each in taken),
-            "repeats": min(each.repeats for each in taken),
-            "layer_milliseconds": [each.median for each in taken] if count > 1 else None,
+            "repeats": taken[0].repeats,
+            "layer_milliseconds": [each.median for each in taken] if len(taken) > 1 else None,
         }
     if device.type != "cuda":
         return found
-    short = [label for label in prepared if found[label]["milliseconds"] < count * GRAPH_LIMIT]
-    replays: list[dict[str, Run]] = []
-    for each in runs:
-        graphs, refusals = captured({label: each[label] for label in short}, device)
-        replays.append(graphs)
-        for label, reason in refusals.items():
-            found[label]["graph_failure"] = reason
-            short.remove(label)
-    chosen = [{label: each[label] for label in short} for each in replays]
-    graph_timings = [time_interleaved(each, device, seconds=seconds / 2 / count) for each in chosen if short]
+    short = [label for label, calls in prepared.items() if found[label]["milliseconds"] < len(calls) * GRAPH_LIMIT]
+    replays, refusals = captured({place: run for place, run in runs.items() if place[0] in short}, device)
+    for (label, _), reason in refusals.items():
+        found[label]["graph_failure"] = reason
+    replays = {place: run for place, run in replays.items() if "graph_failure" not in found[place[0]]}
+    graph_timings = time_interleaved(replays, device, seconds=seconds / 2)
     for label, calls in prepared.items():
-        if label in short:
-            found[label]["graph_milliseconds"] = sum(each[label].median for each in graph_timings)
-        isolated = _chained([each[label] for each in replays] if label in short else [call.run for call in calls])
+        places = [(label, layer) for layer in range(len(calls))]
+        if places[0] in replays:
+            found[label]["graph_milliseconds"] = sum(graph_timings[place].median for place in places)
         found[label]["sustained_milliseconds"] = time_isolated(
-            isolated, device, seconds=seconds, milliseconds=found[label]["milliseconds"]
+            _chained([replays.get(place, runs[place]) for place in places]),
+            device,
+            seconds=seconds,
+            milliseconds=found[label]["milliseconds"],
         )
     return found
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -29,6 +29,7 @@ from .results import DeviceFacts, SpeedResult
 
 Run = Callable[[], object]
 Case = TypeVar("Case")
+Name = TypeVar("Name", bound=Hashable)
 Compared = TypeVar("Compared")
 Result = TypeVar("Result", bound=SpeedResult)
 FAILURES = (RuntimeError, ValueError, TypeError, AssertionError, ImportError, MemoryError)
@@ -75,8 +76,8 @@ def measure_each(
 
 
 def time_interleaved(
-    runs: Mapping[str, Run], device: torch.device, *, seconds: float, min_repeats: int = 3, max_repeats: int = 100
-) -> dict[str, Timing]:
+    runs: Mapping[Name, Run], device: torch.device, *, seconds: float, min_repeats: int = 3, max_repeats: int = 100
+) -> dict[Name, Timing]:
     """Time implementations by name, one run of each per round.
 
     Run each of them once before, so that nothing is compiled here. All rounds together take about ``seconds``, within
@@ -127,16 +128,16 @@ def capture(run: Run, device: torch.device) -> Run:
     return replay
 
 
-def captured(runs: Mapping[str, Run], device: torch.device) -> tuple[dict[str, Run], dict[str, str]]:
+def captured(runs: Mapping[Name, Run], device: torch.device) -> tuple[dict[Name, Run], dict[Name, str]]:
     """Return CUDA graph replays of the runs, and the reason for each run that cannot be captured; nothing on a CPU."""
-    replays: dict[str, Run] = {}
-    refusals: dict[str, str] = {}
-    for label, run in runs.items() if device.type == "cuda" else ():
+    replays: dict[Name, Run] = {}
+    refusals: dict[Name, str] = {}
+    for name, run in runs.items() if device.type == "cuda" else ():
         try:
-            replays[label] = capture(run, device)
+            replays[name] = capture(run, device)
         except FAILURES as error:
             torch.cuda.synchronize(device)
-            refusals[label] = one_line(error)
+            refusals[name] = one_line(error)
     return replays, refusals
 
 
