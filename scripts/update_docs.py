@@ -19,7 +19,7 @@ from typing import Any
 import pandas as pd
 from dma_eval.pages import MISSING, format_kl, number
 from dma_eval.render import table
-from dma_eval.results import BackendResult, read_report
+from dma_eval.results import BackendResult, PerplexitySection, read_report
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
@@ -234,35 +234,31 @@ def serve() -> str:
 # Quality: reports of runs, and results of studies.
 
 
-def twins_of(folder: str) -> dict[str, dict[str, BackendResult]]:
-    """Return what each backend loses on each twin of a run, by the names of both."""
-    (stress,) = read_report(BENCHMARKS / "quality" / folder).stress
-    return {
-        twin.name: {current(backend.label): backend for backend in twin.tokens.backends}
-        for twin in stress.twins
-        if twin.tokens is not None
-    }
+def losses_of(section: PerplexitySection) -> dict[str, BackendResult]:
+    """Return what each backend loses in a section, by its present name."""
+    return {current(backend.label): backend for backend in section.backends}
+
+
+def twins_of(*folders: str) -> dict[str, dict[str, BackendResult]]:
+    """Return what each backend loses on each twin, by the names of both. Later runs are newer, or run what failed."""
+    twins: dict[str, dict[str, BackendResult]] = {}
+    for folder in folders:
+        (stress,) = read_report(BENCHMARKS / "quality" / folder).stress
+        for twin in stress.twins:
+            if twin.tokens is not None:
+                twins.setdefault(twin.name, {}).update(losses_of(twin.tokens))
+    return twins
 
 
 def short_twins() -> dict[str, dict[str, BackendResult]]:
-    """Return the losses on short windows: from the GPU, or the CPU where they failed, are missing or are newer."""
-    twins, others = twins_of("smollm2-4096-fp32"), twins_of("smollm2-4096-cpu-fp32")
-    for twin, losses in others.items():
-        ran = {label: each for label, each in twins[twin].items() if not each.failure}
-        twins[twin] = {label: ran.get(label) or losses.get(label) or each for label, each in twins[twin].items()}
-        twins[twin] |= {label: each for label, each in losses.items() if label not in twins[twin]}
-    for twin, losses in twins_of("smollm2-int4-4096-cpu-fp32").items():
-        twins[twin][INT4] = losses[INT4]
-    return twins
+    """Return the losses on short windows."""
+    return twins_of("smollm2-4096-fp32", "smollm2-4096-cpu-fp32", "smollm2-int4-4096-cpu-fp32")
 
 
 def long_window() -> dict[str, BackendResult]:
     """Return the losses on long windows, with those of ``int4`` from the CPU, which are newer."""
-    losses = {}
-    for folder in ("smollm2-8192-fp32", "smollm2-int4-8192-cpu-fp32"):
-        (section,) = read_report(BENCHMARKS / "quality" / folder).perplexity
-        losses |= {current(each.label): each for each in section.backends}
-    return losses
+    runs = (read_report(BENCHMARKS / f"quality/smollm2-{name}") for name in ("8192-fp32", "int4-8192-cpu-fp32"))
+    return {label: each for run in runs for label, each in losses_of(run.perplexity[0]).items()}
 
 
 def kl(columns: Mapping[str, Losses]) -> str:
