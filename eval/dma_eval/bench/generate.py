@@ -206,7 +206,7 @@ def _measure_one(
     except FAILURES as error:
         return replace(result, failure=one_line(error))
     # The streamer gets the prompt, then each token.
-    steps = Timing.of(1e3 * np.diff(clock.times[2 + UNTIMED_STEPS :]))
+    steps = Timing.of((1e3 * np.diff(clock.times[2 + UNTIMED_STEPS :])).tolist())
     return replace(
         result,
         first_token_seconds=None if steps_only else clock.times[2] - clock.times[0],

@@ -129,9 +129,6 @@ def exact_rows(inputs: Inputs, rows: Tensor) -> Tensor:
     visible = inputs.document_of == inputs.document_of[rows, None]
     if inputs.is_causal:
         visible &= torch.arange(key.shape[2], device=rows.device) <= rows[:, None]
-    outputs = []
-    for index, queries in enumerate(query[:, :, rows].chunk(key.shape[1], 1)):
-        own = (each[:, index : index + 1].double() for each in (key, value))
-        options: dict[str, Any] = {"attn_mask": visible, "scale": inputs.scale, "enable_gqa": True}
-        outputs.append(F.scaled_dot_product_attention(queries.double(), *own, **options))
-    return torch.cat(outputs, 1)
+    options: dict[str, Any] = {"attn_mask": visible, "scale": inputs.scale, "enable_gqa": True}
+    heads = zip(*(each.chunk(key.shape[1], 1) for each in (query[:, :, rows], key, value)), strict=True)
+    return torch.cat([F.scaled_dot_product_attention(*(x.double() for x in head), **options) for head in heads], 1)

@@ -62,11 +62,6 @@ def import_peer(name: str) -> Any:
         raise ImportError(f"{title} is not installed: pip install {package} ({error})") from error
 
 
-def _unchanged(out: Any) -> Tensor:
-    tensor: Tensor = out
-    return tensor
-
-
 @dataclass(frozen=True)
 class Prepared:
     """A call that is timed.
@@ -79,7 +74,7 @@ class Prepared:
 
     run: Run
     quantize: Run | None = None
-    read: Callable[[Any], Tensor] = _unchanged
+    read: Callable[[Any], Tensor] = lambda out: out
 
 
 def sdpa(
@@ -115,13 +110,10 @@ def flash_attention_3(name: str, inputs: Inputs) -> Prepared:
     ``fa3:fp8:prequantized``.
     """
     module = import_peer(MODULE)
-    options = {"causal": inputs.is_causal, "softmax_scale": inputs.scale}
     if not FLASH_3[name.removesuffix(PREQUANTIZED)]:
-        if inputs.documents > 1:
-            return Prepared(_packed(module.flash_attn_varlen_func, inputs, **options))
-        return Prepared(lambda: module.flash_attn_func(*inputs.token_major, **options).transpose(1, 2))
+        return Prepared(_flash_attention(module, inputs))
     refuse_documents(inputs, "FlashAttention-3 in FP8")
-    attend = partial(module.flash_attn_func, **options)
+    attend = partial(module.flash_attn_func, causal=inputs.is_causal, softmax_scale=inputs.scale)
 
     def run(operands: Fp8Operands) -> Tensor:
         out: Tensor = attend(operands.query, operands.key, operands.value, **_descales(operands))
@@ -156,12 +148,7 @@ def fp8_call(
 
 def flash_attention_4(inputs: Inputs) -> Prepared:
     """Return a call of FlashAttention-4, in 16 bits: on Hopper it has no FP8. Documents are as in FlashAttention-3."""
-    module = import_peer(FLASH_4_MODULE)
-    options = {"causal": inputs.is_causal, "softmax_scale": inputs.scale}
-    if inputs.documents > 1:
-        attend = _packed(lambda *tensors, **more: module.flash_attn_varlen_func(*tensors, **more)[0], inputs, **options)
-    else:
-        attend = lambda: module.flash_attn_func(*inputs.token_major, **options)[0].transpose(1, 2)  # noqa: E731
+    attend = _flash_attention(import_peer(FLASH_4_MODULE), inputs, lambda returned: returned[0])
     failures = import_peer(DSL_MODULE).DSLBaseError
 
     def run() -> object:
@@ -236,14 +223,18 @@ def flash_attention_3_step(name: str, query: Tensor, key: Tensor, value: Tensor)
     return step, keys.nbytes + values.nbytes
 
 
-def _packed(attend: Callable[..., Tensor], inputs: Inputs, **options: Any) -> Run:
-    """Return a call of FlashAttention's function for packed sequences of varying lengths, each document being one."""
-    query, key, value = (each.flatten(0, 1) for each in inputs.token_major)
-    lengths = inputs.document_lengths * len(inputs.query)
-    ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=query.device)
-    sizes = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": max(lengths), "max_seqlen_k": max(lengths)}
-    call = partial(attend, query, key, value, **sizes, **options)
-    return lambda: torch.unflatten(call(), 0, (len(inputs.query), -1)).transpose(1, 2)
+def _flash_attention(module: Any, inputs: Inputs, output_of: Callable[[Any], Tensor] = lambda out: out) -> Run:
+    """Return a call of FlashAttention in 16 bits. Packed documents are sequences of varying lengths."""
+    attend, operands, shape = module.flash_attn_func, inputs.token_major, inputs.token_major[0].shape
+    options: dict[str, Any] = {"causal": inputs.is_causal, "softmax_scale": inputs.scale}
+    if inputs.documents > 1:
+        attend, lengths = module.flash_attn_varlen_func, inputs.document_lengths * len(inputs.query)
+        query, key, value = (each.flatten(0, 1) for each in operands)
+        operands = query, key, value
+        ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=query.device)
+        for name in ("q", "k"):
+            options |= {f"cu_seqlens_{name}": ends, f"max_seqlen_{name}": max(lengths)}
+    return lambda: output_of(attend(*operands, **options)).view(shape).transpose(1, 2)
 
 
 def refuse_documents(inputs: Inputs, title: str) -> None:

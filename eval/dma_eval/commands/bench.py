@@ -12,23 +12,18 @@ from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dma_eval import console
 from dma_eval.bench.results import (
     DecodeReport,
-    DecodeResult,
     DeviceFacts,
     GenerateReport,
-    GenerateResult,
     LongestContext,
     PrefillReport,
-    PrefillResult,
     ServeReport,
-    ServeResult,
     SpeedResult,
     UrlReport,
-    UrlResult,
 )
 from dma_eval.commands import options
 from dma_eval.commands.bench_options import (
@@ -53,7 +48,6 @@ if TYPE_CHECKING:
     from dma_eval.pages import Table
 
 Result = TypeVar("Result")
-Speed = TypeVar("Speed", bound=SpeedResult)
 
 
 def time_prefill(args: PrefillOptions) -> int:
@@ -96,17 +90,15 @@ def time_prefill(args: PrefillOptions) -> int:
     else:
         shapes = args.shapes_on(device)
         found = (prefill.measure_shape(s, backends, device, dtype, seconds=args.seconds) for s in shapes)
-    recorder = _Recorder[PrefillResult](args, PrefillReport, dtype=args.dtype, device=facts)
+    recorder = _Recorder(args, PrefillReport, dtype=args.dtype, device=facts)
     results = recorder.gather(chain.from_iterable(found))
     title = f"Prefill attention on {facts.name}, {args.dtype}"
     tables = prefill_tables(results)
-    if args.plot is not None:
-        plot_prefill(results, title, args.plot)
     if args.markdown is not None:
         warnings = failures(results, lambda r: r.shape)
         page = Page(title, tables, [f"Command: `{command_line()}`."], warnings)
         args.markdown.write_text(page_to_markdown(page), encoding="utf-8")
-    return _finish(args, results, tables, lambda r: r.shape)
+    return _finish(args, results, tables, lambda r: r.shape, plot_prefill, title)
 
 
 def _check_dtype(args: BenchOptions) -> None:
@@ -171,7 +163,7 @@ def time_decode(args: DecodeOptions) -> int:
     backends = decode.parse_implementations(args.cache or decode.default_names())
     device, dtype, facts = _look(args)
     shapes = args.shapes_on(device)
-    recorder = _Recorder[DecodeResult](args, DecodeReport, dtype=args.dtype, device=facts)
+    recorder = _Recorder(args, DecodeReport, dtype=args.dtype, device=facts)
     found = (decode.measure_shape(shape, backends, device, dtype, seconds=args.seconds) for shape in shapes)
     results = recorder.gather(chain.from_iterable(found))
     return _finish(args, results, decode_tables(results), lambda r: r.shape)
@@ -221,7 +213,7 @@ def time_generate(args: GenerateOptions) -> int:
             generate.quantize_weights(model)
     weight_bytes = generate.weight_bytes(model)
     longest: list[LongestContext] = []
-    recorder = _Recorder[GenerateResult](
+    recorder = _Recorder(
         args,
         GenerateReport,
         dtype=args.dtype,
@@ -242,9 +234,8 @@ def time_generate(args: GenerateOptions) -> int:
         recorder.write()
     weights = f"{args.weights or args.dtype} weights of {weight_bytes / 2**30:.1f} GiB"
     title = f"{name}, {weights}, batch {args.batch}, {facts.name}"
-    if args.plot is not None:
-        plot_generate(results, title, args.plot)
-    return _finish(args, results, generate_tables(results, longest, title), lambda r: f"{r.context:,} tokens")
+    tables = generate_tables(results, longest, title)
+    return _finish(args, results, tables, lambda r: f"{r.context:,} tokens", plot_generate, title)
 
 
 def time_serve(args: ServeOptions) -> int:
@@ -295,7 +286,7 @@ def time_serve(args: ServeOptions) -> int:
             model = load_model(name, dtype=args.dtype, device=str(device)).model
     serve.check(model, sets, args.cache_gib)
     layers = model.config.get_text_config().num_hidden_layers
-    recorder = _Recorder[ServeResult](
+    recorder = _Recorder(
         args,
         ServeReport,
         dtype=args.dtype,
@@ -309,9 +300,7 @@ def time_serve(args: ServeOptions) -> int:
     results = recorder.gather(serve.measure(model, sets, backends, seed=args.seed, cache_gib=args.cache_gib))
     room = "" if args.cache_gib is None else f", cache of {args.cache_gib:g} GiB"
     title = f"{name}, {layers} layers, {args.dtype}, {facts.name}{room}"
-    if args.plot is not None:
-        plot_serve(results, title, args.plot)
-    code = _finish(args, results, serve_tables(results, title), lambda r: r.requests)
+    code = _finish(args, results, serve_tables(results, title), lambda r: r.requests, plot_serve, title)
     return console.FAILED if any(result.failure is not None for result in results) else code
 
 
@@ -338,7 +327,7 @@ def _time_url(args: ServeOptions) -> int:
     sets = parse_requests(args.requests or REQUESTS)
     assert args.url is not None
     target = Target(args.url, args.model, args.tokenizer, extra_body)
-    recorder = _Recorder[UrlResult](args, UrlReport, url=args.url, model=target.model, extra_body=extra_body)
+    recorder = _Recorder(args, UrlReport, url=args.url, model=target.model, extra_body=extra_body)
     results = recorder.gather(target.measure(sets, args.rate or [math.inf], args.seed))
     console.print_table(url_table(results, f"{target.model} at {args.url}"))
     for message, count in sum((Counter(result.errors) for result in results), Counter()).items():
@@ -366,11 +355,11 @@ def _look(args: BenchOptions) -> tuple[torch.device, torch.dtype, DeviceFacts]:
         return device, getattr(torch, args.dtype), look_at(device)
 
 
-class _Recorder(Generic[Result]):
+class _Recorder:
     """Collects the results of a benchmark, and writes the report after each."""
 
     def __init__(self, args: BenchOptions, kind: Callable[..., Results], **fields: Any) -> None:
-        self._results: list[Result] = []
+        self._results: list[Any] = []
         self._file, self._kind = args.json, kind
         names = {key: portable(value) for key, value in fields.items() if isinstance(value, str)}
         self._fields = fields | names | here_and_now() | {"seed": args.seed}
@@ -389,16 +378,24 @@ class _Recorder(Generic[Result]):
 
 
 def _finish(
-    args: BenchOptions, results: Sequence[Speed], tables: Sequence[Table], place: Callable[[Speed], object]
+    args: BenchOptions,
+    results: Sequence[SpeedResult],
+    tables: Sequence[Table],
+    place: Callable[[Any], object],
+    plot: Callable[[Any, str, Path], None] | None = None,
+    title: str = "",
 ) -> int:
-    """Show tables, failures and written files. Return 1 if nothing ran on some shape, else 0."""
+    """Show tables and failures, draw, and name the files. Return 1 if nothing ran on some shape, else 0."""
     from dma_eval.bench.shown import failures
 
+    files = _files(args)
+    if plot is not None and files["plot"] is not None:
+        plot(results, title, files["plot"])
     for table in tables:
         console.print_table(table)
     for line in failures(results, place):
         console.print_warning(line)
-    for path in filter(None, _files(args).values()):
+    for path in filter(None, files.values()):
         console.print_wrote(path)
     ran = {place(result) for result in results if result.failure is None}
     return 0 if all(place(result) in ran for result in results) else console.FAILED
