@@ -112,11 +112,8 @@ def embedded(inputs: Inputs, head_dim: int, seed: int = 0) -> Inputs:
     )
 
     def embed(x: Tensor, basis: Tensor) -> Tensor:
-        rows = basis[: x.shape[3]].to(x.device, torch.promote_types(x.dtype, torch.float32))
-        wide = torch.empty(*x.shape[:3], head_dim, dtype=x.dtype, device=x.device)
-        for head in range(x.shape[1]):  # one head at a time: the product is wider than its operands
-            wide[:, head] = x[:, head].to(rows.dtype) @ rows
-        return wide
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return (wide @ basis[: x.shape[3]].to(wide)).to(x.dtype)
 
     return replace(
         inputs, query=embed(inputs.query, scores), key=embed(inputs.key, scores), value=embed(inputs.value, outputs)
