@@ -215,7 +215,8 @@ def assert_matches_reference(
     out, lse = case.call(recipe, "triton", dtype, device, counts)
     if torch.device(device).type == "cuda":
         for _ in range(2):  # the second call launches the compiled kernels directly
-            again, again_lse = case.call(recipe, "triton", dtype, device)
+            again_counts = None if counts is None else torch.zeros_like(counts)
+            again, again_lse = case.call(recipe, "triton", dtype, device, again_counts)
             assert torch.equal(again, out)
             assert torch.equal(again_lse, lse)
     reference, expected_lse = case.call(recipe, "reference", torch.float32, device, expected_counts)
@@ -273,6 +274,8 @@ def assert_skips_as_the_reference(case: Case, recipe: Recipe, dtype: torch.dtype
     recipe = replace(recipe, skip_threshold=6.0)
     counts, expected = case.zero_counts(device), case.zero_counts(device)
     assert_matches_reference(case, recipe, dtype, device, counts, expected)
+    if torch.device(device).type == "cuda":  # a kernel that does not count is another one, which may round differently
+        assert_matches_reference(case, recipe, dtype, device)
     skipped, examined = counts.sum(0).tolist()
     assert 0 < skipped < examined
     assert torch.equal(counts, expected), f"{counts.tolist()} against {expected.tolist()}"
