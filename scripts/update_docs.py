@@ -55,11 +55,6 @@ Losses = Mapping[str, BackendResult]
 """What each backend loses, by its label."""
 
 
-def current(label: str) -> str:
-    """Return the present name of what a file may call by an earlier one."""
-    return re.sub(r":kv([84])(\+cache|\+dma)?", r":balanced+int\1", label)
-
-
 def name(label: str) -> str:
     """Return what tables call something."""
     threshold = re.fullmatch(r"dma_mxfp:t(\d+)", label)  # a file with a threshold alone
@@ -90,7 +85,6 @@ def load(*files: str) -> pd.DataFrame:
         facts["device"] = re.sub(r"NVIDIA (\w+).*", r"\1", report["device"]["name"])
         frames.append(pd.json_normalize(report["results"]).assign(**facts))
     frame = pd.concat(frames, ignore_index=True)
-    frame["label"] = frame["label"].map(current)
     if "shape.length" in frame:
         frame["case"] = [describe(row) for row in frame.to_dict("records")]
     if "graph_milliseconds" in frame:  # of a case all or none
@@ -235,8 +229,8 @@ def serve() -> str:
 
 
 def losses_of(section: PerplexitySection) -> dict[str, BackendResult]:
-    """Return what each backend loses in a section, by its present name."""
-    return {current(backend.label): backend for backend in section.backends}
+    """Return what each backend loses in a section, by its name."""
+    return {backend.label: backend for backend in section.backends}
 
 
 def twins_of(*folders: str) -> dict[str, dict[str, BackendResult]]:
@@ -317,7 +311,7 @@ def quality_positions() -> str:
     rows = []
     for backend in section.backends[1:]:
         kls = [fmean(value for value in backend.position_kl[each] if value is not None) for each in quarters]
-        rows.append([name(current(backend.label)), change(backend), *map(format_kl, kls)])
+        rows.append([name(backend.label), change(backend), *map(format_kl, kls)])
     return table(["", "perplexity", *headers], rows)
 
 
@@ -331,7 +325,7 @@ def needles() -> str:
                 cells = [[cell for cell in backend.cells if cell.length == length] for length in lengths]
                 found = [f"{sum(c.correct for c in row)}/{sum(c.samples for c in row)}" for row in cells]
                 note = " (questions of the caches)" if rows and backend is section.backends[0] else ""
-                rows.append([name(current(backend.label)) + note, *found])
+                rows.append([name(backend.label) + note, *found])
     return table(["", *(f"{length:,}" for length in lengths)], rows)
 
 
@@ -359,8 +353,7 @@ def cache_formats() -> str:
 
 def skipping() -> str:
     """Share of low tiles skipped and KL per token: by threshold and twin, and under other rules and estimates."""
-    paths = sorted((BENCHMARKS / "skipping").glob("*.json"))
-    frame = pd.concat([pd.DataFrame(read(file)["results"]) for file in paths])
+    frame = pd.DataFrame(read("skipping/smollm2-4096-cpu.json")["results"])
     frame["threshold"] = frame["threshold"].fillna(math.inf)
     frame["length"] = frame["length"].map("{:,}".format)
     frame["cell"] = (100 * frame["skipped"]).map("{:.0f} %, ".format) + frame["kl"].map(format_kl)
@@ -393,7 +386,8 @@ def skipping() -> str:
 
 def results() -> str:
     """Six rows: prefill, short prompts, decoding, memory, serving and loss."""
-    prefills, decodes = ({case: of_case(file, case) for case in cases} for file, cases in HEADLINES.items())
+    prefills = {case: of_case("prefill-h200", case) for case in ("1K", "32K")}
+    decodes = {case: of_case("decode-h200", case) for case in ("32K", "128K")}
     loss = short_twins()[UNCHANGED]
     tokens = served().query("requests == '32x2048+64'").assign(label=lambda each: each["label"].map(full))
     speed = tokens.set_index("label")["tokens_per_second"]
@@ -418,10 +412,6 @@ def results() -> str:
     return table(["measured", "with", "compared with", "result"], linked)
 
 
-HEADLINES = {"prefill-h200": ("1K", "32K"), "decode-h200": ("32K", "128K")}
-"""Files and cases of the README's rows."""
-
-
 def files() -> str:
     """The index: every result file with its device, versions, date, commit and command."""
     rows = []
@@ -433,7 +423,7 @@ def files() -> str:
         packages = (f"{each} {machine['packages'].get(each, MISSING)}" for each in ("torch", "triton", "transformers"))
         more = f" and {len(others)} more, in the file" if others else ""
         facts = [devices, ", ".join(packages), report["created"][:10], machine.get("commit") or MISSING]
-        rows.append([f"[`{where}`]({where})", *facts, f"`{current(command)}`{more}"])
+        rows.append([f"[`{where}`]({where})", *facts, f"`{command}`{more}"])
     return table(["file", "device", "versions", "date", "commit", "command"], rows)
 
 
@@ -465,11 +455,10 @@ def updated(text: str, page: str = "the page") -> str:
     Raises:
         ValueError: A mark names no table, or has no end.
     """
-    starts = re.findall(r"<!-- table: (\S+) -->", text)
-    blocks = [block[1] for block in BLOCK.findall(text)]
-    if starts != blocks or text.count("<!-- end table -->") != len(starts):
-        raise ValueError(f"{page}: every <!-- table: NAME --> needs one <!-- end table --> after it, got {starts}")
-    unknown = [each for each in starts if each not in TABLES]
+    names = [block[1] for block in BLOCK.findall(text)]
+    if {text.count("<!-- table: "), text.count("<!-- end table -->")} != {len(names)}:
+        raise ValueError(f"{page}: every <!-- table: NAME --> needs one <!-- end table --> after it, got {names}")
+    unknown = [each for each in names if each not in TABLES]
     if unknown:
         raise ValueError(f"{page}: unknown tables {', '.join(unknown)}; valid: {', '.join(TABLES)}")
     return BLOCK.sub(lambda b: f"{b[1]}\n{TABLES[b[2]]().replace(UNCHANGED, 'unchanged')}\n{b[4]}", text)

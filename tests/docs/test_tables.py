@@ -48,12 +48,6 @@ def test_what_did_not_run_leaves_a_gap(script):
     assert cells.loc["8K"].tolist() == ["1.00x", "2.00x", "–"]
 
 
-def test_earlier_labels_have_their_present_names(script):
-    labels = ["dma_mxfp:kv8", "dma_mxfp:kv4+cache", "dma_mxfp:kv4+dma-static", "dma_mxfp:balanced", "sdpa+hqq4"]
-    expected = ["balanced+int8", "balanced+int4", "balanced+int4-static", "balanced"]
-    assert [script.current(label) for label in labels] == [*(f"dma_mxfp:{each}" for each in expected), "sdpa+hqq4"]
-
-
 def test_the_index_lists_every_file_of_results(script):
     index = script.files()
     for path in BENCHMARKS.rglob("*.json"):
