@@ -30,18 +30,8 @@ HEADERS = ("field", "default", "meaning")
 ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n        .*)*)", re.MULTILINE)
 
 
-def plugin_api() -> str:
-    """Return a directive of mkdocstrings for each public name of ``dma_hf``."""
-    return _directives(dma_hf, FIRST)
-
-
-def kernels_api() -> str:
-    """Return a directive of mkdocstrings for each public name of ``dma_kernels``."""
-    return _directives(dma_kernels, ("attention", "attention_with_lse", "Recipe", "quantize"))
-
-
-def _directives(package: ModuleType, first: tuple[str, ...]) -> str:
-    """Return a directive for each public name: the first ones, then the others."""
+def _directives(package: ModuleType, *first: str) -> str:
+    """Return a directive of mkdocstrings for each public name: the first ones, then the others."""
     paths = []
     for name in dict.fromkeys([*first, *package.__all__]):
         value = getattr(package, name)
@@ -120,11 +110,10 @@ def _class_tables(module: str) -> str:
 def _field(field: Field[Any], comment: str) -> list[str]:
     """Return the default of a field, and its help as an option or else its comment."""
     option = field.metadata.get(KEY)
-    factory = field.default_factory
-    default = field.default if factory is MISSING else factory()
-    shown = "required" if default is MISSING else f"`{default!r}`"
-    if isinstance(getattr(option, "show_default", None), str):
-        shown = option.show_default
+    default = field.default if field.default_factory is MISSING else field.default_factory()
+    shown = getattr(option, "show_default", None)
+    if not isinstance(shown, str):
+        shown = "required" if default is MISSING else f"`{default!r}`"
     return [shown, _markdown(getattr(option, "help", None) or comment)]
 
 
@@ -155,8 +144,8 @@ def _markdown(text: str) -> str:
 
 
 GENERATORS: dict[str, Callable[[], str]] = {
-    "plugin": plugin_api,
-    "kernels": kernels_api,
+    "plugin": partial(_directives, dma_hf, *FIRST),
+    "kernels": partial(_directives, dma_kernels, "attention", "attention_with_lse", "Recipe", "quantize"),
     "fields": field_table,
     "presets": preset_table,
     "commands": command_reference,
