@@ -20,7 +20,7 @@ from dma_eval.bench.capture import capture_layers, choose_layers
 from dma_eval.bench.inputs import Inputs
 from dma_eval.data import load_text, tokenize
 from dma_eval.models import load_model
-from dma_kernels import BLOCK_FORMATS, TILE, hadamard_rotate, key_mean, quantize
+from dma_kernels import BLOCK_FORMATS, TILE, Recipe, hadamard_rotate, key_mean, quantize
 from dma_kernels.numerics.geometry import SKIP_BLOCK
 from dma_kernels.reference.operands import prepare_operands
 from dma_kernels.reference.skipping import is_high_tile, skip_tiles
@@ -28,7 +28,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch, Rectangle
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch
 from torch import Tensor
 
 from dma_hf import DMAConfig
@@ -42,8 +42,9 @@ def _panels(rows: int, columns: int, width: float, height: float, **options: Any
     return plt.subplots(rows, columns, figsize=(width, height), dpi=150, layout="constrained", **options)
 
 
-def _tile_axis(axis: Any, count: int, middle: float = 0.5) -> None:
-    axis.set_ticks([tile + middle for tile in range(count)], [str(tile) for tile in range(count)])
+def _legend(figure: Figure, colors: dict[str, str], **style: Any) -> None:
+    handles = [Patch(facecolor=color, label=name, **style) for name, color in colors.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(colors), frameon=False)
 
 
 def _hide_frame(axes: Axes) -> None:
@@ -53,50 +54,45 @@ def _hide_frame(axes: Axes) -> None:
 
 def draw_rule() -> Figure:
     """docs/figures/rule.png: which key tiles are high, low and not visible for each query tile."""
-    tiles = 10
+    colors = {
+        "high precision: the band and the sink tile": HIGH,
+        "low-bit: everything else that is visible": LOW,
+        "not visible": HIDDEN,
+    }
+    tile = torch.arange(10)
     figure, panels = _panels(1, 2, 9, 5.3)
     for axes, title in zip(panels, ("causal", "bidirectional"), strict=True):
-        for i in range(tiles):
-            for j in range(tiles):
-                is_hidden = title == "causal" and j > i
-                color = HIDDEN if is_hidden else HIGH if abs(i - j) <= 1 or j < 1 else LOW
-                axes.add_patch(Rectangle((j, i), 1, 1, facecolor=color, edgecolor="white", linewidth=1.5))
-        axes.set(xlim=(0, tiles), ylim=(tiles, 0), aspect="equal", title=title)
+        kinds = (~is_high_tile(tile[:, None], tile, Recipe(), is_causal=title == "causal")).int()
+        if title == "causal":
+            kinds[tile > tile[:, None]] = 2
+        style = {"vmin": 0, "vmax": 2, "edgecolors": "white", "linewidth": 1.5}
+        axes.pcolormesh(kinds, cmap=ListedColormap(list(colors.values())), **style)
+        axes.set(ylim=(len(tile), 0), aspect="equal", title=title)
         axes.set(xlabel="key tile J (128 keys)", ylabel="query tile I")
-        _tile_axis(axes.xaxis, tiles)
-        _tile_axis(axes.yaxis, tiles)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_ticks(tile + 0.5, map(str, tile.tolist()))
         _hide_frame(axes)
-    names = {
-        HIGH: "high precision: the band and the sink tile",
-        LOW: "low-bit: everything else that is visible",
-        HIDDEN: "not visible",
-    }
-    handles = [Patch(facecolor=color, label=name) for color, name in names.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
+    _legend(figure, colors)
     return figure
 
 
 def draw_cache() -> Figure:
     """docs/figures/cache.png: where a cache holds which keys of a row, by position."""
     length, tiles = 1088, 12
-    newest = (length - 1) // TILE
-    held = {tile: min(1.0, length / TILE - tile) for tile in range(newest + 1)}
+    held = {tile: min(1.0, length / TILE - tile) for tile in range(-(-length // TILE))}
     regions = {
-        "quantized KV: complete tiles, each encoded once": {tile: full for tile, full in held.items() if full == 1.0},
-        "sink: 16 bits": {0: held[0]},
-        "residual KV: 16 bits, a ring of tiles": {tile: full for tile, full in held.items() if tile > newest - 3},
+        "quantized KV: complete tiles, each encoded once": [(tile, 1.0) for tile, full in held.items() if full == 1.0],
+        "sink: 16 bits": [(0, 1.0)],
+        "residual KV: 16 bits, a ring of tiles": list(held.items())[-3:],
     }
     figure, axes = _panels(1, 1, 10, 2.5)
     for row, stored in enumerate(regions.values()):
-        for tile in range(tiles):
-            axes.add_patch(Rectangle((tile, row), 1, 0.8, facecolor=EMPTY, edgecolor="white", linewidth=1.5))
-            if tile in stored:
-                color = HIGH if row else LOW
-                axes.add_patch(Rectangle((tile, row), stored[tile], 0.8, facecolor=color, edgecolor="white", lw=1.5))
+        for spans, color in (([(tile, 1.0) for tile in range(tiles)], EMPTY), (stored, HIGH if row else LOW)):
+            axes.broken_barh(spans, (row, 0.8), facecolors=color, edgecolor="white", linewidth=1.5)
     axes.axvline(length / TILE, color="0.2", linewidth=1, linestyle="--")
     axes.text(length / TILE + 0.08, -0.12, "next key", fontsize=8, va="bottom")
     axes.set(xlim=(0, tiles), ylim=(len(regions), -0.35), xlabel=f"tile ({TILE} positions)")
-    _tile_axis(axes.xaxis, tiles)
+    axes.set_xticks([tile + 0.5 for tile in range(tiles)], map(str, range(tiles)))
     axes.set_yticks([row + 0.4 for row in range(len(regions))], list(regions))
     _hide_frame(axes)
     return figure
@@ -239,8 +235,7 @@ def draw_skipping(model: str, data: str, tokens: int = 4096) -> Figure:
         axes.imshow(kinds, cmap=colors, vmin=0, vmax=len(KINDS) - 1, aspect="auto", interpolation="nearest")
         axes.set(title=f"{name}\n{share:.0%} of low tiles skipped", xlabel="tile of 128 keys")
     panels[0].set_ylabel("block of 64 queries")
-    handles = [Patch(facecolor=color, edgecolor="#cccccc", label=kind) for kind, color in KINDS.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(KINDS), frameon=False)
+    _legend(figure, KINDS, edgecolor="#cccccc")
     return figure
 
 
