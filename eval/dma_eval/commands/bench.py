@@ -233,7 +233,7 @@ def time_generate(args: GenerateOptions) -> int:
             longest.append(generate.longest_context(model, each, args.batch))
         recorder.write()
     weights = f"{args.weights or args.dtype} weights of {weight_bytes / 2**30:.1f} GiB"
-    title = f"{name}, {weights}, batch {args.batch}, {facts.name}"
+    title = f"{portable(name)}, {weights}, batch {args.batch}, {facts.name}"
     tables = generate_tables(results, longest, title)
     return _finish(args, results, tables, lambda r: f"{r.context:,} tokens", plot_generate, title)
 
@@ -299,7 +299,7 @@ def time_serve(args: ServeOptions) -> int:
     )
     results = recorder.gather(serve.measure(model, sets, backends, seed=args.seed, cache_gib=args.cache_gib))
     room = "" if args.cache_gib is None else f", cache of {args.cache_gib:g} GiB"
-    title = f"{name}, {layers} layers, {args.dtype}, {facts.name}{room}"
+    title = f"{portable(name)}, {layers} layers, {args.dtype}, {facts.name}{room}"
     code = _finish(args, results, serve_tables(results, title), lambda r: r.requests, plot_serve, title)
     return console.FAILED if any(result.failure is not None for result in results) else code
 
