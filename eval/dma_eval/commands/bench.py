@@ -5,7 +5,6 @@ Every command writes its JSON file after each measurement, so an interruption ke
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -35,9 +34,9 @@ from dma_eval.commands.bench_options import (
     PrefillOptions,
     ServeOptions,
 )
-from dma_eval.environment import command_line, portable
+from dma_eval.environment import command_line, need_transformers, portable
 from dma_eval.errors import UserError
-from dma_eval.files import write_json
+from dma_eval.files import parse, write_json
 from dma_eval.names import check_names
 from dma_eval.results import Results, here_and_now
 
@@ -265,8 +264,6 @@ def time_serve(args: ServeOptions) -> int:
     if args.model is not None and (args.shape or args.layers):
         raise UserError("--model excludes --shape and --layers; give one or the other")
     with console.starting():
-        from dma_eval.environment import need_transformers
-
         need_transformers("5.18", "bench serve")
         from dma_eval.bench import serve
         from dma_eval.bench.generate import build_model, weight_bytes
@@ -275,7 +272,6 @@ def time_serve(args: ServeOptions) -> int:
         from dma_eval.models import load_model
 
     backends = serve.parse_served(args.attn)
-    parse_requests(args.requests or REQUESTS)
     device, dtype, facts = _look(args)
     sets = parse_requests(args.requests or (REQUESTS if device.type == "cuda" else CPU_REQUESTS))
     name = args.name_on(device)
@@ -315,11 +311,9 @@ def _time_url(args: ServeOptions) -> int:
     if find_spec("openai") is None:
         raise UserError("--url needs openai, not installed here: pip install 'dma-hf[serve]'")
     try:
-        extra_body = json.loads(args.extra_body)
-    except json.JSONDecodeError as error:
+        extra_body = parse(dict[str, Any], args.extra_body.encode())
+    except ValueError as error:
         raise UserError(f"--extra-body: expected a JSON object, got {args.extra_body!r}") from error
-    if not isinstance(extra_body, dict):
-        raise UserError(f"--extra-body: expected a JSON object, got {args.extra_body!r}")
     with console.starting():
         from dma_eval.bench.requests import parse_requests
         from dma_eval.bench.serve_url import Target, url_table
