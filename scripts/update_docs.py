@@ -60,12 +60,7 @@ def name(label: str) -> str:
     threshold = re.fullmatch(r"dma_mxfp:t(\d+)", label)  # a file with a threshold alone
     if threshold:
         return f"`balanced`, `skip_threshold = {threshold[1]}`"
-    return NAMES.get(label) or f"`{full(label).removeprefix('dma_mxfp:')}`"
-
-
-def full(label: str) -> str:
-    """Return a label with the preset that it leaves out."""
-    return re.sub(r"^dma_mxfp(?=\+|$)", BALANCED, label)
+    return NAMES.get(label) or f"`{label.removeprefix('dma_mxfp:')}`"
 
 
 def read(path: Path | str) -> Any:
@@ -85,6 +80,7 @@ def load(*files: str) -> pd.DataFrame:
         facts["device"] = re.sub(r"NVIDIA (\w+).*", r"\1", report["device"]["name"])
         frames.append(pd.json_normalize(report["results"]).assign(**facts))
     frame = pd.concat(frames, ignore_index=True)
+    frame["label"] = frame["label"].str.replace(r"^dma_mxfp(?=\+|$)", BALANCED, regex=True)
     if "shape.length" in frame:
         frame["case"] = [describe(row) for row in frame.to_dict("records")]
     if "graph_milliseconds" in frame:  # of a case all or none
@@ -386,25 +382,20 @@ def skipping() -> str:
 
 def results() -> str:
     """Six rows: prefill, short prompts, decoding, memory, serving and loss."""
-    prefills = {case: of_case("prefill-h200", case) for case in ("1K", "32K")}
-    decodes = {case: of_case("decode-h200", case) for case in ("32K", "128K")}
+    prefills, decodes = load("prefill-h200"), load("decode-h200")
+    prefill, isolated = (times_faster(prefills, "fa3", key)[BALANCED] for key in ("ms", "sustained_milliseconds"))
+    step, size = times_faster(decodes, "sdpa")[INT4], pivot(decodes, "bytes_ratio")[INT4]
+    speed = served().query("requests == '32x2048+64'").set_index("label")["tokens_per_second"]
     loss = short_twins()[UNCHANGED]
-    tokens = served().query("requests == '32x2048+64'").assign(label=lambda each: each["label"].map(full))
-    speed = tokens.set_index("label")["tokens_per_second"]
-
-    def faster(case: Mapping[str, Mapping[str, Any]], ours: str, base: str, key: str = "ms") -> str:
-        return f"{case[base][key] / case[ours][key]:.2f}x"
-
-    isolated = faster(prefills["32K"], BALANCED, "fa3", "sustained_milliseconds")
     flash, plain, ours = "FlashAttention-3, bf16", "SDPA, 16-bit cache", "`balanced+int4`"
+    long = f"{prefill['32K']:.2f}x as fast; isolated {isolated['32K']:.2f}x"
     serving = f"{speed[INT4] / speed['sdpa']:.1f}x the tokens/s"
     changes = ", ".join(f"{round(loss[label].change_percent, 2) + 0.0:+.2f} %" for label in (BALANCED, INT4))
-    long, short = (f"{faster(prefills[case], BALANCED, 'fa3')} as fast" for case in ("32K", "1K"))
     rows = [
-        ["Prefill of 32K tokens", "prefill", "`balanced`", flash, f"{long}; isolated {isolated}"],
-        ["Prefill of 1K tokens", "prefill", "`balanced`", flash, short],
-        ["Decoding step over 128K keys", "decode", ours, plain, f"{faster(decodes['128K'], INT4, 'sdpa')} as fast"],
-        ["Cache size at 32K tokens", "decode", ours, plain, f"{decodes['32K'][INT4]['bytes_ratio']:.2f}x"],
+        ["Prefill of 32K tokens", "prefill", "`balanced`", flash, long],
+        ["Prefill of 1K tokens", "prefill", "`balanced`", flash, f"{prefill['1K']:.2f}x as fast"],
+        ["Decoding step over 128K keys", "decode", ours, plain, f"{step['128K']:.2f}x as fast"],
+        ["Cache size at 32K tokens", "decode", ours, plain, f"{size['32K']:.2f}x"],
         ["32 requests of 2,048 + 64 tokens, 8B model", "serving", ours, "SDPA in `generate_batch`", serving],
         ["Perplexity", "quality", f"`balanced`, {ours}", "SDPA", changes],
     ]
