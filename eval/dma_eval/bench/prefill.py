@@ -167,13 +167,14 @@ def measure_layers(
 def _time_calls(prepared: dict[str, list[Prepared]], device: torch.device, seconds: float) -> dict[str, dict[str, Any]]:
     """Return what was timed of each implementation, by the names of the result's fields.
 
-    All layers of all implementations are interleaved. An isolated run is all layers, one after the other.
+    Implementations are interleaved layer by layer. An isolated run is all layers, one after the other.
     """
-    runs = {(label, layer): call.run for label, calls in prepared.items() for layer, call in enumerate(calls)}
+    layers = max(map(len, prepared.values()), default=0)
+    runs = {(label, layer): calls[layer].run for layer in range(layers) for label, calls in prepared.items()}
     timings = time_interleaved(runs, device, seconds=seconds)
     found: dict[str, dict[str, Any]] = {}
     for label, calls in prepared.items():
-        taken = [timings[label, layer] for layer in range(len(calls))]
+        taken = [timings[label, layer] for layer in range(layers)]
         found[label] = {
             "milliseconds": sum(each.median for each in taken),
             "milliseconds_fast": sum(each.fast for each in taken),
