@@ -17,6 +17,7 @@ from gguf import GGUFReader
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig, PreTrainedModel
+from transformers.distributed import DistributedConfig
 from transformers.utils import cached_file
 
 from dma_hf.integrations.commit_hash import commit_of
@@ -148,10 +149,12 @@ def load_model(
     revision: str | None = None,
     trust_remote_code: bool = False,
     yarn: float | None = None,
+    tensor_parallel: int = 1,
 ) -> LoadedModel:
     """Load a causal language model and its tokenizer, as the options of the same names say.
 
-    Reports call it ``title``, or ``name`` by default.
+    Reports call it ``title``, or ``name`` by default. Of ``tensor_parallel`` processes in a process
+    group, each loads its share of every layer.
     """
     source = parse_source(name)
     if dtype not in ("auto", *DTYPES):
@@ -159,6 +162,7 @@ def load_model(
     if device_map is not None and device != "auto":
         raise UserError("--device and --device-map exclude each other; give one of them")
     chosen_dtype, chosen_device = DTYPES.get(dtype), parse_device(device)
+    is_spread = device_map is not None or tensor_parallel > 1
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     if source.gguf_file is not None:
         options["gguf_file"] = source.gguf_file
@@ -169,10 +173,12 @@ def load_model(
         if yarn is not None:
             rescale(config, yarn)
         if source.gguf_file is None:
-            check_memory(name, config, chosen_dtype, None if device_map is not None else chosen_device)
+            check_memory(name, config, chosen_dtype, None if is_spread else chosen_device)
         options |= {"config": config, "dtype": chosen_dtype or "auto", "device_map": device_map}
+        if tensor_parallel > 1:
+            options["distributed_config"] = DistributedConfig(tp_size=tensor_parallel)
         model, loading = AutoModelForCausalLM.from_pretrained(source.path, output_loading_info=True, **options)
-        if device_map is None:
+        if not is_spread:
             model = model.to(chosen_device)
     except UNLOADABLE as error:
         raise UserError(f"--model: cannot load {name!r}: {_damage(source) or one_line(error)}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import os
@@ -21,9 +22,14 @@ from urllib.request import ProxyHandler, Request, build_opener
 import pytest
 from dma_eval.backends import activate, parse_backends
 from dma_eval.commands import serve
-from dma_eval.models import load_model
+from dma_eval.models import batching_settings, load_model
+from transformers import GenerationConfig
 
 pytest.importorskip("transformers.generation.continuous_batching.cache_allocators", reason="before Transformers 5.23")
+from dma_eval.serving.app import make_engine
+from dma_eval.serving.checks import CompletionRequest
+from dma_eval.serving.jobs import Job
+
 ROOT = Path(__file__).parents[2]
 DEMO_MODEL = ROOT / "eval" / "dma_eval" / "assets" / "demo_model"
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -415,6 +421,34 @@ def test_continuous_batching(suffix, folder, expected, question):
     assert "".join(event["choices"][0]["text"] for event in events) == expected[suffix]
     assert (stopped["text"], stopped["finish_reason"]) == (expected[suffix].partition(stop)[0], "stop")
     assert hot != expected[suffix]
+
+
+def test_requests_that_lose_their_pages_are_counted(question):
+    """Each of three requests grows beyond a page, and the cache has four."""
+    loaded = load_model(str(DEMO_MODEL), dtype="float32", device="cpu")
+    activate(loaded.model, parse_backends(["sdpa"])[0])
+    batches = batching_settings(loaded.model, None)
+    batches.num_blocks = 4
+    engine = make_engine(loaded, batches)
+    prompt = loaded.tokenizer(question).input_ids[: batches.page_size - 8]
+    config = GenerationConfig(max_new_tokens=16)
+
+    async def answer(count):
+        jobs = [Job(loaded.tokenizer, len(prompt), config.max_new_tokens, (), None) for _ in range(count)]
+        for number, job in enumerate(jobs):
+            body = CompletionRequest(prompt="")
+            engine.start(job, {"input_ids": [number, *prompt]}, config, body)
+        for job in jobs:
+            while await job.queue.get() is not None:
+                pass
+        return [(job.error, job.total_tokens) for job in jobs], sum(job.evictions for job in jobs)
+
+    done = (None, config.max_new_tokens)
+    assert asyncio.run(answer(1)) == ([done], 0)
+    answers, evictions = asyncio.run(answer(3))
+    engine.close()
+    assert answers == [done] * 3
+    assert evictions > 0
 
 
 @pytest.mark.parametrize(

@@ -68,10 +68,14 @@ class Server:
         with self.open(self.address + path, timeout=TIMEOUT) as response:
             return response.read().decode()
 
-    def replicas(self):
+    def replicas(self, name="ServeReplica:dma-hf:Model"):
         """Return the processes that hold the model."""
         children = psutil.Process(self.process.pid).children(recursive=True)
-        return [each for each in children if "ServeReplica:dma-hf:Model" in " ".join(each.cmdline())]
+        return [each for each in children if name in " ".join(each.cmdline())]
+
+    def ranks(self):
+        """Return the processes that hold a share of the model, besides the replicas."""
+        return self.replicas("ray::Rank")
 
     def complete(self, prompt, **options):
         asked = {"model": self.model, "prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0} | options
@@ -216,6 +220,27 @@ def test_a_server_that_is_stopped_ends_open_requests(server):
     assert alive == []
 
 
+@pytest.mark.slow
+def test_tensor_parallel_ranks_answer_together_and_are_replaced_together(folder, expected):
+    openai = pytest.importorskip("openai")
+    options = ("--tensor-parallel", 2, "--continuous-batching", "--cache-gib", 0.05)
+    with _serving(folder, *options) as server, ThreadPoolExecutor(CLIENTS) as pool:
+        answers = pool.map(lambda prompt: server.complete(prompt).choices[0].text, expected)
+        assert list(answers) == list(expected.values())
+        (rank,), (replica,) = server.ranks(), server.replicas()
+        stream = iter(server.complete("The captain", stream=True, max_tokens=3000))
+        assert next(stream)
+        rank.kill()
+        with pytest.raises(openai.APIError):
+            list(stream)
+        psutil.wait_procs([replica], TIMEOUT)
+        assert server.complete(next(iter(expected))).choices[0].text == next(iter(expected.values()))
+        (rank,), (replica,) = server.ranks(), server.replicas()
+        replica.kill()
+        _, alive = psutil.wait_procs([rank], TIMEOUT)
+        assert alive == []
+
+
 def test_one_replica_does_without_ray(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)  # importing it fails
     monkeypatch.setattr("dma_eval.serving.serve", lambda *arguments, **options: None)
@@ -238,13 +263,14 @@ def test_the_configuration_for_ray_serve(run, tmp_path):
     assert (settings.replicas, settings.max_replicas, settings.gpus_per_replica, settings.max_queued) == (2, 4, 2, 9)
 
 
-def test_ray_serve_takes_the_configuration(run, tmp_path):
+@pytest.mark.parametrize("more", [("--session-affinity",), ("--tensor-parallel", 2, "--continuous-batching")], ids=str)
+def test_ray_serve_takes_the_configuration(run, tmp_path, more):
     pytest.importorskip("ray", reason="the extra 'ray' is not installed")
     from dma_eval.serving.replicas import build_application
     from ray.serve.schema import ServeDeploySchema
 
     file = tmp_path / "serve_config.yaml"
-    options = ("--replicas", 2, "--max-replicas", 4, "--session-affinity", "--write-config", file)
+    options = ("--replicas", 2, "--max-replicas", 4, *more, "--write-config", file)
     assert run("serve", "some/model", *options).exit_code == 0
     (application,) = ServeDeploySchema.model_validate(yaml.safe_load(file.read_text())).applications
     assert build_application(application.args)
@@ -288,6 +314,7 @@ def test_requests_of_a_conversation_have_one_session():
     ("arguments", "message"),
     [
         (["--replicas", "3", "--max-replicas", "2"], "--max-replicas: expected at least --replicas 3, got 2"),
+        (["--tensor-parallel", "2"], "--tensor-parallel needs --continuous-batching, and excludes --device-map"),
         (["--replicas", "0"], "'--replicas': Input should be greater than or equal to 1, got '0'"),
     ],
     ids=str,

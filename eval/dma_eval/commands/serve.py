@@ -84,8 +84,14 @@ class ServeOptions(options.LoadOptions):
         None,
         "--gpus-per-replica",
         min=0,
-        shown="1; 0 on a CPU",
-        help="GPUs of a replica; with several, the layers of the model are spread over them.",
+        shown="--tensor-parallel; 0 on a CPU",
+        help="GPUs of a replica; with several and no --tensor-parallel, the layers are spread over them.",
+    )
+    tensor_parallel: int = on_ray(
+        1,
+        "--tensor-parallel",
+        min=1,
+        help="Processes of a replica, each with its own GPU and a share of every layer; for --continuous-batching.",
     )
     max_queued: int = on_ray(
         DEFAULT_REQUESTS,
@@ -154,6 +160,8 @@ def serve(args: ServeOptions) -> int:
         raise UserError("--cache-gib is for --continuous-batching; without it a cache grows with its request")
     if args.max_replicas is not None and args.max_replicas < args.replicas:
         raise UserError(f"--max-replicas: expected at least --replicas {args.replicas}, got {args.max_replicas}")
+    if args.tensor_parallel > 1 and (not args.continuous_batching or args.device_map is not None):
+        raise UserError("--tensor-parallel needs --continuous-batching, and excludes --device-map")
     if args.write_config is not None:
         return _write_config(args)
     with console.starting():
@@ -168,7 +176,7 @@ def serve(args: ServeOptions) -> int:
     (backend,) = parse_backends([args.attn])
     if args.ray_address is None:  # on a cluster the model's folder may be elsewhere
         parse_source(args.model)
-    if args.replicas > 1 or args.max_replicas is not None or args.ray_address is not None:
+    if max(args.replicas, args.tensor_parallel) > 1 or args.max_replicas is not None or args.ray_address is not None:
         return _serve_replicas(args, backend, api_key)
     listener = listen(args.host, args.port)
     with listener, terminated_as_interrupted():
@@ -200,12 +208,15 @@ def _announce(args: ServeOptions, backend: Backend, port: int) -> None:
     console.print_line(f"Serving {label} at http://{host}:{port}/v1")
 
 
-def _settings(args: ServeOptions, gpus: float) -> Settings:
-    """Return the options as the settings of replicas that have so many GPUs each."""
+def _settings(args: ServeOptions, has_gpus: bool) -> Settings:
+    """Return the options as the settings of replicas, on a cluster with GPUs or without."""
     from dma_eval.serving.settings import Settings
 
+    gpus = args.gpus_per_replica
+    if gpus is None:
+        gpus = float(args.tensor_parallel if has_gpus and args.device != "cpu" else 0)
     given = {name: getattr(args, name) for name in Settings.model_fields if name != "gpus_per_replica"}
-    if gpus > 1 and args.device_map is None:
+    if gpus > args.tensor_parallel == 1 and args.device_map is None:
         given["device_map"] = "auto"
     return Settings(**given, gpus_per_replica=gpus)
 
@@ -215,9 +226,7 @@ def _write_config(args: ServeOptions) -> int:
 
     assert args.write_config is not None
     prepare_file(args.write_config, "--write-config")
-    gpus = args.gpus_per_replica
-    settings = _settings(args, float(args.device != "cpu") if gpus is None else gpus)
-    write_config(settings, args.write_config, host=args.host, port=args.port)
+    write_config(_settings(args, has_gpus=True), args.write_config, host=args.host, port=args.port)
     console.print_wrote(args.write_config)
     return 0
 
@@ -240,11 +249,8 @@ def _serve_replicas(args: ServeOptions, backend: Backend, api_key: str | None) -
     elif port == 0:
         raise UserError("--port: expected a port that is free on every machine of --ray-address, got 0")
     with Cluster(args.ray_address) as cluster, terminated_as_interrupted():  # after Ray installs its own handlers
-        gpus = args.gpus_per_replica
-        if gpus is None:
-            gpus = float(args.device != "cpu" and cluster.has_gpus)
         with console.working(f"Starting {args.replicas} replicas of {args.model}"):
-            cluster.start(_settings(args, gpus), host=args.host, port=port, api_key=api_key)
+            cluster.start(_settings(args, cluster.has_gpus), host=args.host, port=port, api_key=api_key)
         _announce(args, backend, port)
         cluster.wait()
     return 0

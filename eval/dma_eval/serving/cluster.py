@@ -59,12 +59,13 @@ class Cluster:
         """
         if self._address is None:  # another cluster may add nodes
             found = ray.cluster_resources()
-            needed = {"CPU": settings.replicas, "GPU": settings.replicas * settings.gpus_per_replica}
+            cpus, gpus = settings.tensor_parallel, settings.gpus_per_replica
+            needed = {"CPU": settings.replicas * cpus, "GPU": settings.replicas * gpus}
             for kind, count in needed.items():
                 if count > found.get(kind, 0):
                     raise UserError(
                         f"--replicas: {settings.replicas} need {count:g} {kind}s, and Ray finds {found.get(kind, 0):g} "
-                        "here; give fewer --replicas, or less --gpus-per-replica"
+                        "here; give fewer --replicas, or less --tensor-parallel or --gpus-per-replica"
                     )
         serve.start(
             http_options={"host": host, "port": port},

@@ -77,6 +77,7 @@ class Job:
         self.loop = asyncio.get_running_loop()
         self.started = time.perf_counter()
         self.first_token_seconds: float | None = None
+        self.evictions = 0  # how often it lost its pages to other requests, and was computed again
         self._tokenizer, self._parser, self._limit = tokenizer, parser, limit
         self._stop = StopFilter(stops)
         self._shown = self._read = 0  # tokens before these are shown; are decoded
@@ -359,11 +360,13 @@ class Batched:
         is_greedy = not config.do_sample
         self._count += 1
         name = f"request-{self._count}"
-        seen = 0
+        seen, created = 0, None
 
         def take(output: Any) -> None:
-            nonlocal seen
+            nonlocal seen, created
             new, seen = output.generated_tokens[seen:], len(output.generated_tokens)
+            job.evictions += created not in (None, output.created_time)  # the scheduler has made it a new request
+            created = output.created_time
             if output.error is not None:
                 job.fail(ApiError(f"generation failed: {output.error}", status=500 if self.is_alive() else 503))
             else:
@@ -405,6 +408,11 @@ class Batched:
 
     def close(self) -> None:
         self._manager.stop(block=True, timeout=SHUTDOWN_SECONDS, hard_stop=True)
+
+    def follow(self) -> None:
+        """Run what the first rank of a tensor-parallel group schedules, until the generation thread ends."""
+        while self.is_alive():
+            self._manager.get_result(timeout=1.0)  # answers are for the first rank; here they would fill the memory
 
     def _refuse(self, config: GenerationConfig, body: Request) -> None:
         lacking = {"logit_bias": bool(body.bias), "seed": body.seed is not None and config.do_sample}

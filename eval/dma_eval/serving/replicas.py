@@ -17,7 +17,6 @@ from hashlib import sha256
 from typing import Any
 
 import ray
-import torch
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse, PlainTextResponse
 from ray import serve
@@ -26,17 +25,15 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, 
 from ray.serve.handle import DeploymentHandle
 from ray.serve.metrics import Counter, Gauge, Histogram
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from transformers.utils import logging as transformers_logging
 
-from dma_eval.backends import activate, parse_backends
 from dma_eval.errors import one_line
-from dma_eval.models import batching_settings, load_model
 from dma_eval.names import API_KEY_VARIABLE
 
-from .app import ERROR_HANDLERS, build, make_engine
+from .app import ERROR_HANDLERS, build
 from .checks import ApiError
 from .gate import Gate, closed, overloaded, start_log
 from .jobs import Job
+from .ranks import load, start_ranks
 from .settings import Settings
 
 ATTEMPTS = 2  # a request that kills its replica must not kill all of them
@@ -50,14 +47,9 @@ class Model:
     """A replica: the model, its engine and its application."""
 
     def __init__(self, settings: Settings) -> None:
-        transformers_logging.set_verbosity_error()
-        torch.manual_seed(settings.seed)
-        names = ("device", "dtype", "device_map", "revision", "trust_remote_code", "yarn")
-        loaded = load_model(settings.model, **{name: getattr(settings, name) for name in names})
-        (backend,) = parse_backends([settings.attn])
-        activate(loaded.model, backend)
-        batches = batching_settings(loaded.model, settings.cache_gib) if settings.continuous_batching else None
-        self._engine = make_engine(loaded, batches)
+        if settings.tensor_parallel > 1:
+            start_ranks(settings)
+        loaded, backend, self._engine = load(settings)
         self._gate = Gate(build(loaded, self._engine, backend.label), observe=self._observe)
         self._prompt_tokens = Counter("dma_hf_prompt_tokens", "Tokens of prompts.")
         self._new_tokens = Counter("dma_hf_new_tokens", "Generated tokens.")
@@ -65,12 +57,15 @@ class Model:
             "dma_hf_first_token_seconds", "Time from a request's arrival at a replica to its first token.",
             boundaries=FIRST_TOKEN_BUCKETS,
         )  # fmt: skip
+        self._evicted = Counter("dma_hf_evicted_requests", "Requests that lost their pages and were computed again.")
         self._cache_use = Gauge("dma_hf_cache_use", "Share of the paged cache that is in use.")
 
     def _observe(self, job: Job) -> None:
         if job.total_tokens:
             self._prompt_tokens.inc(job.prompt_tokens)
             self._new_tokens.inc(job.total_tokens)
+        if job.evictions:
+            self._evicted.inc(job.evictions)
         if job.first_token_seconds is not None:
             self._first_token.observe(job.first_token_seconds)
 
@@ -283,8 +278,12 @@ def make_application(settings: Settings, api_key: str | None) -> serve.Applicati
         "max_constructor_retry_count": 3,
         "logging_config": {"log_level": "WARNING", "enable_access_log": False},
     }
+    process = {"CPU": 1, "GPU": settings.gpus_per_rank}
+    if settings.tensor_parallel > 1:
+        options["placement_group_bundles"] = [process] * settings.tensor_parallel
+        options["placement_group_strategy"] = "STRICT_PACK"
     model = serve.deployment(Model).options(
-        ray_actor_options={"num_cpus": 1, "num_gpus": settings.gpus_per_replica},
+        ray_actor_options={"num_cpus": 1, "num_gpus": settings.gpus_per_rank},
         max_ongoing_requests=settings.max_requests,
         max_queued_requests=settings.max_queued,
         health_check_period_s=5,

@@ -38,11 +38,17 @@ class Settings(BaseModel):
     replicas: int = Field(1, ge=1)
     max_replicas: int | None = None
     gpus_per_replica: float = Field(1, ge=0)
+    tensor_parallel: int = Field(1, ge=1)
     max_requests: int = Field(64, ge=1)
     max_queued: int = Field(64, ge=1)
     session_affinity: bool = False
     drain_seconds: float = Field(10, ge=0)
     log_level: str = "info"
+
+    @property
+    def gpus_per_rank(self) -> float:
+        """Return the GPUs of one process of a replica."""
+        return self.gpus_per_replica / self.tensor_parallel
 
 
 def write_config(settings: Settings, path: Path, *, host: str, port: int) -> None:
