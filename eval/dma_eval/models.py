@@ -17,7 +17,6 @@ from gguf import GGUFReader
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig, PreTrainedModel
-from transformers.distributed import DistributedConfig
 from transformers.utils import cached_file
 
 from dma_hf.integrations.commit_hash import commit_of
@@ -175,8 +174,7 @@ def load_model(
         if source.gguf_file is None:
             check_memory(name, config, chosen_dtype, None if is_spread else chosen_device)
         options |= {"config": config, "dtype": chosen_dtype or "auto", "device_map": device_map}
-        if tensor_parallel > 1:
-            options["distributed_config"] = DistributedConfig(tp_size=tensor_parallel)
+        options |= {"distributed_config": {"tp_size": tensor_parallel}} if tensor_parallel > 1 else {}
         model, loading = AutoModelForCausalLM.from_pretrained(source.path, output_loading_info=True, **options)
         if not is_spread:
             model = model.to(chosen_device)

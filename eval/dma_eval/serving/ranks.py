@@ -45,7 +45,6 @@ def load(settings: Settings) -> tuple[LoadedModel, Backend, Engine]:
     return loaded, backend, make_engine(loaded, batches)
 
 
-@ray.remote
 class Rank:
     """A rank of a replica other than 0."""
 
@@ -69,7 +68,7 @@ def start_ranks(settings: Settings) -> None:
         raise ValueError("tensor_parallel needs continuous_batching")
     folder = TemporaryDirectory()
     store = f"{folder.name}/store"
-    make = Rank.options(num_cpus=1, num_gpus=settings.gpus_per_rank)
+    make = ray.remote(Rank).options(num_cpus=1, num_gpus=settings.gpus_per_rank)
     ranks = [make.remote() for _ in range(1, settings.tensor_parallel)]
     runs = [each.run.remote(settings, rank, store) for rank, each in enumerate(ranks, 1)]
 
