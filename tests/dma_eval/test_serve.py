@@ -26,9 +26,8 @@ from dma_eval.models import batching_settings, load_model
 from transformers import GenerationConfig
 
 pytest.importorskip("transformers.generation.continuous_batching.cache_allocators", reason="before Transformers 5.23")
-from dma_eval.serving.app import make_engine
 from dma_eval.serving.checks import CompletionRequest
-from dma_eval.serving.jobs import Job
+from dma_eval.serving.jobs import Batched, Job
 
 ROOT = Path(__file__).parents[2]
 DEMO_MODEL = ROOT / "eval" / "dma_eval" / "assets" / "demo_model"
@@ -429,7 +428,7 @@ def test_requests_that_lose_their_pages_are_counted(question):
     activate(loaded.model, parse_backends(["sdpa"])[0])
     batches = batching_settings(loaded.model, None)
     batches.num_blocks = 4
-    engine = make_engine(loaded, batches)
+    engine = Batched(loaded, batches)
     prompt = loaded.tokenizer(question).input_ids[: batches.page_size - 8]
     config = GenerationConfig(max_new_tokens=16)
 

@@ -18,7 +18,6 @@ from rich.markup import escape
 from dma_eval import console
 from dma_eval.command import REQUIRED, option
 from dma_eval.commands import options
-from dma_eval.commands.quality import join, load
 from dma_eval.errors import UserError
 from dma_eval.files import prepare_file
 from dma_eval.names import API_KEY_VARIABLE, DMA, check_names
@@ -165,13 +164,13 @@ def serve(args: ServeOptions) -> int:
     if args.write_config is not None:
         return _write_config(args)
     with console.starting():
-        from dma_eval.backends import activate, parse_backends
+        from dma_eval.backends import parse_backends
         from dma_eval.environment import need_transformers
-        from dma_eval.models import batching_settings, parse_source
+        from dma_eval.models import parse_source
 
         if args.continuous_batching:
             need_transformers("5.18", "serve --continuous-batching")
-        from dma_eval.serving import listen, make_engine, serve
+        from dma_eval.serving import build, listen, load, serve
 
     (backend,) = parse_backends([args.attn])
     if args.ray_address is None:  # on a cluster the model's folder may be elsewhere
@@ -180,25 +179,16 @@ def serve(args: ServeOptions) -> int:
         return _serve_replicas(args, backend, api_key)
     listener = listen(args.host, args.port)
     with listener, terminated_as_interrupted():
-        loaded = load(args, join(args))
-        activate(loaded.model, backend)
-        batches = batching_settings(loaded.model, args.cache_gib) if args.continuous_batching else None
+        settings = _settings(args, has_gpus=True)
+        with console.working(f"Loading {args.model}"):
+            loaded, _, engine = load(settings)
         if loaded.tokenizer.chat_template is None:
             console.print_warning(
                 f"the tokenizer of {args.model} has no chat template, which /v1/chat/completions needs; "
                 "/v1/completions takes plain text"
             )
-        engine = make_engine(loaded, batches)
         _announce(args, backend, listener.getsockname()[1])
-        serve(
-            loaded,
-            listener,
-            engine,
-            attention=backend.label,
-            most=args.max_requests,
-            api_key=api_key,
-            log_level=args.log_level,
-        )
+        serve(build(loaded, engine, backend.label), engine, listener, settings, api_key)
     return 0
 
 

@@ -5,6 +5,6 @@ Transformers' own handlers (``transformers serve``) apply the chat template, par
 :mod:`.app` puts them together.
 """
 
-from .app import listen, make_engine, serve
+from .app import build, listen, load, serve
 
-__all__ = ["listen", "make_engine", "serve"]
+__all__ = ["build", "listen", "load", "serve"]

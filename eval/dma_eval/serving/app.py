@@ -13,23 +13,28 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
-from transformers import ContinuousBatchingConfig, PreTrainedModel
+from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
+from dma_eval.backends import Backend, activate, parse_backends
 from dma_eval.errors import UserError, one_line
-from dma_eval.models import LoadedModel
-from dma_hf.integrations.serving import GenerationState, ModelManager, build_app
+from dma_eval.models import LoadedModel, batching_settings, load_model
+from dma_hf.integrations.serving import ModelManager, build_app
 
 from .checks import ApiError
 from .gate import Gate, start_log
 from .jobs import Batched, Engine, Sequential
 from .routes import Absent, Chat, Complete, Respond
+from .settings import Settings
 
 GRACE_SECONDS = 1  # for open answers after the server is stopped
 
@@ -79,18 +84,6 @@ class OneModel(ModelManager):  # type: ignore[misc]
     get_gen_models = list_models  # its name before Transformers 5.24
 
 
-class _Health(GenerationState):  # type: ignore[misc]
-    """The state that ``/health`` reports."""
-
-    def __init__(self, engine: Engine) -> None:
-        super().__init__()
-        self._engine = engine
-
-    def is_cb_alive(self) -> bool:
-        """Whether answers can be generated."""
-        return self._engine.is_alive()
-
-
 class _Server(uvicorn.Server):
     """A web server that cancels open requests when it stops."""
 
@@ -130,7 +123,7 @@ def build(loaded: LoadedModel, engine: Engine, attention: str) -> FastAPI:
         response_handler=Respond(models, loaded, engine),
         transcription_handler=absent,
         systemone_handler=absent,
-        generation_state=_Health(engine),
+        generation_state=SimpleNamespace(is_cb_alive=engine.is_alive),  # for /health
     )
 
     @app.get("/v1/models/{name:path}")
@@ -146,61 +139,51 @@ def build(loaded: LoadedModel, engine: Engine, attention: str) -> FastAPI:
 
 
 async def _tell(request: Request, error: Exception) -> JSONResponse:
-    del request
-    told = _told(error)
-    return JSONResponse(told.body, told.status)
+    if isinstance(error, HTTPException):
+        error = ApiError(str(error.detail), status=error.status_code)
+    elif isinstance(error, RequestValidationError):
+        error = ApiError(f"the body: expected a JSON object: {error.errors()[0]['msg']}")
+    elif not isinstance(error, ApiError):
+        error = ApiError(f"the server failed: {one_line(error)}", status=500)
+    return JSONResponse(error.body, error.status)
 
 
 ERROR_HANDLERS: dict[Any, Any] = dict.fromkeys((ApiError, HTTPException, RequestValidationError, Exception), _tell)
 """What answers errors in OpenAI's format."""
 
 
-def _told(error: Exception) -> ApiError:
-    """Return the answer to a client for an error."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, HTTPException):
-        return ApiError(str(error.detail), status=error.status_code)
-    if isinstance(error, RequestValidationError):
-        return ApiError(f"the body: expected a JSON object: {error.errors()[0]['msg']}")
-    return ApiError(f"the server failed: {one_line(error)}", status=500)
-
-
-def make_engine(loaded: LoadedModel, batches: ContinuousBatchingConfig | None) -> Engine:
-    """Return the engine: continuous batching with these settings, or without settings one request after another.
+def load(settings: Settings) -> tuple[LoadedModel, Backend, Engine]:
+    """Load the model, switch it to its attention and start its engine.
 
     Raises:
-        UserError: Continuous batching does not start.
+        UserError: The model does not load, or continuous batching does not start.
     """
-    return Sequential(loaded) if batches is None else Batched(loaded, batches)
+    transformers_logging.set_verbosity_error()
+    torch.manual_seed(settings.seed)
+    names = ("device", "dtype", "device_map", "revision", "trust_remote_code", "yarn", "tensor_parallel")
+    loaded = load_model(settings.model, **{name: getattr(settings, name) for name in names})
+    (backend,) = parse_backends([settings.attn])
+    activate(loaded.model, backend)
+    if not settings.continuous_batching:
+        return loaded, backend, Sequential(loaded)
+    return loaded, backend, Batched(loaded, batching_settings(loaded.model, settings.cache_gib))
 
 
-def serve(
-    loaded: LoadedModel,
-    listener: socket.socket,
-    engine: Engine,
-    *,
-    attention: str,
-    most: int,
-    api_key: str | None,
-    log_level: str,
-) -> None:
+def serve(app: FastAPI, engine: Engine, listener: socket.socket, settings: Settings, api_key: str | None) -> None:
     """Answer requests until the process is stopped; then end the process.
 
     Args:
-        loaded: The model, which runs its attention already.
+        app: The application, see :func:`build`.
+        engine: Its engine.
         listener: Where to listen.
-        engine: The engine, see :func:`make_engine`.
-        attention: The name of the attention, for ``/v1/models``.
-        most: Maximum number of running and waiting requests.
+        settings: The limit of requests, and the level of the log on standard error.
         api_key: Key that requests must carry; ``None`` accepts all.
-        log_level: Level of the log on standard error.
     """
-    gate = Gate(build(loaded, engine, attention), api_key=api_key, most=most)
-    start_log(log_level)
+    gate = Gate(app, api_key=api_key, most=settings.max_requests)
+    start_log(settings.log_level)
     config = uvicorn.Config(
         gate,
-        log_level="warning" if log_level == "info" else log_level,  # its requests are in our log
+        log_level="warning" if settings.log_level == "info" else settings.log_level,  # its requests are in our log
         access_log=False,
         timeout_graceful_shutdown=GRACE_SECONDS,
         lifespan="off",

@@ -78,9 +78,7 @@ class _Model(BaseModel):
 class StreamOptions(_Model):
     """How an answer is streamed."""
 
-    absent = {
-        "include_obfuscation": (False,),
-    }
+    absent = {"include_obfuscation": (False,)}
     include_usage: bool | None = None
 
 
@@ -147,9 +145,7 @@ class Message(_Model):
 class Function(_Model):
     """A function that the model may call."""
 
-    absent = {
-        "strict": (False,),
-    }
+    absent = {"strict": (False,)}
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -181,6 +177,8 @@ class Request(_Model):
         "moderation": (),
         "prompt_cache_options": (),
     }
+    limits: ClassVar[tuple[str, ...]] = ("max_tokens",)
+    """Fields that limit new tokens, by precedence."""
     model: str | None = None
     stream: bool | None = None
     temperature: float | None = Field(None, ge=0, le=2)
@@ -197,7 +195,8 @@ class Request(_Model):
     @property
     def limit(self) -> tuple[str, int | None]:
         """The field that limits new tokens, and its value."""
-        raise NotImplementedError
+        name = next((name for name in self.limits if getattr(self, name) is not None), self.limits[0])
+        return name, getattr(self, name)
 
     @property
     def stops(self) -> list[str]:
@@ -230,10 +229,7 @@ TokenId = Annotated[str, Field(pattern=r"^\d+$")]
 class _TextRequest(Request):
     """The fields that chats and completions share."""
 
-    absent = {
-        **Request.absent,
-        "n": (1,),
-    }
+    absent = {**Request.absent, "n": (1,)}
     max_tokens: int | None = Field(None, ge=1)
     stop: (
         Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=4), BeforeValidator(_as_list)] | None
@@ -262,10 +258,6 @@ class _TextRequest(Request):
     def bias(self) -> dict[int, float]:
         return {int(token): bias for token, bias in (self.logit_bias or {}).items()}
 
-    @property
-    def limit(self) -> tuple[str, int | None]:
-        return "max_tokens", self.max_tokens
-
 
 class ChatRequest(_TextRequest):
     """The body of ``/v1/chat/completions``."""
@@ -285,16 +277,12 @@ class ChatRequest(_TextRequest):
         "functions": (),
         "function_call": (),
     }
+    limits = ("max_completion_tokens", "max_tokens")
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     tools: list[Tool] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None  # Transformers' own
-
-    @property
-    def limit(self) -> tuple[str, int | None]:
-        name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-        return name, getattr(self, name)
 
 
 class CompletionRequest(_TextRequest):
@@ -313,9 +301,7 @@ class CompletionRequest(_TextRequest):
 class Item(_Model):
     """An item of the input of ``/v1/responses``: a message, a function call, its output, or reasoning."""
 
-    absent = {
-        "phase": (),
-    }
+    absent = {"phase": ()}
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: Annotated[list[ItemPart], BeforeValidator(_as_parts)] | None = None
@@ -368,16 +354,13 @@ class ResponseRequest(Request):
         "reasoning": (),
         "stream_options": (),
     }
+    limits = ("max_output_tokens",)
     input: Annotated[list[Item], Field(min_length=1), BeforeValidator(_as_items)]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     tools: list[ResponseTool] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-
-    @property
-    def limit(self) -> tuple[str, int | None]:
-        return "max_output_tokens", self.max_output_tokens
 
 
 Body = TypeVar("Body", bound=Request)

@@ -15,34 +15,15 @@ from tempfile import TemporaryDirectory
 import ray
 import torch
 from torch import distributed
-from transformers.utils import logging as transformers_logging
 
-from dma_eval.backends import Backend, activate, parse_backends
-from dma_eval.models import LoadedModel, batching_settings, load_model, parse_device
+from dma_eval.models import parse_device
 
-from .app import make_engine
-from .jobs import Batched, Engine
+from .app import load
+from .jobs import Batched
 from .settings import Settings
 
 JOIN_SECONDS = 600.0  # also the longest wait for a rank that loads its weights
 GRACE_SECONDS = 2.0  # for rank 0 to say why its model does not load, if the others fail first
-
-
-def load(settings: Settings) -> tuple[LoadedModel, Backend, Engine]:
-    """Load the model, switch it to its attention and start its engine.
-
-    Raises:
-        UserError: The model does not load, or the engine does not start.
-    """
-    transformers_logging.set_verbosity_error()
-    torch.manual_seed(settings.seed)
-    names = ("device", "dtype", "device_map", "revision", "trust_remote_code", "yarn", "tensor_parallel")
-    options = {name: getattr(settings, name) for name in names}
-    loaded = load_model(settings.model, **options)
-    (backend,) = parse_backends([settings.attn])
-    activate(loaded.model, backend)
-    batches = batching_settings(loaded.model, settings.cache_gib) if settings.continuous_batching else None
-    return loaded, backend, make_engine(loaded, batches)
 
 
 class Rank:

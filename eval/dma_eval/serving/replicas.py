@@ -29,11 +29,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from dma_eval.errors import one_line
 from dma_eval.names import API_KEY_VARIABLE
 
-from .app import ERROR_HANDLERS, build
+from .app import ERROR_HANDLERS, build, load
 from .checks import ApiError
 from .gate import Gate, closed, overloaded, start_log
 from .jobs import Job
-from .ranks import load, start_ranks
+from .ranks import start_ranks
 from .settings import Settings
 
 ATTEMPTS = 2  # a request that kills its replica must not kill all of them
