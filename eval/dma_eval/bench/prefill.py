@@ -173,7 +173,7 @@ def _time_calls(prepared: dict[str, list[Prepared]], device: torch.device, secon
     runs = {(label, layer): calls[layer].run for layer in range(layers) for label, calls in prepared.items()}
     timings = time_interleaved(runs, device, seconds=seconds)
     found: dict[str, dict[str, Any]] = {}
-    for label, calls in prepared.items():
+    for label in prepared:
         taken = [timings[label, layer] for layer in range(layers)]
         found[label] = {
             "milliseconds": sum(each.median for each in taken),
