@@ -153,16 +153,9 @@ def make_windows(
             f"--data: the text has {tokens:,} tokens, too few for one window of {context:,}; "
             "give more text or a smaller --context"
         )
-    windows: list[Window] = []
-    scored_to = 0
-    for begin in range(0, tokens, stride):
-        end = min(begin + context, tokens)
-        window = Window(begin, end, max(1, scored_to - begin))
-        if window.scored > 0:
-            windows.append(window)
-        scored_to = end
-        if end == tokens:
-            break
+    begins = range(0, tokens - context + stride, stride)  # up to the first window that reaches the end
+    cut = [Window(begin, min(begin + context, tokens), max(1, context - stride) if begin else 1) for begin in begins]
+    windows = [window for window in cut if window.scored > 0]
     if skip >= len(windows):
         raise UserError(f"--skip-windows: the text has {len(windows):,} windows of {context:,}; {skip:,} are skipped")
     windows = windows[skip:]

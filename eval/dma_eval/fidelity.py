@@ -6,7 +6,6 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ from .parts import FidelityPart, PerplexityPart
 from .perplexity import compare, cut
 from .reading import common_prefix, continued, takes_last
 from .results import BackendResult, Divergence, FidelitySection, HeadErrors
-from .session import Session
+from .session import Session, gathered, share, united
 
 REFERENCE = Backend("sdpa, fp32", "sdpa")
 BUCKETS = 8
@@ -106,9 +105,7 @@ def bucket_changes(
     if not result.position_nll or not reference.position_nll:
         return []
     losses, expected = (np.array(each.position_nll, float) for each in (result, reference))
-    counts = np.array(
-        [sum(max(0, min(end, w.length) - max(begin, w.first)) for w in windows) for begin, end in pairwise(fine)]
-    )
+    counts = np.histogram(np.concatenate([np.arange(each.first, each.length) for each in windows]), fine)[0]
     sums = np.where(counts > 0, counts * (losses - expected), 0)
     first = np.searchsorted(fine, coarse[:-1])
     with np.errstate(invalid="ignore", over="ignore"):
@@ -129,7 +126,7 @@ def _divergence(
         activate(model, backend)
         return continued(model, backend, torch.stack(list(prompts)), new_tokens, min_new_tokens=new_tokens)
 
-    own = session.processes.share(backends)
+    own = share(backends)
     session.progress.begin("Generating", len(own))
     expected = tokens_of(reference_model, REFERENCE) if own else []
     found: dict[str, Divergence] = {}
@@ -142,7 +139,7 @@ def _divergence(
             equal_share={str(n): float(equal[:, :n].mean()) for n in HORIZONS if n <= new_tokens},
         )
         session.progress.advance(backend.label)
-    everything = session.processes.united(found)
+    everything = united(found)
     return [everything[backend.label] for backend in backends]
 
 
@@ -156,8 +153,8 @@ def head_errors(
     session's model, so no error comes from an earlier layer. ``eager``, which is a function of each model, and backends
     with a cache are left out.
     """
-    dtype, processes = session.loaded.model.dtype, session.processes
-    own = processes.share(windows)
+    dtype = session.loaded.model.dtype
+    own = share(windows)
     session.progress.begin("Heads", len(own))
     known = ALL_ATTENTION_FUNCTIONS.valid_keys()
     measured = [backend for backend in backends if backend.implementation in known and not backend.reads_cache]
@@ -191,9 +188,9 @@ def head_errors(
         failure = one_line(error)
     finally:
         model.set_attn_implementation("sdpa")
-    for why in filter(None, processes.gathered(failure)):
+    for why in filter(None, gathered(failure)):
         raise UserError(f"{type(model).__name__}: the heads cannot be measured: {why}")
-    shares = processes.gathered(sums)
+    shares = gathered(sums)
     errors = []
     for backend in measured:
         layers = sorted({layer for each in shares for label, layer in each if label == backend.label})

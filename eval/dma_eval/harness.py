@@ -18,6 +18,8 @@ from functools import partialmethod
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.state import PartialState
 from dma_kernels.numerics.formats import TILE
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
@@ -34,7 +36,6 @@ from .errors import one_line
 from .models import LoadedModel
 from .names import DMA
 from .reading import NonFiniteLogitsError, log_likelihood, origin, read
-from .session import Processes
 
 Request = tuple[Any, list[int], list[int]]
 """The strings (or ``None``), the tokens of the context and those of the continuation."""
@@ -89,12 +90,13 @@ class DMALM(HFLM):  # type: ignore[misc]
         self.use(backend)
 
     @classmethod
-    def of(cls, loaded: LoadedModel, processes: Processes, *, batch_size: int) -> DMALM:
+    def of(cls, loaded: LoadedModel, *, batch_size: int) -> DMALM:
         """Wrap a loaded model, in each process of a run."""
         lm = cls(loaded.model, attn="sdpa", tokenizer=loaded.tokenizer, batch_size=batch_size)
-        if processes.accelerator is not None:
-            lm.accelerator = processes.accelerator
-            lm._rank, lm._world_size = processes.rank, processes.count
+        state = PartialState()
+        if state.num_processes > 1:
+            lm.accelerator = Accelerator(cpu=state.device.type == "cpu")
+            lm._rank, lm._world_size = state.process_index, state.num_processes
         return lm
 
     def use(self, backend: Backend) -> None:

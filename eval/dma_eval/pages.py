@@ -15,7 +15,6 @@ from markupsafe import Markup, escape
 
 from .names import SIMULATED, TILE, reads_cache
 from .results import (
-    BackendResult,
     FidelitySection,
     MetricResult,
     MetricValue,
@@ -82,11 +81,8 @@ def format_kl(value: float | None) -> str:
 
 def format_bytes(value: float | None) -> str:
     """Format bytes in MiB or GiB."""
-    return (
-        number(value, ".2f", " GiB", factor=2**-30)
-        if (value or 0) >= 2**30
-        else number(value, ".0f", " MiB", factor=2**-20)
-    )
+    form, unit, factor = (".2f", " GiB", 2**-30) if (value or 0) >= 2**30 else (".0f", " MiB", 2**-20)
+    return number(value, form, unit, factor=factor)
 
 
 def of(field: str, form: str, unit: str = "", *, factor: float = 1.0) -> Callable[[Any], str]:
@@ -147,11 +143,6 @@ FIDELITY_COLUMNS: Columns = dict(list(COLUMNS.items())[:5]) | {
 }
 
 
-def table_row(result: BackendResult) -> list[str]:
-    """Return one row of the comparison, under the names of ``COLUMNS``."""
-    return make_table(COLUMNS, [result]).rows[0]
-
-
 def warnings(section: PerplexitySection) -> list[str]:
     """Warn of failed backends, fallbacks to other attention, missing windows and an implausible text."""
     return _lines("perplexity_warnings", section, IMPLAUSIBLE)
@@ -168,13 +159,10 @@ def task_page(section: TaskSection) -> Page:
     labels = [backend.label for backend in section.backends]
     tables = [_task_summary(section), _task_metrics(section)]
     if section.groups:
-        rows = [
-            [
-                f"{group.group}, {group.metric.partition(',')[0]}",
-                *(number(group.values[each], ".4f") for each in labels),
-            ]
-            for group in section.groups
-        ]
+        rows = []
+        for group in section.groups:
+            values = (number(group.values[label], ".4f") for label in labels)
+            rows.append([f"{group.group}, {group.metric.partition(',')[0]}", *values])
         tables.append(Table(("group", *labels), rows, "Groups, aggregated by lm-eval"))
     shares: dict[str, float] = {}
     for backend in section.backends:
@@ -307,13 +295,14 @@ def stress_page(section: StressSection) -> Page:
     tables = [Table(("layer", "of", "ratio", "head", "channel"), rows, caption)]
     measured = [(twin, twin.tokens) for twin in section.twins if twin.tokens is not None]
     reference, *labels = dict.fromkeys(result.label for _, tokens in measured for result in tokens.backends)
-    kl, change = [], []
+    kl: list[list[str]] = []
+    change: list[list[str]] = []
     for twin, tokens in measured:
-        cells = {each.label: table_row(each) for each in tokens.backends}
+        results = {each.label: each for each in tokens.backends}
         ratios = (number(ratio, ",.1f") for ratio in (twin.key_ratio, twin.query_ratio))
-        divergence = {each.label: format_kl(each.kl_mean) for each in tokens.backends}
-        kl.append([twin.name, *ratios, *(divergence.get(label, MISSING) for label in labels)])
-        change.append([twin.name, *(cells[label][2] if label in cells else MISSING for label in labels)])
+        for table, column, facts in ((kl, "KL / token", ratios), (change, "change", ())):
+            cells = (COLUMNS[column](results[label]) if label in results else MISSING for label in labels)
+            table.append([twin.name, *facts, *cells])
     tables += [
         Table(("twin", "key ratio", "query ratio", *labels), kl, f"KL per token from the twin's own {reference}"),
         Table(("twin", *labels), change, f"Change of perplexity against the twin's own {reference}"),
@@ -328,10 +317,10 @@ def stress_page(section: StressSection) -> Page:
 def _threshold_table(study: ThresholdStudy) -> Table:
     """Return the share of tiles that each threshold skips, and its loss, on the unchanged model."""
     rows = []
+    columns = ("KL / token", "change", "top-1")
     for threshold, skipped, result in zip(study.thresholds, study.skipped, study.tokens.backends[1:], strict=True):
-        _, _, change, kl, top1, *_ = table_row(result)
-        rows.append([number(threshold, "g"), share(skipped), kl, change, top1])
-    headers = ("threshold", "low tiles skipped", "KL / token", "change", "top-1")
+        rows.append([number(threshold, "g"), share(skipped), *(COLUMNS[column](result) for column in columns)])
+    headers = ("threshold", "low tiles skipped", *columns)
     return Table(headers, rows, f"Tile skipping: {study.label} on the unchanged model")
 
 

@@ -18,6 +18,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
+from accelerate.state import PartialState
 from numpy.typing import NDArray
 from pydantic import PlainSerializer, PlainValidator
 from torch import Tensor
@@ -35,7 +36,7 @@ from .parts import PerplexityPart
 from .progress import Progress
 from .reading import NonFiniteLogitsError, origin, read
 from .results import BackendResult, PerplexitySection
-from .session import Session
+from .session import Session, share, united
 
 DEFAULT_CONTEXT = 2048
 CHUNK_ELEMENTS = 2**24  # logits converted to fp32 at a time: 64 MiB
@@ -143,14 +144,14 @@ def compare(
     given, which has the same weights in another dtype. An interrupted single process may return partial results.
     """
     part, context, input_ids = reading.part, reading.context, reading.input_ids
-    model, processes, store = session.loaded.model, session.processes, session.store
+    model, store = session.loaded.model, session.store
     models = [reference_model or model, *[model] * (len(backends) - 1)]
     for running, backend in zip(models, backends, strict=True):
         activate(running, backend)
     meter = MemoryMeter(models[0], model)
     batches = make_batches(reading.windows, part.batch_size)
     identity = session.identity(*backends, text=reading.text.sha256, seed=seed)
-    own = processes.share(range(len(batches)))
+    own = share(range(len(batches)))
     session.progress.begin("Measuring", len(backends) * sum(len(batches[index]) for index in own))
     done: dict[int, Batch] = {}
     failed = [False] * len(backends)
@@ -178,11 +179,11 @@ def compare(
             if not any(failed):  # so that the next run tries again
                 store.save(Piece(identity=identity, content=done[index]), *names)
     except KeyboardInterrupt:
-        if not keeps_partial or processes.count > 1 or not done:
+        if not keeps_partial or PartialState().num_processes > 1 or not done:
             raise
     if reused:
         session.progress.kept(f"{reused:,} of {len(reading.windows):,} windows")
-    done = processes.united(done)
+    done = united(done)
     read = [window for index in sorted(done) for window in batches[index]]
     return PerplexitySection(
         data=reading.text.info(len(input_ids)),

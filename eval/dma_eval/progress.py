@@ -16,24 +16,33 @@ SECONDS_BETWEEN_LINES = 15.0  # where there is no terminal to draw a bar on
 
 
 class Progress:
-    """Progress bars on a terminal, and a line every 15 seconds elsewhere. Without bars nothing is shown."""
+    """Progress bars on a terminal, and a line every 15 seconds elsewhere. Without :meth:`shown` there are none."""
 
-    def __init__(self, bars: Bars | None = None) -> None:
-        self._bars = bars
-        self._task = None if bars is None else bars.add_task("", total=None)
+    def __init__(self) -> None:
+        self._bars: Bars | None = None
         self._what, self._done = "", 0
-        self._steps: int | None = None
         self._began = self._told = time.monotonic()
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Show the progress of a measurement."""
+        times = TimeElapsedColumn(), TextColumn("so far,"), TimeRemainingColumn(), TextColumn("left")
+        columns = TextColumn("[progress.description]{task.description}"), BarColumn(), MofNCompleteColumn(), *times
+        with Bars(*columns, console=console.err, transient=True, disable=not console.err.is_terminal) as self._bars:
+            self._task = self._bars.add_task("", total=None)
+            self._began = self._told = time.monotonic()
+            yield
+        self._bars = None
 
     def begin(self, what: str, steps: int | None = None) -> None:
         """Begin an activity, with its number of steps if that is known."""
         self._what, self._steps, self._done = what, steps, 0
-        if self._bars is not None and self._task is not None:
+        if self._bars is not None:
             self._bars.reset(self._task, description=escape(what), total=steps)
 
     def advance(self, what: str = "", steps: int = 1) -> None:
         """Count steps as done."""
-        if self._bars is None or self._task is None:
+        if self._bars is None:
             return
         self._done += steps
         description = f"{self._what}: {what}" if what else self._what
@@ -48,12 +57,3 @@ class Progress:
         """Note a result that was taken from the run's folder."""
         if self._bars is not None:
             console.print_note(f"{what}: taken from the folder")
-
-
-@contextmanager
-def shown_progress() -> Iterator[Progress]:
-    """Show the progress of a measurement."""
-    times = TimeElapsedColumn(), TextColumn("so far,"), TimeRemainingColumn(), TextColumn("left")
-    columns = TextColumn("[progress.description]{task.description}"), BarColumn(), MofNCompleteColumn(), *times
-    with Bars(*columns, console=console.err, transient=True, disable=not console.err.is_terminal) as bars:
-        yield Progress(bars)

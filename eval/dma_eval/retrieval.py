@@ -21,7 +21,7 @@ from .errors import UserError, one_line
 from .parts import RetrievalPart
 from .reading import NonFiniteLogitsError, log_likelihood, origin, read
 from .results import RetrievalBackend, RetrievalCell, RetrievalSection
-from .session import Session
+from .session import Session, share, united
 
 KINDS = ("needle", "kv")
 SHORTEST = 1024
@@ -48,7 +48,7 @@ def default_lengths(max_context: int | None) -> list[int]:
 
 def measure_retrieval(session: Session, kind: str, text: Text | None, part: RetrievalPart) -> RetrievalSection:
     """Ask every backend the same questions. ``kind`` is ``needle``, which needs a text, or ``kv``."""
-    loaded, processes = session.loaded, session.processes
+    loaded = session.loaded
     lengths = sorted(set(part.lengths)) or default_lengths(loaded.max_context)
     depths = sorted(set(part.depths))
     if kind not in KINDS:
@@ -65,7 +65,7 @@ def measure_retrieval(session: Session, kind: str, text: Text | None, part: Retr
     prompts = _Prompts(loaded.tokenizer, kind, text, lengths[-1])
     prompts.make(lengths[0], depths[0], random.Random(session.seed))  # fail in every process if it has no room
     places = list(itertools.product(lengths, depths))
-    own = processes.share(places)
+    own = share(places)
     session.progress.begin(f"Asking, {kind}", len(own) * len(session.backends))
     cells: dict[tuple[str, int, float], RetrievalCell] = {}
     failures: dict[str, str] = {}
@@ -81,7 +81,7 @@ def measure_retrieval(session: Session, kind: str, text: Text | None, part: Retr
                 except (RuntimeError, ValueError, TypeError) as error:
                     failures[backend.label] = one_line(error)
             session.progress.advance(backend.label)
-    cells, failures = processes.united(cells), processes.united(failures)
+    cells, failures = united(cells), united(failures)
     return RetrievalSection(
         kind=kind,
         lengths=lengths,

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+from accelerate.state import PartialState
 from rich.markup import escape
 
 from . import console
@@ -21,11 +22,10 @@ from .files import Piece, write_json
 from .pages import PAGES
 from .parts import Suite
 from .perplexity import default_context, measure_perplexity
-from .progress import shown_progress
 from .render import write_run
 from .results import RESULTS, SECTIONS, PerplexitySection, Report, has_failures, here_and_now
 from .retrieval import measure_retrieval
-from .session import Session, leave_processes
+from .session import Session, from_main, leave_processes
 from .stress import measure_stress
 
 FAILURES = (UserError, RuntimeError, ValueError, TypeError)
@@ -33,7 +33,7 @@ FAILURES = (UserError, RuntimeError, ValueError, TypeError)
 
 
 class Run:
-    """The parts of a suite. ``sections`` has the results so far, by the names of a report's fields.
+    """The parts of a suite.
 
     Texts and tasks are looked up at once, so that a missing one is an error before the model is loaded. The text may
     replace the suite's. Tasks may be in folders of YAML files.
@@ -41,10 +41,8 @@ class Run:
 
     def __init__(self, suite: Suite, text: options.OptionalTextOptions | None, include_path: Sequence[Path]) -> None:
         self._suite = suite
-        self._data: str | None = None
-        how: dict[str, Any] = {}
-        if text is not None:
-            self._data, how = text.data, {"split": text.split, "column": text.column}
+        self._data = None if text is None else text.data
+        how: dict[str, Any] = {} if text is None else {"split": text.split, "column": text.column}
         if self._data is None and suite.needs_text:
             raise UserError(f"--data: suite {suite.name} names no text of its own; name one")
         self._texts: dict[str, Text] = {}
@@ -56,76 +54,65 @@ class Run:
 
             with console.working("Looking for the tasks"):
                 self._names = find_tasks(suite.tasks.names, include_path)
-        self.sections: dict[str, Any] = {name: [] for name in SECTIONS}
 
-    def parts(self, session: Session, *, skips: bool) -> Iterator[tuple[str, Callable[[], float]]]:
-        """Yield the name of each part, and a function that measures, saves and shows it and returns the seconds.
+    def parts(self, session: Session, *, skips: bool) -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
+        """Yield the name of each part, the function that measures it, and the settings that it depends on.
 
-        Finished parts come from the run's folder. Contexts beyond the model's maximum are errors or skipped.
+        Contexts beyond the model's maximum are errors or skipped. Tasks, whose answers are saved one by one, have no
+        settings.
         """
         suite, limit = self._suite, session.loaded.max_context if skips else None
 
-        def piece(name: str, part: Any, text: Text | None, measure: Callable[..., Any], **settings: Any) -> Any:
+        def piece(name: str, part: Any, measure: Callable[..., Any], *, reads: bool = True, **settings: Any) -> Any:
+            text = self._texts[self._data or part.data] if reads else None
             settings |= {"part": asdict(part), "text": None if text is None else text.sha256}
-            identity = session.identity(*session.backends, **settings)
-            return name, partial(self._piece, session, name, partial(measure, text=text, part=part), identity)
+            return name, partial(measure, text=text, part=part), settings
 
         if suite.perplexity is not None:
             contexts = suite.perplexity.contexts or [default_context(session.loaded)]
             for context in _fitting("perplexity", contexts, limit):
                 name = f"perplexity, {context:,}"
                 measure = partial(measure_perplexity, context=context, name=name)
-                yield piece(name, suite.perplexity, self._text(suite.perplexity), measure, context=context)
+                yield piece(name, suite.perplexity, measure, context=context)
         if suite.fidelity is not None:
-            yield piece("fidelity", suite.fidelity, self._text(suite.fidelity), measure_fidelity)
+            yield piece("fidelity", suite.fidelity, measure_fidelity)
         if suite.tasks is not None:
-            yield "tasks", partial(self._tasks, session)
+            from .tasks import measure_tasks
+
+            yield "tasks", partial(measure_tasks, tasks=self._names, part=suite.tasks), {}
         if suite.retrieval is not None:
             lengths = _fitting("retrieval", suite.retrieval.lengths, limit)
             asked = replace(suite.retrieval, lengths=lengths)
             for kind in dict.fromkeys(asked.kinds if lengths or not suite.retrieval.lengths else ()):
-                prose = self._text(asked) if kind == "needle" else None
                 ask = partial(measure_retrieval, kind=kind)
-                yield piece(f"retrieval, {kind}", asked, prose, ask, seed=session.seed)
+                yield piece(f"retrieval, {kind}", asked, ask, reads=kind == "needle", seed=session.seed)
         if suite.stress is not None:
-            yield piece("stress", suite.stress, self._text(suite.stress), measure_stress, seed=session.seed)
+            yield piece("stress", suite.stress, measure_stress, seed=session.seed)
 
-    def _text(self, part: Any) -> Text:
-        return self._texts[self._data or part.data]
 
-    def _piece(self, session: Session, name: str, measure: Callable[[Session], Any], identity: dict[str, Any]) -> float:
-        """Read a section from the run's folder, or measure and save it. Show it, and return the seconds it took."""
-        field = name.partition(",")[0]
-        (kind,) = get_args(get_type_hints(Report)[field])  # type of the elements of the report's field
-        processes, store = session.processes, session.store
-        piece = processes.from_main(store.load(kind, identity, "parts", name) if processes.is_main else None)
-        if piece is None:
-            began = time.perf_counter()
-            with shown_progress() as progress:
-                section = measure(replace(session, progress=progress))
-            piece = Piece(identity=identity, content=section, seconds=time.perf_counter() - began)
-            gc.collect()  # frees the fp32 copy of the model, which is a cycle once it is configured
-            is_complete = not (isinstance(section, PerplexitySection) and section.windows_left)
-            if processes.is_main and is_complete and not has_failures(section):  # so that the next run tries again
-                store.save(piece, "parts", name)
-                store.drop("parts", name)
-        else:
-            console.print_note(f"{name}: taken from the folder")
-        self._show(field, piece.content)
-        return piece.seconds
-
-    def _tasks(self, session: Session) -> float:
-        from .tasks import measure_tasks
-
-        assert self._suite.tasks is not None
-        with shown_progress() as progress:
-            section = measure_tasks(replace(session, progress=progress), self._names, self._suite.tasks)
-        self._show("tasks", section)
-        return sum(sum(backend.seconds.values()) for backend in section.backends)
-
-    def _show(self, name: str, section: Any) -> None:
-        self.sections[name].append(section)
-        console.print_page(PAGES[name](section))
+def _finished(session: Session, name: str, measure: Callable[..., Any], settings: dict[str, Any]) -> tuple[Any, float]:
+    """Read the section of a part from the run's folder, or measure and save it. Return it and the seconds it took."""
+    if not settings:
+        with session.progress.shown():
+            section = measure(session)
+        return section, sum(sum(backend.seconds.values()) for backend in section.backends)
+    (kind,) = get_args(get_type_hints(Report)[name.partition(",")[0]])  # type of the elements of the report's field
+    identity = session.identity(*session.backends, **settings)
+    is_main, store = PartialState().is_main_process, session.store
+    piece = from_main(store.load(kind, identity, "parts", name) if is_main else None)
+    if piece is not None:
+        console.print_note(f"{name}: taken from the folder")
+        return piece.content, piece.seconds
+    began = time.perf_counter()
+    with session.progress.shown():
+        section = measure(session)
+    seconds = time.perf_counter() - began
+    gc.collect()  # frees the fp32 copy of the model, which is a cycle once it is configured
+    is_complete = not (isinstance(section, PerplexitySection) and section.windows_left)
+    if is_main and is_complete and not has_failures(section):  # so that the next run tries again
+        store.save(Piece(identity=identity, content=section, seconds=seconds), "parts", name)
+        store.drop("parts", name)
+    return section, seconds
 
 
 def _fitting(part: str, lengths: Sequence[int], limit: int | None) -> list[int]:
@@ -144,31 +131,35 @@ def measure(
     With ``goes_on``, a failed part is reported and the others continue, and contexts that the model does not support
     are skipped. ``also`` is called with the report at the end, in one process.
     """
-    processes, out = session.processes, session.store.folder
+    is_main, out = PartialState().is_main_process, session.store.folder
     seconds = {"preparation": preparation_seconds}
+    sections: dict[str, Any] = {name: [] for name in SECTIONS}
     facts: dict[str, Any] = {"seed": session.seed, "part_seconds": seconds}
-    facts["model"] = session.loaded.info
+    facts |= {"model": session.loaded.info, **sections}
     report = Report(**here_and_now(), **facts)
     failed = is_interrupted = False
-    for name, part in run.parts(session, skips=goes_on):
+    for name, part, settings in run.parts(session, skips=goes_on):
         try:
-            seconds[name] = part()
+            section, seconds[name] = _finished(session, name, part, settings)
+            field = name.partition(",")[0]
+            sections[field].append(section)
+            console.print_page(PAGES[field](section))
             console.print_line(f"[bold]{escape(name)}: {seconds[name]:,.1f} s[/]\n")
         except FAILURES as error:
-            if not goes_on or processes.count > 1:  # the others wait for this one
+            if not goes_on or PartialState().num_processes > 1:  # the others wait for this one
                 raise
             if console.shows_tracebacks:
                 console.err.print_exception()
             console.print_error(f"{name} failed: {one_line(error)}")
             failed = True
-        report = Report(**here_and_now(), **facts, **run.sections)
-        if processes.is_main and out is not None:
+        report = Report(**here_and_now(), **facts)
+        if is_main and out is not None:
             write_json(report, out / RESULTS)
         is_interrupted = any(section.windows_left for section in report.perplexity)
         if is_interrupted:
             console.print_error(f"interrupted; {'run it again' if out else 'use --out FOLDER'} to resume")
             break
-    if processes.is_main:
+    if is_main:
         also(report)
         if out is not None:
             console.print_wrote(*write_run(report, out), folder=out)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from accelerate.state import PartialState
 from numpy.typing import NDArray
 
 from .parts import TasksPart
@@ -169,7 +170,7 @@ def summarize_tasks(
         asked=list(names),
         limit=part.limit,
         batch_size=part.batch_size,
-        processes=session.processes.count,
+        processes=PartialState().num_processes,
         chat_template=part.chat_template,
         confidence=CONFIDENCE,
         resamples=RESAMPLES,

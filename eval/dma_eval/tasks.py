@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import yaml
+from accelerate.state import PartialState
 from datasets.exceptions import DatasetsError
 from jinja2 import TemplateError
 from lm_eval.api.model import CacheHook, CachingLM
@@ -29,7 +30,7 @@ from .files import Piece
 from .harness import DMALM, BackendFailure
 from .parts import TasksPart
 from .results import TaskSection
-from .session import Session
+from .session import Session, from_main, gathered
 from .task_summary import UnitRecord, metric_values, summarize_tasks, task_record
 
 FOLDER = "samples"
@@ -127,10 +128,10 @@ def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSe
 
     The session's seed selects few-shot examples, sampled answers and bootstrap resamples.
     """
-    backends, processes, store, progress = session.backends, session.processes, session.store, session.progress
+    backends, processes, store, progress = session.backends, PartialState(), session.store, session.progress
     for backend in backends:
         activate(session.loaded.model, backend)
-    lm = DMALM.of(session.loaded, processes, batch_size=part.batch_size)
+    lm = DMALM.of(session.loaded, batch_size=part.batch_size)
     lm.on_answers = lambda count: progress.advance("answers", count)
     settings = {"limit": part.limit, "num_fewshot": part.num_fewshot, "chat_template": part.chat_template}
     settings["seed"] = session.seed
@@ -141,7 +142,7 @@ def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSe
     }
     answers: dict[tuple[str, str], UnitRecord | str] = {}  # records, and the reasons of missing ones
     for unit, identity in identities.items():
-        piece = processes.from_main(store.load(UnitRecord, identity, FOLDER, *unit) if processes.is_main else None)
+        piece = from_main(store.load(UnitRecord, identity, FOLDER, *unit) if processes.is_main_process else None)
         if piece is not None:
             answers[unit] = piece.content
     # Load all data before all evaluations, so that missing data are an error now and not hours later.
@@ -151,7 +152,7 @@ def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSe
     for name, task in ((name, task) for name, unit in units.items() for task in unit["tasks"]):
         if owner.setdefault(task, name) != name:
             raise UserError(f"--tasks: task {task!r} is in both {owner[task]!r} and {name!r}; name it once")
-    if processes.count > 1:
+    if processes.num_processes > 1:
         for task in (task for unit in units.values() for task in unit["tasks"].values()):
             _draw_examples_alike(task)
     for name, backend in itertools.product(tasks.names, backends):
@@ -160,11 +161,11 @@ def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSe
             progress.kept(f"{name}, {backend.label}")
             continue
         progress.begin(f"{name}, {backend.label}")
-        partial = store.scratch({**identities[unit], "rank": processes.rank}, FOLDER, *unit)
+        partial = store.scratch({**identities[unit], "rank": processes.process_index}, FOLDER, *unit)
         try:
             with _remembered(lm, partial) as asked:
                 record = _evaluate(asked, units[name], backend, part, session)
-            if processes.is_main:
+            if processes.is_main_process:
                 store.save(Piece(identity=identities[unit], content=record), FOLDER, *unit)
             answers[unit] = record
         except BackendFailure as error:
@@ -230,7 +231,6 @@ def _remembered(lm: DMALM, file: Path | None) -> Iterator[Any]:
 
 def _evaluate(lm: Any, unit: Mapping[str, Any], backend: Backend, part: TasksPart, session: Session) -> UnitRecord:
     """Evaluate one backend on one loaded task or group. Raises ``BackendFailure`` if it fails in any process."""
-    processes = session.processes
     lm.use(backend)
     dma_hf.reset_fallback_counts()
     for task in unit["tasks"].values():  # every backend must draw the same examples
@@ -246,13 +246,13 @@ def _evaluate(lm: Any, unit: Mapping[str, Any], backend: Backend, part: TasksPar
             raise UserError("--apply-chat-template: the model's tokenizer has no chat template") from error
         raise
     seconds = time.perf_counter() - began
-    failed = next((failure for failure in processes.gathered(lm.failure) if failure is not None), None)
+    failed = next((failure for failure in gathered(lm.failure) if failure is not None), None)
     if failed is not None:
         raise BackendFailure(failed)
-    fallbacks = sum(map(Counter, processes.gathered(dict(dma_hf.fallback_counts()))), Counter[str]())
-    pairs = sum(processes.gathered(lm.pairs), Counter[str]())
+    fallbacks = sum(map(Counter, gathered(dict(dma_hf.fallback_counts()))), Counter[str]())
+    pairs = sum(gathered(lm.pairs), Counter[str]())
     record = None
-    if processes.is_main:
+    if PartialState().is_main_process:
         record = UnitRecord(
             seconds=seconds,
             fallbacks=dict(fallbacks),
@@ -260,6 +260,6 @@ def _evaluate(lm: Any, unit: Mapping[str, Any], backend: Backend, part: TasksPar
             groups={name: metric_values(values) for name, values in results.get("groups", {}).items()},
             low_share=pairs["low"] / pairs["seen"] if pairs["seen"] else None,
         )
-    made = processes.from_main(record)
+    made = from_main(record)
     assert made is not None
     return made

@@ -10,7 +10,6 @@ import pytest
 import torch
 from dma_eval.harness import DMALM, BackendFailure, _pairs
 from dma_eval.models import LoadedModel
-from dma_eval.session import Processes
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
@@ -37,7 +36,7 @@ def make(loaded: LoadedModel) -> Callable[..., DMALM]:
     def wrap(attn: str = "sdpa", batch_size: int = 4) -> DMALM:
         from dma_eval.backends import parse_backends
 
-        lm = DMALM.of(loaded, Processes(), batch_size=batch_size)
+        lm = DMALM.of(loaded, batch_size=batch_size)
         lm.use(parse_backends([attn])[0])
         return lm
 

@@ -17,7 +17,7 @@ from dma_eval.errors import UserError
 from dma_eval.files import write_json as write
 from dma_eval.models import LoadedModel
 from dma_eval.names import PRESETS
-from dma_eval.pages import COLUMNS, format_bytes, format_kl, table_row, warnings
+from dma_eval.pages import COLUMNS, format_bytes, format_kl, perplexity_page, warnings
 from dma_eval.plots import line_styles, plot_comparison, plot_positions, plot_quality, plot_stress
 from dma_eval.render import Plot, cache_of, measured, to_html, to_markdown
 from dma_eval.results import (
@@ -164,7 +164,7 @@ class TestMarkdown:
         start = lines.index("| backend | perplexity | change | KL / token | top-1 | tokens/s | peak memory |")
         cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[start + 2 : start + 6]]
         assert [row[0] for row in cells] == ["sdpa", "dma_mxfp:balanced", "dma_mxfp:paper", "broken"]
-        assert cells == [table_row(result) for result in report.perplexity[0].backends]
+        assert cells == perplexity_page(report.perplexity[0]).tables[0].rows
         assert cells[0][2] == "+0.00 % ± 0.00"
         assert cells[3][1:] == ["failed", "–", "–", "–", "–", "–"]
 
@@ -250,7 +250,7 @@ class TestHtml:
     def test_has_the_numbers_of_the_report(self, page: str, report: Report) -> None:
         tables = _Tags(page).tables
         assert tables[0][0] == list(COLUMNS)
-        assert tables[0][1:] == [table_row(result) for result in report.perplexity[0].backends]
+        assert tables[0][1:] == perplexity_page(report.perplexity[0]).tables[0].rows
         for table in tables:
             assert len({len(row) for row in table}) == 1
 

@@ -46,7 +46,6 @@ def demo(args: DemoOptions) -> int:
         from dma_eval.models import load_model
         from dma_eval.pages import perplexity_page
         from dma_eval.perplexity import measure_perplexity
-        from dma_eval.progress import shown_progress
         from dma_eval.reading import continue_greedily
         from dma_eval.render import write_run
         from dma_eval.results import Report, here_and_now
@@ -61,8 +60,8 @@ def demo(args: DemoOptions) -> int:
         loaded = load_model(str(folder), dtype="float32", title="demo model")
         text = replace(load_text(str(file)), name="heldout.txt (in the package)")
     tokens = tokenize(loaded.tokenizer, text.content)[:PROMPT_TOKENS]
-    with shown_progress() as progress:
-        session = Session(loaded, backends, progress=progress)
+    session = Session(loaded, backends)
+    with session.progress.shown():
         section = measure_perplexity(session, text, PART, PART.contexts[0])
         generations = continue_greedily(session, torch.cat([tokens, tokens[RECALLED]]), NEW_TOKENS)
     console.print_page(perplexity_page(section))

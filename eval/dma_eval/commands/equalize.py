@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dma_eval import console
 from dma_eval.command import REQUIRED, option
 from dma_eval.commands import options
-from dma_eval.commands.quality import join, load
+from dma_eval.commands.quality import load
 from dma_eval.errors import UserError, one_line
 from dma_eval.files import check_folder, make_folder
 
@@ -46,7 +46,7 @@ def equalize(args: EqualizeOptions) -> int:
         raise UserError(f"--out: {args.out} holds a model already; name another folder")
     check_folder(args.out)
     text = load_text(args.data, split=args.split, column=args.column)
-    loaded = load(args, join(args))
+    loaded = load(args)
     ids = tokenize(loaded.tokenizer, text.content)[: args.tokens]
     with console.working("Equalizing"):
         try:

@@ -20,7 +20,6 @@ from dma_eval.parts import FidelityPart, PerplexityPart, RetrievalPart, StressPa
 if TYPE_CHECKING:
     from dma_eval.models import LoadedModel
     from dma_eval.results import Report
-    from dma_eval.session import Processes
 
 SUITES = ", ".join(parts.suite_names())
 
@@ -179,40 +178,28 @@ def measure(
 
         backends = parse_backends(args.attn or default_names())  # before slow imports
         from dma_eval import run
-        from dma_eval.session import Session
+        from dma_eval.session import Session, join_processes
 
-    processes = join(args)
-    if args.out is not None and processes.is_main:
+    processes = join_processes(args.device, args.seed)
+    if args.out is not None and processes.is_main_process:
         make_folder(args.out)
     began = time.perf_counter()
     asked = run.Run(suite, text, include_path)
-    session = Session(load(args, processes), backends, processes, Store(args.out), seed=args.seed)
+    session = Session(load(args), backends, Store(args.out), seed=args.seed)
     seconds = time.perf_counter() - began
     return run.measure(asked, session, goes_on=goes_on, also=also, preparation_seconds=seconds)
 
 
-def join(args: options.LoadOptions) -> Processes:
-    """Seed PyTorch, and join the processes of the run. All except the first are silent from then on."""
-    import torch
-
-    from dma_eval.session import join_processes
-
-    torch.manual_seed(args.seed)
-    processes = join_processes(args.device)
-    if not processes.is_main:
-        console.quiet()
-    return processes
-
-
-def load(args: options.LoadOptions, processes: Processes) -> LoadedModel:
+def load(args: options.LoadOptions) -> LoadedModel:
     """Load the model as the options say, on this process's device."""
     from dma_eval.models import load_model
+    from dma_eval.session import join_processes
 
-    if processes.count > 1 and args.device_map is not None:
-        raise UserError(
-            f"--device-map: each of {processes.count} processes would spread the model over all devices; start one"
-        )
-    device = args.device if processes.device is None or args.device != "auto" else str(processes.device)
+    processes = join_processes(args.device, args.seed)
+    count = processes.num_processes
+    if count > 1 and args.device_map is not None:
+        raise UserError(f"--device-map: each of {count} processes would spread the model over all devices; start one")
+    device = str(processes.device) if count > 1 and args.device == "auto" else args.device
     options = {name: getattr(args, name) for name in ("dtype", "device_map", "revision", "trust_remote_code", "yarn")}
     with console.working(f"Loading {args.model}"):
         return load_model(args.model, device=device, **options)
