@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -17,6 +16,7 @@ import typer
 from . import console
 from .command import Run, add_command
 from .commands import bench, demo, env, equalize, quality, report, serve
+from .environment import versions
 from .errors import UserError
 
 COMMANDS: dict[str, Run] = {
@@ -63,7 +63,7 @@ def _root(
 ) -> None:
     """Measure what low-bit attention (dma_mxfp) costs and gains on a language model."""
     if version:
-        console.print_line(f"dma-hf {installed_version()}")
+        console.print_line(f"dma-hf {versions(['dma-hf']).get('dma-hf', '(not installed)')}")  # in a source tree
         raise typer.Exit
     _group(context)
 
@@ -73,14 +73,6 @@ def _group(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         context.get_help()
         raise typer.Exit(console.USER_ERROR)
-
-
-def installed_version() -> str:
-    """Return the version of the installed package."""
-    try:
-        return metadata.version("dma-hf")
-    except metadata.PackageNotFoundError:  # run from a source tree
-        return "(not installed)"
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

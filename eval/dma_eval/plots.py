@@ -103,36 +103,22 @@ def _color(label: str) -> str | None:
     return COLORS.get(re.sub(r"^(?:sdpa[:+])?(quanto|hqq|fp8)\d*$", r"\1", name))
 
 
-def plot_comparison(section: PerplexitySection, title: str, path: Path) -> None:
-    """Draw the quality of each backend, and loss and divergence by position."""
-    rows = len(section.backends) - 1
-    if not rows:
-        plot_positions(section, title, path)
-        return
-    heights = [_quality_height(rows), 4.2]
+def plot_comparison(
+    section: PerplexitySection, title: str, path: Path, *, quality: bool = True, positions: bool = True
+) -> None:
+    """Draw the quality of each backend, and loss and divergence by position; or one of the two."""
+    others = len(section.backends) - 1
+    drawn: list[tuple[Callable[[FigureBase, PerplexitySection], None], float]] = []  # with their heights
+    if quality and others:
+        drawn.append((_draw_quality, 1.7 + 0.42 * others))
+    if positions:
+        drawn.append((_draw_positions, 4.2 if drawn else 4.6))
+    heights = [height for _, height in drawn]
     figure = make_figure(sum(heights))
-    (top,), (bottom,) = figure.subfigures(2, 1, squeeze=False, height_ratios=heights, hspace=0.04)
-    _draw_quality(top, section)
-    _draw_positions(bottom, section)
+    places = figure.subfigures(len(drawn), 1, squeeze=False, height_ratios=heights, hspace=0.04)
+    for (draw, _), (place,) in zip(drawn, places, strict=True):
+        draw(place, section)
     save(figure, title, path)
-
-
-def plot_quality(section: PerplexitySection, title: str, path: Path) -> None:
-    """Draw each backend's change of perplexity, KL and disagreement with the reference."""
-    figure = make_figure(_quality_height(len(section.backends) - 1))
-    _draw_quality(figure, section)
-    save(figure, title, path)
-
-
-def plot_positions(section: PerplexitySection, title: str, path: Path) -> None:
-    """Draw the loss, and the KL from the reference, by position in the window."""
-    figure = make_figure(4.6)
-    _draw_positions(figure, section)
-    save(figure, title, path)
-
-
-def _quality_height(rows: int) -> float:
-    return 1.7 + 0.42 * rows
 
 
 def _draw_quality(figure: FigureBase, section: PerplexitySection) -> None:

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,14 +62,16 @@ def _drawings(report: Report) -> Iterator[Drawing]:
     from . import plots  # Matplotlib takes half a second to import, and a card needs none
 
     name = Path(report.model.name).name
+    quality = partial(plots.plot_comparison, positions=False)
+    positions = partial(plots.plot_comparison, quality=False)
     for section in report.perplexity:
         context = f"context {section.context:,}"
         where = f"{name}, {context}"
         if len(section.backends) > 1:
             caption = f"Quality of each backend at {context}"
-            yield plots.plot_quality, f"quality-{section.context}", caption, section, where, section
+            yield quality, f"quality-{section.context}", caption, section, where, section
         caption = f"Loss and divergence by position, {context}"
-        yield plots.plot_positions, f"positions-{section.context}", caption, section, where, section
+        yield positions, f"positions-{section.context}", caption, section, where, section
     timed = [section for section in report.perplexity if section.backends[0].tokens_per_second is not None]
     if any(len(section.backends) > 1 for section in timed):
         yield plots.plot_tradeoff, "tradeoff", "Quality against speed", timed, name, None
@@ -77,7 +80,7 @@ def _drawings(report: Report) -> Iterator[Drawing]:
             yield plots.plot_tasks, "tasks", "Difference of accuracy, with 95 % intervals", tasks, name, tasks
     for fidelity in report.fidelity:
         caption, title = "Loss and divergence by position, against SDPA in fp32", f"{name}, against SDPA in fp32"
-        yield plots.plot_positions, "fidelity", caption, fidelity.tokens, title, fidelity
+        yield positions, "fidelity", caption, fidelity.tokens, title, fidelity
         if fidelity.heads:
             caption = "Error of every head's output, each layer on SDPA's own inputs"
             yield plots.plot_heads, "heads", caption, fidelity, name, fidelity

@@ -18,7 +18,7 @@ from dma_eval.files import write_json as write
 from dma_eval.models import LoadedModel
 from dma_eval.names import PRESETS
 from dma_eval.pages import COLUMNS, format_bytes, format_kl, perplexity_page, warnings
-from dma_eval.plots import line_styles, plot_comparison, plot_positions, plot_quality, plot_stress
+from dma_eval.plots import line_styles, plot_comparison, plot_stress
 from dma_eval.render import Plot, cache_of, measured, to_html, to_markdown
 from dma_eval.results import (
     SCHEMA_VERSION,
@@ -309,12 +309,12 @@ class TestPlots:
         assert {line.get_linestyle() for line in drawn[0].axes[0].get_lines()} == {"None"}
         assert [label.get_text() for label in drawn[0].axes[0].get_yticklabels()] == ["unchanged", "keys x 8"]
 
-    @pytest.mark.parametrize("plot", [plot_comparison, plot_quality, plot_positions])
-    def test_is_a_picture(self, report: Report, tmp_path: Path, plot: Callable[..., None]) -> None:
+    @pytest.mark.parametrize("left_out", [{}, {"positions": False}, {"quality": False}])
+    def test_is_a_picture(self, report: Report, tmp_path: Path, left_out: dict[str, bool]) -> None:
         """With a failed backend in it, a divergence of zero, and positions without a token."""
         section = report.perplexity[0]
         section.backends[1] = replace(section.backends[1], kl_mean=0.0)
-        plot(section, "A title", tmp_path / "p.png")
+        plot_comparison(section, "A title", tmp_path / "p.png", **left_out)
         with Image.open(tmp_path / "p.png") as image:
             image.load()
             assert image.format == "PNG"
@@ -415,5 +415,5 @@ class TestPlots:
     @pytest.mark.parametrize(("suffix", "start"), [("svg", b"<?xml"), ("pdf", b"%PDF")])
     def test_other_formats(self, section: PerplexitySection, tmp_path: Path, suffix: str, start: bytes) -> None:
         path = tmp_path / f"p.{suffix}"
-        plot_quality(section, "A title", path)
+        plot_comparison(section, "A title", path, positions=False)
         assert path.read_bytes().startswith(start)
