@@ -14,18 +14,19 @@ from accelerate.state import PartialState
 from rich.markup import escape
 
 from . import console
+from .backends import Backend
 from .commands import options
 from .data import Text, load_text
 from .errors import UserError, one_line
 from .fidelity import measure_fidelity
-from .files import Piece, write_json
+from .files import Piece, Store, make_folder, write_json
 from .pages import PAGES
 from .parts import Suite
 from .perplexity import default_context, measure_perplexity
 from .render import write_run
 from .results import RESULTS, SECTIONS, PerplexitySection, Report, has_failures, here_and_now
 from .retrieval import measure_retrieval
-from .session import Session, from_main, leave_processes
+from .session import Session, from_main, join_processes, leave_processes, load
 from .stress import measure_stress
 
 FAILURES = (UserError, RuntimeError, ValueError, TypeError)
@@ -33,13 +34,24 @@ FAILURES = (UserError, RuntimeError, ValueError, TypeError)
 
 
 class Run:
-    """The parts of a suite.
+    """The parts of a suite on one model.
 
-    Texts and tasks are looked up at once, so that a missing one is an error before the model is loaded. The text may
+    Texts and tasks are looked up before the model is loaded, so that a missing one is an error at once. The text may
     replace the suite's. Tasks may be in folders of YAML files.
     """
 
-    def __init__(self, suite: Suite, text: options.OptionalTextOptions | None, include_path: Sequence[Path]) -> None:
+    def __init__(
+        self,
+        args: options.QualityOptions,
+        backends: Sequence[Backend],
+        suite: Suite,
+        text: options.OptionalTextOptions | None,
+        include_path: Sequence[Path],
+    ) -> None:
+        self._is_main = join_processes(args.device, args.seed).is_main_process
+        if args.out is not None and self._is_main:
+            make_folder(args.out)
+        began = time.perf_counter()
         self._suite = suite
         self._data = None if text is None else text.data
         how: dict[str, Any] = {} if text is None else {"split": text.split, "column": text.column}
@@ -54,14 +66,17 @@ class Run:
 
             with console.working("Looking for the tasks"):
                 self._names = find_tasks(suite.tasks.names, include_path)
+        self._session = Session(load(args), backends, Store(args.out), seed=args.seed)
+        self._seconds = {"preparation": time.perf_counter() - began}  # by part
 
-    def parts(self, session: Session, *, skips: bool) -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
+    def _parts(self, *, skips: bool) -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
         """Yield the name of each part, the function that measures it, and the settings that it depends on.
 
         Contexts beyond the model's maximum are errors or skipped. Tasks, whose answers are saved one by one, have no
         settings.
         """
-        suite, limit = self._suite, session.loaded.max_context if skips else None
+        suite, seed = self._suite, self._session.seed
+        limit = self._session.loaded.max_context if skips else None
 
         def piece(name: str, part: Any, measure: Callable[..., Any], *, reads: bool = True, **settings: Any) -> Any:
             text = self._texts[self._data or part.data] if reads else None
@@ -69,7 +84,7 @@ class Run:
             return name, partial(measure, text=text, part=part), settings
 
         if suite.perplexity is not None:
-            contexts = suite.perplexity.contexts or [default_context(session.loaded)]
+            contexts = suite.perplexity.contexts or [default_context(self._session.loaded)]
             for context in _fitting("perplexity", contexts, limit):
                 name = f"perplexity, {context:,}"
                 measure = partial(measure_perplexity, context=context, name=name)
@@ -85,34 +100,77 @@ class Run:
             asked = replace(suite.retrieval, lengths=lengths)
             for kind in dict.fromkeys(asked.kinds if lengths or not suite.retrieval.lengths else ()):
                 ask = partial(measure_retrieval, kind=kind)
-                yield piece(f"retrieval, {kind}", asked, ask, reads=kind == "needle", seed=session.seed)
+                yield piece(f"retrieval, {kind}", asked, ask, reads=kind == "needle", seed=seed)
         if suite.stress is not None:
-            yield piece("stress", suite.stress, measure_stress, seed=session.seed)
+            yield piece("stress", suite.stress, measure_stress, seed=seed)
 
+    def _section(self, name: str, measure: Callable[..., Any], settings: dict[str, Any]) -> Any:
+        """Read the section of a part from the run's folder, or measure and save it."""
+        session, store = self._session, self._session.store
+        if not settings:
+            with session.progress.shown():
+                section = measure(session)
+            self._seconds[name] = sum(sum(backend.seconds.values()) for backend in section.backends)
+            return section
+        (kind,) = get_args(get_type_hints(Report)[name.partition(",")[0]])  # type of the elements of the report's field
+        identity = session.identity(*session.backends, **settings)
+        piece = from_main(store.load(kind, identity, "parts", name) if self._is_main else None)
+        if piece is not None:
+            console.print_note(f"{name}: taken from the folder")
+        else:
+            began = time.perf_counter()
+            with session.progress.shown():
+                section = measure(session)
+            piece = Piece(identity=identity, content=section, seconds=time.perf_counter() - began)
+            gc.collect()  # frees the fp32 copy of the model, which is a cycle once it is configured
+            is_complete = not (isinstance(section, PerplexitySection) and section.windows_left)
+            if self._is_main and is_complete and not has_failures(section):  # so that the next run tries again
+                store.save(piece, "parts", name)
+                store.drop("parts", name)
+        self._seconds[name] = piece.seconds
+        return piece.content
 
-def _finished(session: Session, name: str, measure: Callable[..., Any], settings: dict[str, Any]) -> tuple[Any, float]:
-    """Read the section of a part from the run's folder, or measure and save it. Return it and the seconds it took."""
-    if not settings:
-        with session.progress.shown():
-            section = measure(session)
-        return section, sum(sum(backend.seconds.values()) for backend in section.backends)
-    (kind,) = get_args(get_type_hints(Report)[name.partition(",")[0]])  # type of the elements of the report's field
-    identity = session.identity(*session.backends, **settings)
-    is_main, store = PartialState().is_main_process, session.store
-    piece = from_main(store.load(kind, identity, "parts", name) if is_main else None)
-    if piece is not None:
-        console.print_note(f"{name}: taken from the folder")
-        return piece.content, piece.seconds
-    began = time.perf_counter()
-    with session.progress.shown():
-        section = measure(session)
-    seconds = time.perf_counter() - began
-    gc.collect()  # frees the fp32 copy of the model, which is a cycle once it is configured
-    is_complete = not (isinstance(section, PerplexitySection) and section.windows_left)
-    if is_main and is_complete and not has_failures(section):  # so that the next run tries again
-        store.save(Piece(identity=identity, content=section, seconds=seconds), "parts", name)
-        store.drop("parts", name)
-    return section, seconds
+    def measure(self, *, goes_on: bool, also: Callable[[Report], None]) -> int:
+        """Measure all parts; write the report after each, and return the exit code.
+
+        With ``goes_on``, a failed part is reported and the others continue, and contexts that the model does not
+        support are skipped. ``also`` is called with the report at the end, in one process.
+        """
+        session, out = self._session, self._session.store.folder
+        sections: dict[str, Any] = {name: [] for name in SECTIONS}
+        facts: dict[str, Any] = {"seed": session.seed, "model": session.loaded.info, "part_seconds": self._seconds}
+        facts |= sections
+        report = Report(**here_and_now(), **facts)
+        failed = is_interrupted = False
+        for name, measure, settings in self._parts(skips=goes_on):
+            try:
+                section = self._section(name, measure, settings)
+                field = name.partition(",")[0]
+                sections[field].append(section)
+                console.print_page(PAGES[field](section))
+                console.print_line(f"[bold]{escape(name)}: {self._seconds[name]:,.1f} s[/]\n")
+            except FAILURES as error:
+                if not goes_on or PartialState().num_processes > 1:  # the others wait for this one
+                    raise
+                if console.shows_tracebacks:
+                    console.err.print_exception()
+                console.print_error(f"{name} failed: {one_line(error)}")
+                failed = True
+            report = Report(**here_and_now(), **facts)
+            if self._is_main and out is not None:
+                write_json(report, out / RESULTS)
+            is_interrupted = any(section.windows_left for section in report.perplexity)
+            if is_interrupted:
+                console.print_error(f"interrupted; {'run it again' if out else 'use --out FOLDER'} to resume")
+                break
+        if self._is_main:
+            also(report)
+            if out is not None:
+                console.print_wrote(*write_run(report, out), folder=out)
+        leave_processes()
+        if is_interrupted:
+            return console.INTERRUPTED
+        return console.FAILED if failed or any(has_failures(section) for _, section in report.sections) else 0
 
 
 def _fitting(part: str, lengths: Sequence[int], limit: int | None) -> list[int]:
@@ -121,49 +179,3 @@ def _fitting(part: str, lengths: Sequence[int], limit: int | None) -> list[int]:
         if limit is not None and length > limit:
             console.print_warning(f"{part} at {length:,} is skipped: the model has {limit:,} positions")
     return [length for length in lengths if limit is None or length <= limit]
-
-
-def measure(
-    run: Run, session: Session, *, goes_on: bool, also: Callable[[Report], None], preparation_seconds: float
-) -> int:
-    """Measure all parts of a run; write the report after each, and return the exit code.
-
-    With ``goes_on``, a failed part is reported and the others continue, and contexts that the model does not support
-    are skipped. ``also`` is called with the report at the end, in one process.
-    """
-    is_main, out = PartialState().is_main_process, session.store.folder
-    seconds = {"preparation": preparation_seconds}
-    sections: dict[str, Any] = {name: [] for name in SECTIONS}
-    facts: dict[str, Any] = {"seed": session.seed, "part_seconds": seconds}
-    facts |= {"model": session.loaded.info, **sections}
-    report = Report(**here_and_now(), **facts)
-    failed = is_interrupted = False
-    for name, part, settings in run.parts(session, skips=goes_on):
-        try:
-            section, seconds[name] = _finished(session, name, part, settings)
-            field = name.partition(",")[0]
-            sections[field].append(section)
-            console.print_page(PAGES[field](section))
-            console.print_line(f"[bold]{escape(name)}: {seconds[name]:,.1f} s[/]\n")
-        except FAILURES as error:
-            if not goes_on or PartialState().num_processes > 1:  # the others wait for this one
-                raise
-            if console.shows_tracebacks:
-                console.err.print_exception()
-            console.print_error(f"{name} failed: {one_line(error)}")
-            failed = True
-        report = Report(**here_and_now(), **facts)
-        if is_main and out is not None:
-            write_json(report, out / RESULTS)
-        is_interrupted = any(section.windows_left for section in report.perplexity)
-        if is_interrupted:
-            console.print_error(f"interrupted; {'run it again' if out else 'use --out FOLDER'} to resume")
-            break
-    if is_main:
-        also(report)
-        if out is not None:
-            console.print_wrote(*write_run(report, out), folder=out)
-    leave_processes()
-    if is_interrupted:
-        return console.INTERRUPTED
-    return console.FAILED if failed or any(has_failures(section) for _, section in report.sections) else 0

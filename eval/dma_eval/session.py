@@ -17,9 +17,11 @@ from accelerate.utils import broadcast_object_list, gather_object
 
 from . import console
 from .backends import Backend
+from .commands.options import LoadOptions
 from .environment import versions
+from .errors import UserError
 from .files import Store
-from .models import LoadedModel
+from .models import LoadedModel, load_model
 from .progress import Progress
 
 COMPUTING = ("dma-hf", "lm-eval", "transformers", "torch")
@@ -38,6 +40,18 @@ def join_processes(device: str, seed: int) -> PartialState:
     if not state.is_main_process:
         console.quiet()
     return state
+
+
+def load(args: LoadOptions) -> LoadedModel:
+    """Load the model as the options say, on this process's device."""
+    processes = join_processes(args.device, args.seed)
+    count = processes.num_processes
+    if count > 1 and args.device_map is not None:
+        raise UserError(f"--device-map: each of {count} processes would spread the model over all devices; start one")
+    device = str(processes.device) if count > 1 and args.device == "auto" else args.device
+    options = {name: getattr(args, name) for name in ("dtype", "device_map", "revision", "trust_remote_code", "yarn")}
+    with console.working(f"Loading {args.model}"):
+        return load_model(args.model, device=device, **options)
 
 
 def leave_processes() -> None:

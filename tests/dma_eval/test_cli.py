@@ -147,7 +147,7 @@ class TestHelp:
         def missing(name: str) -> str:
             raise metadata.PackageNotFoundError(name)
 
-        monkeypatch.setattr(cli.metadata, "version", missing)
+        monkeypatch.setattr(metadata, "version", missing)
         assert run("--version").stdout == "dma-hf (not installed)\n"
 
     @pytest.mark.parametrize(

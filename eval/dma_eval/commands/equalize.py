@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from dma_eval import console
 from dma_eval.command import REQUIRED, option
 from dma_eval.commands import options
-from dma_eval.commands.quality import load
 from dma_eval.errors import UserError, one_line
 from dma_eval.files import check_folder, make_folder
 
@@ -41,6 +40,7 @@ def equalize(args: EqualizeOptions) -> int:
         import dma_hf
         from dma_eval.data import load_text, tokenize
         from dma_eval.pages import Table
+        from dma_eval.session import load
         from dma_eval.stress import channel_ranges
     if (args.out / "config.json").exists():
         raise UserError(f"--out: {args.out} holds a model already; name another folder")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,12 +12,11 @@ from dma_eval import console, parts
 from dma_eval.command import REQUIRED, option
 from dma_eval.commands import options
 from dma_eval.errors import UserError
-from dma_eval.files import Store, make_folder, write_json
+from dma_eval.files import write_json
 from dma_eval.names import check_names
 from dma_eval.parts import FidelityPart, PerplexityPart, RetrievalPart, StressPart, Suite, TasksPart
 
 if TYPE_CHECKING:
-    from dma_eval.models import LoadedModel
     from dma_eval.results import Report
 
 SUITES = ", ".join(parts.suite_names())
@@ -177,29 +175,5 @@ def measure(
         from dma_eval.backends import default_names, parse_backends
 
         backends = parse_backends(args.attn or default_names())  # before slow imports
-        from dma_eval import run
-        from dma_eval.session import Session, join_processes
-
-    processes = join_processes(args.device, args.seed)
-    if args.out is not None and processes.is_main_process:
-        make_folder(args.out)
-    began = time.perf_counter()
-    asked = run.Run(suite, text, include_path)
-    session = Session(load(args), backends, Store(args.out), seed=args.seed)
-    seconds = time.perf_counter() - began
-    return run.measure(asked, session, goes_on=goes_on, also=also, preparation_seconds=seconds)
-
-
-def load(args: options.LoadOptions) -> LoadedModel:
-    """Load the model as the options say, on this process's device."""
-    from dma_eval.models import load_model
-    from dma_eval.session import join_processes
-
-    processes = join_processes(args.device, args.seed)
-    count = processes.num_processes
-    if count > 1 and args.device_map is not None:
-        raise UserError(f"--device-map: each of {count} processes would spread the model over all devices; start one")
-    device = str(processes.device) if count > 1 and args.device == "auto" else args.device
-    options = {name: getattr(args, name) for name in ("dtype", "device_map", "revision", "trust_remote_code", "yarn")}
-    with console.working(f"Loading {args.model}"):
-        return load_model(args.model, device=device, **options)
+        from dma_eval.run import Run
+    return Run(args, backends, suite, text, include_path).measure(goes_on=goes_on, also=also)
