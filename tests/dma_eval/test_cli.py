@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import typer
-from dma_eval import cli
 from dma_eval.command import REQUIRED, add_command, option
 from dma_eval.commands.options import DEFAULT_ATTN, QualityOptions
 from dma_eval.commands.quality import link
