@@ -53,11 +53,6 @@ class TaskNames:
     names: tuple[str, ...]
     manager: TaskManager = field(repr=False)
 
-    def definition(self, name: str) -> str | None:
-        """Return the hash of the YAML file of a task; ``None`` if lm-eval knows no file."""
-        file = self.file(name)
-        return None if file is None else hashlib.sha256(file.read_bytes()).hexdigest()
-
     def file(self, name: str) -> Path | None:
         """Return the YAML file of a task; ``None`` if lm-eval knows no file."""
         entry = self.manager.task_index.get(name)
@@ -135,10 +130,10 @@ def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSe
     lm.on_answers = lambda count: progress.advance("answers", count)
     settings = {"limit": part.limit, "num_fewshot": part.num_fewshot, "chat_template": part.chat_template}
     settings["seed"] = session.seed
+    files = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name in tasks.names if (file := tasks.file(name))}
     identities = {
-        (backend.label, name): session.identity(backend, name=name, definition=tasks.definition(name), **settings)
-        for name in tasks.names
-        for backend in backends
+        (backend.label, name): session.identity(backend, name=name, definition=files.get(name), **settings)
+        for name, backend in itertools.product(tasks.names, backends)
     }
     answers: dict[tuple[str, str], UnitRecord | str] = {}  # records, and the reasons of missing ones
     for unit, identity in identities.items():
