@@ -53,8 +53,6 @@ def measure_retrieval(session: Session, kind: str, text: Text | None, part: Retr
     depths = sorted(set(part.depths))
     if kind not in KINDS:
         raise UserError(f"--kind must be one of {', '.join(KINDS)}; got {kind!r}")
-    if kind == "needle" and text is None:
-        raise UserError("--data: needles are hidden in a text; name one")
     longest, limit = lengths[-1], loaded.max_context
     if limit is not None and longest > limit:
         raise UserError(f"--lengths: {longest:,} is more than the model's maximum of {limit:,} positions")

@@ -21,8 +21,7 @@ from .session import Session
 
 CONFIDENCE = 0.95
 RESAMPLES = 10_000
-DRAWS_AT_A_TIME = 2**22  # sample indices drawn at a time: 32 MiB
-MAX_KINDS = 256  # distinct samples up to which counting them is faster than drawing them one by one
+COUNTS_AT_A_TIME = 2**22  # 32 MiB
 
 Array = NDArray[np.float64]
 
@@ -259,13 +258,11 @@ def paired_interval(
     """
     rng = np.random.default_rng(seed)
     both = np.concatenate([reference, other], axis=1)
-    kinds, counts = np.unique(both, axis=0, return_counts=True)
-    if len(kinds) <= MAX_KINDS:  # as right-or-wrong answers: count how often each kind of sample is drawn
-        sums = rng.multinomial(len(both), counts / len(both), size=resamples) @ kinds
-    else:
-        step = max(1, DRAWS_AT_A_TIME // len(both))
-        sizes = [min(step, resamples - begin) for begin in range(0, resamples, step)]
-        sums = np.concatenate([both[rng.integers(len(both), size=(n, len(both)))].sum(1) for n in sizes])
+    kinds, counts = np.unique(both, axis=0, return_counts=True)  # few, if answers are right or wrong
+    step = max(1, COUNTS_AT_A_TIME // len(kinds))
+    sizes = [min(step, resamples - begin) for begin in range(0, resamples, step)]
+    # How often each kind of sample is drawn, times its values and weights.
+    sums = np.concatenate([rng.multinomial(len(both), counts / len(both), size=n) @ kinds for n in sizes])
     of = STATISTICS[name]
     differences = of(sums[:, 2] / sums[:, 3]) - of(sums[:, 0] / sums[:, 1])
     tail = 50 * (1 - CONFIDENCE)

@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 import pytest
-from dma_eval import task_summary
 from dma_eval.task_summary import mcnemar, paired_interval, statistic
+from scipy.stats import bootstrap
 
 
 def samples(*values: float) -> np.ndarray:
@@ -84,13 +84,19 @@ class TestPairedInterval:
         shuffled_low, shuffled_high = paired_interval("mean", reference, rng.permutation(other))
         assert shuffled_high - shuffled_low > 20 * (high - low)
 
-    def test_both_ways_of_drawing_agree(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("is_binary", [True, False])
+    def test_as_scipy(self, is_binary: bool) -> None:
+        """Which draws samples one by one, and many resamples at a time or few."""
         rng = np.random.default_rng(1)
-        reference = samples(*rng.integers(0, 2, 300))
-        other = samples(*np.where(rng.random(300) < 0.1, 1 - reference[:, 0], reference[:, 0]))
-        counted = paired_interval("mean", reference, other)
-        monkeypatch.setattr(task_summary, "MAX_KINDS", 0)
-        assert paired_interval("mean", reference, other) == pytest.approx(counted, abs=0.004)
+        if is_binary:
+            first = rng.integers(0, 2, 500).astype(float)
+            second = np.where(rng.random(500) < 0.1, 1 - first, first)
+        else:
+            first = rng.normal(size=500)
+            second = first + 0.2 * rng.normal(size=500)
+        differs = lambda one, two, axis: two.mean(axis) - one.mean(axis)  # noqa: E731
+        expected = bootstrap((first, second), differs, paired=True, method="percentile", rng=0).confidence_interval
+        assert paired_interval("mean", samples(*first), samples(*second)) == pytest.approx(expected, abs=0.003)
 
     def test_seed(self) -> None:
         rng = np.random.default_rng(2)
