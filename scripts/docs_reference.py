@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import inspect
-import itertools
 import re
 import textwrap
 from collections.abc import Callable, Iterator
@@ -27,6 +25,7 @@ from dma_hf import PRESETS, DMAConfig
 FIRST = ("configure", "DMAConfig", "PRESETS", "DMACache", "stats", "equalize", "continuous_batching", "counted_tiles")
 """Names of ``dma_hf`` that most users need; the reference begins with them."""
 HEADERS = ("field", "default", "meaning")
+FIELD = re.compile(r"    (\w+): [^#]*(?:# (.*))?")
 ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n        .*)*)", re.MULTILINE)
 
 
@@ -119,16 +118,11 @@ def _field(field: Field[Any], comment: str) -> list[str]:
 
 def _comments(source: str) -> dict[str, str]:
     """Return the comment at the end of each field of a class, or else the comment lines above it."""
-    lines, found = source.splitlines(), {}
-    (cls,) = ast.parse(source).body
-    for node in getattr(cls, "body", ()):
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            comment = lines[(node.end_lineno or node.lineno) - 1][node.end_col_offset or 0 :]
-            if not comment.strip().startswith("#"):
-                is_comment = lambda line: line.strip().startswith("#")  # noqa: E731
-                above = [*itertools.takewhile(is_comment, reversed(lines[: node.lineno - 1]))]
-                comment = " ".join(line.strip("# ") for line in reversed(above))
-            found[node.target.id] = comment.strip("# ")
+    found, above = {}, []
+    for line in source.splitlines():
+        if field := FIELD.fullmatch(line):
+            found[field[1]] = field[2] or " ".join(above)
+        above = [*above, line.strip("# ")] if line.startswith("    #") else []
     return found
 
 

@@ -196,9 +196,8 @@ def local_mask(length: int, device: torch.device) -> Tensor:
 
 
 @torch.inference_mode()
-def token_losses(model: LlamaForCausalLM, tokens: Tensor, context: int, *, local: bool = False) -> Tensor:
+def token_losses(model: LlamaForCausalLM, tokens: Tensor, context: int, mask: Tensor | None = None) -> Tensor:
     """Nats for each next token in consecutive windows of `context` tokens, [windows, context - 1] on the CPU."""
-    mask = local_mask(context, model.device) if local else None
     rows = [tokens[i : i + context][None].to(model.device) for i in range(0, len(tokens) - context + 1, context)]
     logits = (model(row, attention_mask=mask, use_cache=False).logits[:, :-1].float() for row in rows)
     losses = [F.cross_entropy(x.mT, row[:, 1:], reduction="none") for x, row in zip(logits, rows, strict=True)]
@@ -206,14 +205,13 @@ def token_losses(model: LlamaForCausalLM, tokens: Tensor, context: int, *, local
 
 
 @torch.inference_mode()
-def copy_accuracy(model: LlamaForCausalLM, tokens: Tensor, context: int, *, local: bool = False) -> float:
+def copy_accuracy(model: LlamaForCausalLM, tokens: Tensor, context: int, mask: Tensor | None) -> float:
     """How often the model's first choice continues a passage that it has read before, over 32 windows of `tokens`.
 
     Each window ends with a second occurrence of one of its own passages, of a sixteenth of the context (256 tokens of
     4,096), and at least a quarter of the context (1,024 tokens) lies between the two. The first 16 tokens are the cue.
     """
     rng, hits, passage, cue = random.Random(0), [], context // 16, 16
-    mask = local_mask(context, model.device) if local else None
     for _ in range(32):
         window = tokens[(start := rng.randrange(len(tokens) - context)) : start + context].clone()
         source = rng.randrange(context - 2 * passage - context // 4)
@@ -226,11 +224,11 @@ def copy_accuracy(model: LlamaForCausalLM, tokens: Tensor, context: int, *, loca
 def measure(model: LlamaForCausalLM, tokens: Tensor, context: int) -> dict[str, float]:
     """The figures of the model card: perplexity and copying on the excerpt, with full and with restricted attention."""
     figures = {}
-    for suffix, local in (("", False), ("_local", True)):
-        losses = token_losses(model, tokens, context, local=local)
+    for suffix, mask in (("", None), ("_local", local_mask(context, model.device))):
+        losses = token_losses(model, tokens, context, mask)
         figures["perplexity" + suffix] = float(losses.mean().exp())
         figures["perplexity_second_half" + suffix] = float(losses[:, context // 2 :].mean().exp())
-        figures["copy_accuracy" + suffix] = copy_accuracy(model, tokens, context, local=local)
+        figures["copy_accuracy" + suffix] = copy_accuracy(model, tokens, context, mask)
         figures["evaluated_tokens"] = losses.numel()
     return figures
 
