@@ -9,8 +9,7 @@ import copy
 import gc
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -48,29 +47,32 @@ def answer(
     config = copy.deepcopy(model.config)
     config.architectures, config.dtype = [type(model).__name__], model.dtype
     sizes = {} if cache_gib is None else {"kv_cache_memory_bytes": int(cache_gib * 2**30)}
-    with _elsewhere(model), tempfile.TemporaryDirectory() as folder:
-        config.save_pretrained(folder)
-        engine = vllm.LLM(
-            model=folder,
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            dtype=str(model.dtype).removeprefix("torch."),
-            kv_cache_dtype=VLLM[label],
-            max_model_len=longest,
-            enable_prefix_caching=False,
-            disable_log_stats=False,  # which has the times of tokens
-            seed=seed,
-            **sizes,
-        )
-
-        try:
+    device, engine = model.device, None
+    model.to("cpu")
+    torch.cuda.empty_cache()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            config.save_pretrained(folder)
+            engine = vllm.LLM(
+                model=folder,
+                load_format="dummy",
+                skip_tokenizer_init=True,
+                dtype=str(model.dtype).removeprefix("torch."),
+                kv_cache_dtype=VLLM[label],
+                max_model_len=longest,
+                enable_prefix_caching=False,
+                disable_log_stats=False,  # which has the times of tokens
+                seed=seed,
+                **sizes,
+            )
             _run(vllm, engine, warm)
             start = time.perf_counter()
             outputs = _run(vllm, engine, requests)
             seconds = time.perf_counter() - start
-        finally:
-            del engine
-            gc.collect()
+    finally:
+        engine = None
+        gc.collect()
+        model.to(device)
     counts = [len(output.outputs[0].token_ids) for output in outputs]
     times = [output.metrics for output in outputs]
     between = [
@@ -88,15 +90,3 @@ def _run(vllm: Any, engine: Any, requests: Sequence[Request]) -> list[Any]:
     prompts = [{"prompt_token_ids": each.prompt} for each in requests]
     outputs: list[Any] = engine.generate(prompts, lengths, use_tqdm=False)
     return outputs
-
-
-@contextmanager
-def _elsewhere(model: PreTrainedModel) -> Iterator[None]:
-    """Within a ``with`` block, a model leaves its GPU to the engine."""
-    device = model.device
-    model.to("cpu")
-    torch.cuda.empty_cache()
-    try:
-        yield
-    finally:
-        model.to(device)
