@@ -250,23 +250,19 @@ def _descales(operands: Fp8Operands) -> dict[str, Tensor]:
 def flex(inputs: Inputs) -> Prepared:
     """Return a call of compiled FlexAttention, with a block mask where one is needed."""
     query, key, value = inputs.tensors
-    compiled, mask = _compiled_flex(query.shape, key.shape, query.device, is_causal=inputs.is_causal)
+    mask = causal_block_mask(query.shape[2], query.device) if inputs.is_causal else None
     if inputs.documents > 1:
         mask = document_block_mask(inputs)
+    compiled = _compiled_flex(query.shape, key.shape)
     call = partial(compiled, block_mask=mask, scale=inputs.scale, enable_gqa=inputs.group > 1)
     return Prepared(lambda: call(query, key, value))
 
 
 @functools.lru_cache(maxsize=1)
-def _compiled_flex(
-    query_shape: torch.Size, key_shape: torch.Size, device: torch.device, *, is_causal: bool
-) -> tuple[Callable[..., Any], BlockMask | None]:
-    """Return compiled FlexAttention, for exactly these shapes, and its mask."""
+def _compiled_flex(query_shape: torch.Size, key_shape: torch.Size) -> Callable[..., Any]:
+    """Return FlexAttention compiled for exactly these shapes."""
     torch.compiler.reset()  # a function is compiled for a few shapes only, and stays uncompiled from there on
-    return (
-        torch.compile(flex_attention, dynamic=False),
-        causal_block_mask(query_shape[2], device) if is_causal else None,
-    )
+    return torch.compile(flex_attention, dynamic=False)
 
 
 def causal_block_mask(length: int, device: torch.device) -> BlockMask:

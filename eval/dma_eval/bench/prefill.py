@@ -159,7 +159,9 @@ def measure_layers(
         found["speedup"] = None if first is None else first / milliseconds
         parts = [call.quantize for call in prepared[label] if call.quantize is not None]
         if parts:
-            found["quantize_milliseconds"] = _time_quantization(parts, device, seconds)
+            run = capture(_chained(parts), device) if device.type == "cuda" else _chained(parts)
+            timing = time_interleaved({label: run}, device, seconds=seconds / 4)[label]
+            found["quantize_milliseconds"] = timing.median
         results[label] = replace(results[label], **found)
     return list(results.values())
 
@@ -211,13 +213,6 @@ def _chained(runs: Sequence[Run]) -> Run:
             each()
 
     return run
-
-
-def _time_quantization(parts: Sequence[Run], device: torch.device, seconds: float) -> float:
-    """Return the time of the preprocessing before the attention kernel."""
-    run = _chained(parts)
-    run = capture(run, device) if device.type == "cuda" else run
-    return time_interleaved({"quantize": run}, device, seconds=seconds / 4)["quantize"].median
 
 
 def _skipped_shares(implementation: Backend, layers: Sequence[Inputs]) -> dict[str, Any]:
