@@ -13,7 +13,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure, FigureBase
-from matplotlib.image import AxesImage
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from .names import SIMULATED, reads_cache
@@ -306,8 +305,7 @@ def plot_heads(section: FidelitySection, title: str, path: Path) -> None:
     low = max(low, high * 1e-5)
     high = max(high, low * 1.01)
     maps = [(heading, np.maximum(errors, low)) for heading, errors in maps]
-    figure, image = _head_maps(maps, norm=LogNorm(low, high))
-    bar = figure.colorbar(image, ax=figure.axes, label="Relative L1 error")
+    figure, _, bar = _heat_maps(maps, "Query head", "Layer", "Relative L1 error", norm=LogNorm(low, high))
     decades = math.log10(high / low)  # few labels in a wide range, more in a narrow one, so that they do not overlap
     steps = (1.0,) if decades > 3 else (1.0, 3.0) if decades > 1.2 else (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
     bar.ax.yaxis.set_major_locator(LogLocator(subs=steps))
@@ -320,8 +318,7 @@ def plot_skipped(section: FidelitySection, title: str, path: Path) -> None:
     """Draw the share of low tiles that each head skips, one heat map per backend that skips any."""
     shares = {heads.label: np.array(heads.skipped) for heads in section.heads if heads.skipped is not None}
     maps = [(f"{label}\n{share(each.mean())} of all", each) for label, each in shares.items()]
-    figure, image = _head_maps(maps, vmin=0, vmax=1)
-    figure.colorbar(image, ax=figure.axes, label="Low tiles skipped, share")
+    figure, _, _ = _heat_maps(maps, "Query head", "Layer", "Low tiles skipped, share", vmin=0, vmax=1)
     save(figure, f"{title}: tile skipping at {section.tokens.context:,} tokens", path)
 
 
@@ -333,8 +330,8 @@ def plot_retrieval(section: RetrievalSection, title: str, path: Path) -> None:
         for cell in backend.cells:
             found[section.depths.index(cell.depth), section.lengths.index(cell.length)] = cell.correct / cell.samples
         maps.append((backend.label + (" (failed)" if backend.failure else ""), found))
-    height = 1.1 + 0.45 * len(section.depths)
-    figure, axes, image = _heat_maps(maps, height, "Prompt, tokens", "Depth of the answer", vmin=0, vmax=1)
+    labels = "Prompt, tokens", "Depth of the answer", "Found, share of samples"
+    figure, axes, _ = _heat_maps(maps, *labels, height=1.1 + 0.45 * len(section.depths), vmin=0, vmax=1)
     for ax, (_, found) in zip(axes, maps, strict=True):
         for (row, column), value in np.ndenumerate(found):
             if not np.isnan(value):
@@ -342,30 +339,26 @@ def plot_retrieval(section: RetrievalSection, title: str, path: Path) -> None:
                 ax.text(column, row, share(value, ".0f"), ha="center", va="center", fontsize=9, color=color)
         ax.set_xticks(range(len(section.lengths)), [f"{length:,}" for length in section.lengths])
         ax.set_yticks(range(len(section.depths)), [share(depth, ".0f") for depth in section.depths])
-    figure.colorbar(image, ax=figure.axes, label="Found, share of samples")
     save(figure, f"{title}: retrieval, {section.kind}", path)
 
 
-def _head_maps(maps: Sequence[tuple[str, Array]], **style: Any) -> tuple[Figure, AxesImage]:
-    height = min(6.0, 1.2 + 0.13 * len(maps[0][1]))
-    figure, axes, image = _heat_maps(maps, height, "Query head", "Layer", interpolation="nearest", **style)
-    for ax in axes:
-        ax.xaxis.get_major_locator().set_params(integer=True)
-        ax.yaxis.get_major_locator().set_params(integer=True)
-    return figure, image
-
-
 def _heat_maps(
-    maps: Sequence[tuple[str, Array]], height: float, xlabel: str, ylabel: str, **style: Any
-) -> tuple[Figure, list[Any], AxesImage]:
-    """Draw heat maps with titles, at most four in a row; ``height`` is that of a row in inches."""
+    maps: Sequence[tuple[str, Array]], xlabel: str, ylabel: str, label: str, height: float | None = None, **style: Any
+) -> tuple[Figure, list[Any], Any]:
+    """Draw heat maps with titles, at most four in a row, and a bar of the colours.
+
+    ``height`` is that of a row in inches, by default that of a layer for each row of a map.
+    """
+    height = min(6.0, 1.2 + 0.13 * len(maps[0][1])) if height is None else height
     columns = min(len(maps), 4)
     rows = -(-len(maps) // columns)
     figure = make_figure(1.3 + rows * height)
     axes = list(figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flat)
     for index, (ax, (title, values)) in enumerate(zip(axes, maps, strict=False)):
-        image = ax.imshow(values, aspect="auto", **style)
+        image = ax.imshow(values, aspect="auto", interpolation="nearest", **style)
         ax.set_title(title, fontsize=9)
+        for axis in (ax.xaxis, ax.yaxis):
+            axis.get_major_locator().set_params(integer=True)
         if index % columns == 0:
             ax.set_ylabel(ylabel)
         if index >= len(maps) - columns:  # the lowest of its column, which need not be in the last row
@@ -373,7 +366,7 @@ def _heat_maps(
             ax.tick_params(labelbottom=True)
     for ax in axes[len(maps) :]:
         ax.set_visible(False)
-    return figure, axes[: len(maps)], image
+    return figure, axes[: len(maps)], figure.colorbar(image, ax=axes, label=label)
 
 
 def plot_stress(section: StressSection, title: str, path: Path) -> None:
