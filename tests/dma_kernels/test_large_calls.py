@@ -107,7 +107,7 @@ def test_grids_are_within_the_limits_of_cuda(recipe: str, sizes: dict[str, int])
         return [quantize_q(query, None, None, RECIPES[recipe], low_key, RAW, scale=1.0, use_pdl=False).low]
 
     queries = make_plan(quantize, [TensorLayout.of(query)], query.device)
-    grids = [each.launch.grid for each in (*launches.launches, *queries.launches)]
+    grids = [each.grid for each in (*launches.launches, *queries.launches)]
     assert len(grids) >= 3
     for first, *others in grids:
         assert first < LIMIT

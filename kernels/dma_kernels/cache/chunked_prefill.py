@@ -19,8 +19,8 @@ from ..numerics.layout import TensorLayout, layout_of
 from ..numerics.recipe import Recipe
 from ..prefill import portable
 from ..prefill.config import portable_config
-from ..prefill.launches import new_results
 from ..prefill.operands import AttentionInputs, Operands, TileOperands
+from ..prefill.plan import new_results
 from ..runtime import chip
 from ..runtime.compute_path import ComputePath
 from ..runtime.operand_formats import DEQUANTIZED, RAW

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..numerics.geometry import LOG2_E
 from ..numerics.layout import TensorLayout, layout_of
-from ..prefill.launches import new_results
+from ..prefill.plan import new_results
 from ..runtime import chip
 from ..runtime.launch import launch_kernel
 from ..runtime.plan import LaunchPlan, make_plan

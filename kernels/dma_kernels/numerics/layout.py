@@ -41,9 +41,14 @@ class TensorLayout(NamedTuple):
         """Return the number of elements."""
         return prod(self.shape)
 
-    def stride(self) -> tuple[int, ...]:
-        """Return the strides, as a tensor does."""
-        return self.strides
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return self.numel() * self.dtype.itemsize
+
+    def stride(self, dim: int | None = None) -> Any:
+        """Return the strides or one of them, as a tensor does."""
+        return self.strides if dim is None else self.strides[dim]
 
     def is_contiguous(self) -> bool:
         """Return whether the tensor is contiguous."""

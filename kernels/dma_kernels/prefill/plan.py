@@ -1,20 +1,65 @@
-"""The plan of a prefill call: its kernel, configuration and launches."""
+"""The plan of a prefill call: its kernel, and the allocations and launches of the quantizers and that kernel."""
 
 from __future__ import annotations
 
 import functools
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from ..numerics.arguments import check_call
 from ..numerics.call import AttentionCall
-from ..numerics.geometry import AttentionGeometry
+from ..numerics.geometry import LOG2_E, AttentionGeometry
 from ..numerics.layout import TensorLayout
+from ..numerics.recipe import Recipe
+from ..numerics.saturation import warn_if_saturated
+from ..reference.attention import attention_reference
 from ..runtime import chip
-from ..runtime.compute_path import select_compute_path
+from ..runtime.compute_path import ComputePath, select_compute_path
+from ..runtime.reports import report
 from .config import PrefillShape
-from .launches import PrefillPlan, ReferencePlan
-from .registry import select_kernel
+from .operands import AttentionInputs, Operands
+from .registry import PrefillKernel, select_kernel
+
+if TYPE_CHECKING:
+    from ..runtime.plan import LaunchPlan
+
+
+@dataclass(frozen=True, eq=False)
+class PrefillPlan:
+    """How the kernels compute calls with the same plan key."""
+
+    kernel: str  # name of the attention kernel
+    config: Any  # its configuration
+    launches: LaunchPlan  # allocations and launches
+
+    def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+        """Compute a call.
+
+        Returns:
+            The output, and the log-sum-exp, or ``None`` if the call does not need it.
+        """
+        if call.recipe.pv == "fp8":
+            warn_if_saturated()  # in earlier calls, which the host did not wait for
+        report(self.kernel)
+        out, *others = self.launches.run(
+            (call.query, call.key, call.value, call.sinks, call.mask, call.seq_info(), call.tile_counts)
+        )
+        return out, others[0] if others else None
+
+
+class ReferencePlan:
+    """The reference in torch, which launches no kernels of ours."""
+
+    kernel = "reference"
+
+    def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+        """Compute a call; see :meth:`PrefillPlan.run`."""
+        report(self.kernel)
+        return attention_reference(call)
 
 
 @functools.lru_cache(maxsize=256)
@@ -27,16 +72,83 @@ def plan(call: AttentionCall) -> PrefillPlan | ReferencePlan:
         RuntimeError: The requested backend cannot run on this device.
     """
     check_call(call)
-    device = call.query.device
-    backend = chip.resolve_backend(call.backend, device, call.query.dtype)
+    device, q_len = call.query.device, call.query.shape[2]
+    if chip.resolve_backend(call.backend, device, call.query.dtype) == "reference":
+        return ReferencePlan()
     info = TensorLayout.dense((call.key.shape[0], 4), torch.int32, device) if call.has_seq_info else None
     geometry = AttentionGeometry.of(call, info)
     recipe = call.recipe
-    if geometry.low_tiles(call.query.shape[2], recipe.diagonal_tiles, recipe.sink_tiles) == range(0):
+    if geometry.low_tiles(q_len, recipe.diagonal_tiles, recipe.sink_tiles) == range(0):
         recipe = recipe.of_high_tiles
-    arch = 0 if backend == "reference" else chip.device_arch(device)
+    arch = chip.device_arch(device)
     path = select_compute_path(recipe, arch, max(call.query.shape[3], call.value.shape[3]))
-    shape = PrefillShape(call.query, call.key, call.value, geometry, arch, call.softcap is not None, backend)
+    shape = PrefillShape(call.query, call.key, call.value, geometry, arch, call.softcap is not None)
     kernel, config = select_kernel(shape, path)
-    made: PrefillPlan | ReferencePlan = kernel.plan(kernel, config, call, recipe, path, geometry)
-    return made
+    return _plan_launches(kernel, config, call, recipe, path, geometry)
+
+
+def _plan_launches(
+    kernel: PrefillKernel,
+    config: Any,
+    call: AttentionCall,
+    recipe: Recipe,
+    path: ComputePath,
+    geometry: AttentionGeometry,
+) -> PrefillPlan:
+    """Plan the launches of a kernel and of the quantizers before it. Layouts stand for tensors."""
+    from ..runtime.plan import make_plan  # the reference needs no Triton
+
+    def launch(query: Any, key: Any, value: Any, sinks: Any, mask: Any, seq_info: Any, tile_counts: Any) -> Any:
+        placed = replace(geometry, mask=mask, seq_info=seq_info)
+        operands = quantize_operands(query, key, value, recipe, path, placed)
+        out, lse = new_results(query, value)
+        if lse.numel():
+            threshold = None if operands.low is None else base2_threshold(recipe, tile_counts)
+            # The quantizer writes the keys of low tiles and lets the next launch start early. It starts after all
+            # earlier work itself, so the caller's tensors are ready. NVFP4's query scale is a launch in between.
+            may_start_early = operands.low is not None and operands.query_global_scale is None
+            inputs = AttentionInputs(
+                query, operands, placed, recipe, config, out, lse, call.score_scale, call.softcap, sinks, threshold,
+                None if threshold is None else tile_counts, may_start_early and chip.supports_pdl(query.device),
+            )  # fmt: skip
+            kernel.launch(inputs)
+        return (out, lse) if call.needs_lse else (out,)
+
+    placed: tuple[Any, ...] = (geometry.mask, geometry.seq_info)
+    layouts = (call.query, call.key, call.value, call.sinks, *placed, call.tile_counts)
+    return PrefillPlan(kernel.name, config, make_plan(launch, layouts, call.query.device))
+
+
+def quantize_operands(
+    query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, path: ComputePath, geometry: AttentionGeometry
+) -> Operands:
+    """Launch the preprocessing; arguments as for the attention kernel and the quantizer."""
+    from .quantizer import quantize_keys_values
+    from .query_global_scale import query_global_scale
+
+    operands = quantize_keys_values(
+        key,
+        value,
+        recipe,
+        path,
+        kv_offset=geometry.kv_offset,
+        seq_info=geometry.seq_info,
+        low_tiles=geometry.low_tiles(query.shape[2], recipe.diagonal_tiles, recipe.sink_tiles),
+    )
+    global_scale = query_global_scale(query, recipe)
+    return operands if global_scale is None else replace(operands, query_global_scale=global_scale)
+
+
+def new_results(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Allocate the output ``[B, Hq, Tq, Dv]`` and the log-sum-exp, fp32 ``[B, Hq, Tq]``."""
+    batch, heads, q_len, _ = query.shape
+    out = query.new_empty((batch, q_len, heads, value.shape[3])).transpose(1, 2)
+    return out, query.new_empty((batch, heads, q_len), dtype=torch.float32)
+
+
+def base2_threshold(recipe: Recipe, tile_counts: Tensor | None) -> float | None:
+    """Return a recipe's threshold in base-2 logits; ``None`` if nothing can be skipped and nothing is counted."""
+    threshold = recipe.skip_threshold
+    if threshold is None or (threshold == math.inf and tile_counts is None):
+        return None
+    return threshold * LOG2_E

@@ -1,4 +1,4 @@
-"""Implementations of prefill attention, in order of preference. A kernel's host code is imported when it launches."""
+"""The prefill kernels, in order of preference. A kernel's host code is imported when it launches."""
 
 from __future__ import annotations
 
@@ -11,22 +11,19 @@ from ..runtime import chip
 from ..runtime.compute_path import ComputePath
 from .config import PrefillShape, portable_config
 from .hopper import select as hopper
-from .launches import plan_launches, plan_reference
 from .operands import AttentionInputs
 
 
 @dataclass(frozen=True)
 class PrefillKernel:
-    """A kernel, or the reference, and the calls that it supports."""
+    """A kernel and the calls that it supports."""
 
     name: str  # name in reports
     supports: Callable[[PrefillShape, ComputePath], bool]  # whether it can compute a call
     # returns the configuration for a supported call; ``None`` if a later kernel is faster
     select: Callable[[PrefillShape, ComputePath], Any]
-    # the module, relative to this package, and the function in it that launches the kernel
-    host: tuple[str, str] = ("", "")
+    host: tuple[str, str]  # the module, relative to this package, and the function in it that launches the kernel
     is_gluon: bool = False  # whether it is written in Gluon, which Triton's interpreter cannot run
-    plan: Callable[..., Any] = plan_launches  # returns the plan of a call; see ``plan_launches``
 
     def launch(self, inputs: AttentionInputs) -> None:
         """Launch the kernel."""
@@ -34,12 +31,6 @@ class PrefillKernel:
         getattr(import_module(module, __package__), function)(inputs)
 
 
-REFERENCE = PrefillKernel(
-    name="reference",
-    supports=lambda shape, path: shape.backend == "reference",
-    select=lambda shape, path: (),  # nothing to configure
-    plan=plan_reference,
-)
 WARP_SPECIALIZED = PrefillKernel(
     name="warp-specialized",
     supports=hopper.supports_warp_specialized,
@@ -62,7 +53,7 @@ PORTABLE = PrefillKernel(
     ),
     host=(".portable", "launch"),
 )
-KERNELS = (REFERENCE, WARP_SPECIALIZED, MULTI_CTA, PORTABLE)
+KERNELS = (WARP_SPECIALIZED, MULTI_CTA, PORTABLE)
 
 
 def select_kernel(shape: PrefillShape, path: ComputePath) -> tuple[PrefillKernel, Any]:

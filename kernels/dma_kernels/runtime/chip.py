@@ -31,6 +31,14 @@ def is_interpreted() -> bool:
 
 
 @functools.cache
+def triton_version() -> tuple[int, ...]:
+    """Return the installed Triton's version, major and minor."""
+    import triton
+
+    return tuple(map(int, triton.__version__.split(".")[:2]))
+
+
+@functools.cache
 def _properties(index: int) -> Any:
     return torch.cuda.get_device_properties(index)
 
@@ -53,9 +61,7 @@ def has_block_scaled_mma(arch: int, channels: int) -> bool:
     """
     if arch not in TENSOR_MEMORY_ARCHS:
         return arch in BLOCK_SCALED_ARCHS
-    import triton
-
-    return channels <= 128 and tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
+    return channels <= 128 and triton_version() >= (3, 9)
 
 
 def supports_pdl(device: torch.device) -> bool:

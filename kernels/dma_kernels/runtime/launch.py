@@ -26,21 +26,16 @@ import triton
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction
 
-from .chip import MAX_CTAS
+from .chip import MAX_CTAS, triton_version
 
 Grid = tuple[int, int, int]
 
-_SINCE_3_6 = ("runtime.debug", "compilation.instrumentation_mode")
-SETTINGS = {
-    "3.6": _SINCE_3_6,
-    "3.7": _SINCE_3_6,
-    "3.8": _SINCE_3_6,
-    "3.9": (*_SINCE_3_6, "compilation.fpsan_homomorphic_casts"),
-}
+_SINCE_3_6: tuple[str, ...] = ("runtime.debug", "compilation.instrumentation_mode")
+SETTINGS = dict.fromkeys([(3, 6), (3, 7), (3, 8)], _SINCE_3_6)
+SETTINGS[3, 9] = (*_SINCE_3_6, "compilation.fpsan_homomorphic_casts")
 """Settings (``triton.knobs``) whose changes make Triton recompile a kernel, by tested version."""
 
-_VERSION = ".".join(triton.__version__.split(".")[:2])
-_SETTINGS = SETTINGS.get(_VERSION)
+_SETTINGS = SETTINGS.get(triton_version())
 _read_settings = operator.attrgetter(*(_SETTINGS or _SINCE_3_6))
 
 
@@ -117,7 +112,7 @@ class DirectLaunch:
         self._launch: Callable[..., None] | None = None
         self._fixed: tuple[Any, ...] = ()
         self._metadata: Sequence[Any] = ()
-        if _VERSION != "3.6":
+        if triton_version() != (3, 6):
             return
         launcher = compiled.run
         if launcher.global_scratch_size or launcher.profile_scratch_size:
@@ -266,7 +261,7 @@ def _is_hooked(hook: Any) -> bool:
 @functools.cache
 def _warn_of_slow_launches() -> None:
     """Warn, once, that this version of Triton was not tested."""
-    first, *_, last = SETTINGS
+    first, *_, last = (".".join(map(str, version)) for version in SETTINGS)
     warnings.warn(
         f"dma_kernels was tested with Triton {first} to {last}, and this is {triton.__version__}: kernels are launched "
         f"by Triton's own launch, which takes the host about four times as long; install triton>={first},<={last}.*",

@@ -35,33 +35,21 @@ _WORKSPACE_ALIGNMENT = 256
 
 
 class PlannedTensor:
-    """Placeholder for a tensor while a plan is made: its layout, and the slot of its address.
+    """Placeholder for a tensor while a plan is made: a layout, whose attributes it has, and the slot of its address.
 
     It has the part of a tensor's interface that host code needs.
     """
 
-    __slots__ = ("device", "dtype", "layout", "misalignment", "plan", "shape", "slot")
+    __slots__ = ("layout", "plan", "slot")
 
     def __init__(self, plan: PlanBuilder, slot: int, layout: TensorLayout) -> None:
         self.plan, self.slot, self.layout = plan, slot, layout
-        self.shape, _, self.dtype, self.device, self.misalignment = layout
 
-    @property
-    def ndim(self) -> int:
-        return self.layout.ndim
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel() * self.dtype.itemsize
-
-    def numel(self) -> int:
-        return self.layout.numel()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.layout, name)
 
     def element_size(self) -> int:
-        return self.dtype.itemsize
-
-    def stride(self, dim: int | None = None) -> Any:
-        return self.layout.strides if dim is None else self.layout.strides[dim]
+        return int(self.dtype.itemsize)
 
     def contiguous(self) -> Self:
         """Return the tensor itself: a plan does not copy."""
@@ -71,7 +59,7 @@ class PlannedTensor:
 
     def data_ptr(self) -> int:
         """Return a placeholder address with the alignment of the tensor."""
-        return self.misalignment
+        return self.layout.misalignment
 
     def view(self, dtype: torch.dtype) -> PlannedTensor:
         """Return the same bytes in another dtype of the same size."""
@@ -162,39 +150,20 @@ class _Address:
         return self._address
 
 
-class _PlannedLaunch:
-    """A launch, and how addresses are filled into its arguments."""
+def materialize(arguments: tuple[Any, ...], tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """Return the arguments of a launch, with tensors, by slot, in place of planned ones."""
 
-    fill: Callable[[Sequence[int]], tuple[Any, ...]]  # returns all arguments and constexprs, given all addresses
-    run: Callable[[Sequence[Any], int], None]  # launches the compiled kernel with these on a stream
+    def place(argument: Any) -> Any:
+        base = getattr(argument, "base", argument)
+        if not isinstance(base, PlannedTensor):
+            return argument
+        tensor = tensors[base.slot]
+        assert tensor is not None
+        real = base.materialize(tensor)
+        return real if base is argument else type(argument)(**{**vars(argument), "base": real})
 
-    def __init__(self, launch: KernelLaunch, index: Mapping[int, int]) -> None:
-        self.launch = launch  # with planned tensors, and descriptors of them
-        self.is_direct = False  # whether ``fill`` and ``run`` are known
-        self._index = index
-
-    def compile(self, tensors: Sequence[Tensor | None]) -> None:
-        """Launch through Triton with tensors, by slot, and prepare direct launches."""
-        direct = direct_launch(self.launch, self.materialize(tensors))
-        if direct is not None:
-            self.fill = _filler((*self.launch.arguments, *self.launch.constants), self._index, direct)
-            self.run = direct.run
-        self.is_direct = direct is not None
-
-    def materialize(self, tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
-        """Return the runtime arguments, with tensors, by slot, in place of planned ones."""
-
-        def place(argument: Any) -> Any:
-            base = getattr(argument, "base", argument)
-            if not isinstance(base, PlannedTensor):
-                return argument
-            tensor = tensors[base.slot]
-            assert tensor is not None
-            real = base.materialize(tensor)
-            return real if base is argument else type(argument)(**{**vars(argument), "base": real})
-
-        placed: tuple[Any, ...] = map_leaves(place, self.launch.arguments)
-        return placed
+    placed: tuple[Any, ...] = map_leaves(place, arguments)
+    return placed
 
 
 def _filler(
@@ -297,15 +266,17 @@ class LaunchPlan:
         self._workspace_bytes = size
         self._constant_addresses = [tensor.data_ptr() for tensor in self._constants.values()]
         order = [*range(inputs), *(slot for slot, *_ in self._results), *allocated, *self._constants]
-        index = {slot: i for i, slot in enumerate(order)}
-        self.launches = tuple(_PlannedLaunch(launch, index) for launch in builder.launches)
-        self._kernels = [launch.kernel for launch in builder.launches]
+        self._index = {slot: i for i, slot in enumerate(order)}  # index of an address
+        self.launches = tuple(builder.launches)
+        self._kernels = [launch.kernel for launch in self.launches]
+        # For each compiled kernel, a function that returns all its arguments, given all addresses, and its launch.
+        self._direct: list[tuple[Callable[[Sequence[int]], tuple[Any, ...]], Callable[..., None]]] = []
         self._settings: tuple[Any, ...] | None = None  # Triton's settings when the kernels were compiled
 
     @property
     def kernels(self) -> list[str]:
         """Names of the kernels, in the order of their launches."""
-        return [planned.launch.kernel.fn.__name__ for planned in self.launches]
+        return [kernel.fn.__name__ for kernel in self._kernels]
 
     def run(self, inputs: Sequence[Tensor | None]) -> list[Tensor]:
         """Allocate and launch.
@@ -332,8 +303,8 @@ class LaunchPlan:
                 addresses += [start + offset for offset in self._offsets]
             addresses += self._constant_addresses
             stream = current_stream()
-            for planned in self.launches:
-                planned.run(planned.fill(addresses), stream)
+            for fill, launch in self._direct:
+                launch(fill(addresses), stream)
         return results
 
     def _launch_by_triton(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor]) -> None:
@@ -348,9 +319,13 @@ class LaunchPlan:
                 made = torch.empty_strided(planned.shape, planned.stride(), dtype=planned.dtype, device=self.device)
                 tensors[slot] = made.zero_() if slot in self._zeroed else made
         compiled_under = settings()
-        for each in self.launches:
-            each.compile(tensors)
-        self._settings = compiled_under if all(each.is_direct for each in self.launches) else None
+        made = [(each, direct_launch(each, materialize(each.arguments, tensors))) for each in self.launches]
+        self._direct = [
+            (_filler((*each.arguments, *each.constants), self._index, direct), direct.run)
+            for each, direct in made
+            if direct is not None
+        ]
+        self._settings = compiled_under if len(self._direct) == len(self.launches) else None
 
 
 def make_plan(

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 from dma_kernels.numerics.layout import TensorLayout
-from dma_kernels.runtime import launch
+from dma_kernels.runtime import chip, launch
 from dma_kernels.runtime.descriptors import matrix_blocks
 from dma_kernels.runtime.launch import launch_kernel
 from hypothesis import given
@@ -69,7 +69,7 @@ class TestInstalledTriton:
         hooks = {"launch_enter_hook", "launch_exit_hook", "add_stages_inspection_hook"}
         knobs = {name.removeprefix("knobs.") for name in read if re.fullmatch(r"knobs\.\w+\.\w+", name)}
         settings = knobs - {f"runtime.{hook}" for hook in hooks}
-        assert settings == set(launch.SETTINGS[".".join(triton.__version__.split(".")[:2])])
+        assert settings == set(launch.SETTINGS[chip.triton_version()])
 
     def test_triton_launches_with_the_arguments_passed(self, nodes: list[ast.AST]) -> None:
         """Constexprs included, as with ``compiled[grid]``."""
@@ -85,7 +85,7 @@ class TestInstalledTriton:
         assert re.search(r"self\.run\(.*\*args\)", source, re.DOTALL)
 
 
-@pytest.mark.skipif(launch._VERSION != "3.6", reason="other versions launch by compiled[grid]")
+@pytest.mark.skipif(chip.triton_version() != (3, 6), reason="other versions launch by compiled[grid]")
 def test_direct_launches_pass_the_same_arguments_as_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """With Triton 3.6: the same order, with tensor maps in place of descriptors."""
     from triton.backends.nvidia import driver

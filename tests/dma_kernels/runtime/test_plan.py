@@ -238,12 +238,12 @@ def test_tuples_of_arguments_are_filled_and_keep_their_types() -> None:
 
     planned = make_plan(function, [layout], CPU).launches[0]
     x, out = torch.ones(2, SIZE).unbind()
-    (pair, three), missing, result, factor = planned.materialize([x, out])
+    (pair, three), missing, result, factor = planning.materialize(planned.arguments, [x, out])
     assert isinstance(pair, Pair)
     assert isinstance(result, Pair)
     assert (pair.tensor.data_ptr(), result.tensor.data_ptr()) == (x.data_ptr(), out.data_ptr())
     assert (pair.number, three, missing, result.number, factor) == (2, 3, None, 4, 1.0)
-    arguments = (*planned.launch.arguments, *planned.launch.constants)
+    arguments = (*planned.arguments, *planned.constants)
     fill = planning._filler(arguments, {0: 0, 1: 1}, SimpleNamespace())  # type: ignore[arg-type]
     assert fill([11, 22]) == ((Pair(11, 2), 3), None, Pair(22, 4), 1.0, SIZE)
 
