@@ -54,7 +54,7 @@ def _append_tile(
             offset += o_d[None, :].to(tl.int64) * new.stride_d
             x = tl.load(new_base + offset, mask=(first + o_t >= length)[:, None] & m_d, other=0.0)
             old = tl.load(residual_base + (index + o_t)[:, None] * D + o_d[None, :], mask=m_old, other=0.0)
-            whole = hadamard(tl.where(m_old, old, x).to(tl.float32), _TILE, HADAMARD, BLOCK, 1.0)
+            whole = hadamard(tl.where(m_old, old, x).to(tl.float32), HADAMARD, 1.0)
             if ARE_KEYS:
                 quantize_key_tile(whole, page_ptr, D, BITS)
             else:

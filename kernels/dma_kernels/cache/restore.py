@@ -56,7 +56,7 @@ def _restore_block(
     is_quantized &= ~is_sink & ~is_residual
     if tl.max(is_quantized.to(tl.int32), 0) > 0:
         dequantized = dequantize_rows(page_ptr, position % _TILE, is_quantized, D, BLOCK, BITS, ARE_KEYS)
-        dequantized = hadamard(dequantized, dequantized.shape[0], HADAMARD, BLOCK, 1.0 / HADAMARD)
+        dequantized = hadamard(dequantized, HADAMARD, 1.0 / HADAMARD)
         x = tl.where(is_quantized[:, None], narrow(dequantized, x.dtype), x)
     tl.store(out_base + index.to(tl.int64)[:, None] * D + o_d[None, :], x, mask=(index < out_len)[:, None] & m_d)
 

@@ -202,8 +202,14 @@ def permute_keys(p):
 
 
 @triton.jit
-def hadamard(x, ROWS: tl.constexpr, SIZE: tl.constexpr, BLOCK_D: tl.constexpr, NORM):
-    """Rotate the rows of fp32 ``[ROWS, BLOCK_D]`` by Hadamard blocks of order ``SIZE``, in the reference's order."""
+def hadamard(x, SIZE: tl.constexpr, NORM):
+    """Rotate the rows of fp32 ``[ROWS, BLOCK_D]`` by Hadamard blocks of order ``SIZE``, in the reference's order.
+
+    A ``SIZE`` of 0 does not rotate. An MMA with the matrix would spread a row over more threads, which makes its scale
+    more expensive.
+    """
+    ROWS: tl.constexpr = x.shape[0]
+    BLOCK_D: tl.constexpr = x.shape[1]
     for level in tl.static_range(0, 8):
         if (1 << level) < SIZE:
             pairs = tl.reshape(x, [ROWS, BLOCK_D // (2 << level), 2, 1 << level])
@@ -213,4 +219,6 @@ def hadamard(x, ROWS: tl.constexpr, SIZE: tl.constexpr, BLOCK_D: tl.constexpr, N
             other = (tl.sum(bits, 2)[:, :, None, :] - bits).to(tl.float32, bitcast=True)
             sign = tl.where(tl.arange(0, 2) == 0, 1.0, -1.0)[None, None, :, None]
             x = tl.reshape(other + sign * pairs, [ROWS, BLOCK_D])
-    return x * NORM
+    if SIZE > 0:
+        x = x * NORM
+    return x

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .arithmetic import hadamard, to_e4m3, to_e5m2, to_elements
+from .arithmetic import to_e4m3, to_e5m2, to_elements
 from .blocks import dequantize_blocks, mxfp4_to_e5m2, pack_e2m1, quantize_blocks, row_scale
 
 
@@ -25,19 +25,6 @@ def smoothing_bias(q, mean_ptr, D: tl.constexpr):
 def finite_or_zero(x):
     """Return fp32 ``x`` with 0 for infinities and NaN, which a row without visible keys may hold."""
     return tl.where(tl.abs(x) < float("inf"), x, 0.0)
-
-
-@triton.jit
-def rotate_queries(q, norm, SIZE: tl.constexpr, ROTATE: tl.constexpr):
-    """Return 16-bit ``[ROWS, COLUMNS]`` in fp32, rotated by Hadamard blocks of order ``SIZE`` if ``ROTATE``.
-
-    Uses butterflies, as for keys: an MMA with the matrix would spread a row over more threads, which makes its scale
-    more expensive.
-    """
-    x = q.to(tl.float32)
-    if ROTATE:
-        x = hadamard(x, q.shape[0], SIZE, q.shape[1], norm)
-    return x
 
 
 @triton.jit

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from ..numerics.formats import TILE
 from .arithmetic import IS_INTERPRETED, dot, permute_keys, round_to_e4m3, to_e4m3
+from .tiles import Rows
 
 _TILE = tl.constexpr(TILE)
 _TILE_SHIFT = tl.constexpr(TILE.bit_length() - 1)
@@ -22,40 +23,38 @@ def storage_entry(position, k_start, aligned_start, FORM: tl.constexpr):
 
 @triton.jit
 def load_rows(
-    base, first, stride_t, stride_d, length,
-    MASK_ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Load ``[BLOCK_N, BLOCK_WIDTH]``, starting at row ``first``.
+    x, first, length, MASK_ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Load ``[BLOCK_N, BLOCK_WIDTH]`` of :class:`~.tiles.Rows`, starting at row ``first``.
 
     Columns past ``WIDTH`` are zero. With ``MASK_ROWS``, so are rows outside ``0..length``.
     """
     rows = first + tl.arange(0, BLOCK_N)
     o_d = tl.arange(0, BLOCK_WIDTH)
-    pointers = base + rows.to(tl.int64)[:, None] * stride_t + o_d.to(tl.int64)[None, :] * stride_d
+    pointers = x.ptr + rows.to(tl.int64)[:, None] * x.stride_t + o_d.to(tl.int64)[None, :] * x.stride_d
     if MASK_ROWS:
         m_row = ((rows >= 0) & (rows < length))[:, None]
-        x = tl.load(pointers, mask=m_row & (o_d < WIDTH)[None, :], other=0.0)
+        block = tl.load(pointers, mask=m_row & (o_d < WIDTH)[None, :], other=0.0)
     elif WIDTH != BLOCK_WIDTH:
-        x = tl.load(pointers, mask=(o_d < WIDTH)[None, :], other=0.0)
+        block = tl.load(pointers, mask=(o_d < WIDTH)[None, :], other=0.0)
     else:
-        x = tl.load(pointers)
-    return x
+        block = tl.load(pointers)
+    return block
 
 
 @triton.jit
 def load_raw(
-    desc, base, i_b, i_kv, entry, stride_t, stride_d, length, MASK_ROWS: tl.constexpr, USE_TMA: tl.constexpr,
+    desc, rows, i_b, i_kv, entry, length, MASK_ROWS: tl.constexpr, USE_TMA: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Load the caller's own keys or values ``[BLOCK_N, BLOCK_D]``, starting at row ``entry`` of a head.
 
-    ``desc`` describes ``[B, Hkv, T, D]`` in blocks of ``[1, 1, BLOCK_N, BLOCK_D]``. Without TMA, ``base`` points to the
-    head.
+    ``desc`` describes ``[B, Hkv, T, D]`` in blocks of ``[1, 1, BLOCK_N, BLOCK_D]``; ``rows`` are those of the head.
     """
     if USE_TMA:
         x = tl.reshape(desc.load([i_b.to(tl.int32), i_kv.to(tl.int32), entry, 0]), [BLOCK_N, BLOCK_D])
     else:
-        x = load_rows(base, entry, stride_t, stride_d, length, MASK_ROWS, D, BLOCK_D, BLOCK_N)
+        x = load_rows(rows, entry, length, MASK_ROWS, D, BLOCK_D, BLOCK_N)
     return x
 
 
@@ -75,27 +74,29 @@ def load_keys(
     if FORM == "packed":
         PAIR: tl.constexpr = 1 if FORMAT == "mxfp8" else 2
         WIDTH: tl.constexpr = BLOCKS * BLOCK // PAIR
-        k = load_rows(base + row * WIDTH, entry, WIDTH, 1, length, MASK_ROWS, WIDTH, BLOCK_D // PAIR, BLOCK_N)
-        scales = scale_base + row * BLOCKS
-        k_scale = load_rows(scales, entry, BLOCKS, 1, length, MASK_ROWS, BLOCKS, BLOCK_D // BLOCK, BLOCK_N)
+        rows = Rows(base + row * WIDTH, WIDTH, 1)
+        k = load_rows(rows, entry, length, MASK_ROWS, WIDTH, BLOCK_D // PAIR, BLOCK_N)
+        scale_rows = Rows(scale_base + row * BLOCKS, BLOCKS, 1)
+        k_scale = load_rows(scale_rows, entry, length, MASK_ROWS, BLOCKS, BLOCK_D // BLOCK, BLOCK_N)
     else:
         if USE_TMA:
             k = desc.load([row.to(tl.int32) + entry, 0])
         else:
             STORED: tl.constexpr = D if FORM == "dequantized" else BLOCKS * BLOCK
-            k = load_rows(base + row * STORED, entry, STORED, 1, length, MASK_ROWS, STORED, BLOCK_D, BLOCK_N)
+            rows = Rows(base + row * STORED, STORED, 1)
+            k = load_rows(rows, entry, length, MASK_ROWS, STORED, BLOCK_D, BLOCK_N)
         k_scale = k
     return k, k_scale
 
 
 @triton.jit
 def load_values(
-    desc, base, row, i_b, i_kv, entry, length, stride_t, stride_d, FORM: tl.constexpr, MASK_ROWS: tl.constexpr,
+    desc, rows, row, i_b, i_kv, entry, length, FORM: tl.constexpr, MASK_ROWS: tl.constexpr,
     USE_TMA: tl.constexpr, USE_RAW_TMA: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Load values ``[BLOCK_N, BLOCK_DV]``, starting at row ``entry`` of a head; E4M3 in ``permute_keys`` order.
 
-    For E4M3, ``desc`` and ``base`` are all values as a matrix, in which the head begins at ``row``. For 16 bits, they
+    For E4M3, ``desc`` and ``rows`` are all values as a matrix, in which the head begins at ``row``. For 16 bits, they
     are as in :func:`load_raw`.
     """
     if FORM == "e4m3":
@@ -105,17 +106,13 @@ def load_values(
             v = tl.trans(desc.load([row.to(tl.int32) + tile_row, column]))
         else:
             o_d = tl.arange(0, BLOCK_DV)
-            pointers = base + (row + tile_row + o_d)[:, None] * _TILE + (column + tl.arange(0, BLOCK_N))[None, :]
+            pointers = rows.ptr + (row + tile_row + o_d)[:, None] * _TILE + (column + tl.arange(0, BLOCK_N))[None, :]
             if DV == BLOCK_DV:
                 v = tl.trans(tl.load(pointers))
             else:
                 v = tl.trans(tl.load(pointers, mask=(o_d < DV)[:, None], other=0.0))
-    elif FORM == "dequantized" and not USE_RAW_TMA:
-        v = load_rows(base, entry, DV, 1, length, MASK_ROWS, DV, BLOCK_DV, BLOCK_N)
     else:
-        v = load_raw(
-            desc, base, i_b, i_kv, entry, stride_t, stride_d, length, MASK_ROWS, USE_RAW_TMA, DV, BLOCK_DV, BLOCK_N
-        )
+        v = load_raw(desc, rows, i_b, i_kv, entry, length, MASK_ROWS, USE_RAW_TMA, DV, BLOCK_DV, BLOCK_N)
     return v
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -12,6 +14,20 @@ _TILE = tl.constexpr(TILE)
 _TILE_SHIFT = tl.constexpr(TILE.bit_length() - 1)
 # Rows of the first tile loaded at a time; the reduction over rows comes last.
 _ROWS = tl.constexpr(32)
+
+
+class Rows(NamedTuple):
+    """The rows ``[T, D]`` of a head in global memory."""
+
+    ptr: Any  # row 0
+    stride_t: Any
+    stride_d: Any
+
+
+@triton.jit
+def head_rows(x, i_b, i_h):
+    """Return the :class:`Rows` of a head of a tensor, a :class:`~dma_kernels.runtime.descriptors.Strided`."""
+    return Rows(x.ptr + i_b * x.stride_b + i_h * x.stride_h, x.stride_t, x.stride_d)
 
 
 @triton.jit
@@ -50,55 +66,49 @@ def load_visible_range(seq_info_ptr, i_b, kv_offset, kv_len):
 
 
 @triton.jit
-def load_in_range(base, rows, first, last, stride_t, stride_d, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Load the rows with these indices, ``[ROWS, BLOCK_D]``; zeros outside ``first..last`` and past the D channels."""
+def load_in_range(x, rows, first, last, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Load :class:`Rows` by index, ``[ROWS, BLOCK_D]``; zeros outside ``first..last`` and past the ``D`` channels."""
     o_d = tl.arange(0, BLOCK_D)
     m_row = (rows >= first) & (rows < last)
-    offset = rows.to(tl.int64)[:, None] * stride_t + o_d.to(tl.int64)[None, :] * stride_d
-    return tl.load(base + offset, mask=m_row[:, None] & (o_d < D)[None, :], other=0.0)
+    offset = rows.to(tl.int64)[:, None] * x.stride_t + o_d.to(tl.int64)[None, :] * x.stride_d
+    return tl.load(x.ptr + offset, mask=m_row[:, None] & (o_d < D)[None, :], other=0.0)
 
 
 @triton.jit
-def load_visible(base, rows, first, last, stride_t, stride_d, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def load_visible(x, rows, first, last, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Load keys or values as fp32; invisible ones are zero."""
-    return load_in_range(base, rows, first, last, stride_t, stride_d, D, BLOCK_D).to(tl.float32)
+    return load_in_range(x, rows, first, last, D, BLOCK_D).to(tl.float32)
 
 
 @triton.jit
-def transform(
-    x, rows, first, last, mean, HAS_MEAN: tl.constexpr, ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr,
-    NORM: tl.constexpr,
-):  # fmt: skip
-    """Transform visible keys ``[ROWS, BLOCK_D]`` for low tiles: subtract ``mean`` ``[BLOCK_D]``, then rotate."""
-    if HAS_MEAN:
+def transform(x, rows, first, last, mean, HADAMARD_SIZE: tl.constexpr, NORM: tl.constexpr):
+    """Transform visible keys ``[ROWS, BLOCK_D]``: subtract ``mean`` ``[BLOCK_D]``, if there is one, then rotate."""
+    if mean is not None:
         m_row = (rows >= first) & (rows < last)
         x = tl.where(m_row[:, None], x - mean[None, :], 0.0)
-    if ROTATE:
-        x = hadamard(x, x.shape[0], HADAMARD_SIZE, x.shape[1], NORM)
-    return x
+    return hadamard(x, HADAMARD_SIZE, NORM)
 
 
 @triton.jit
-def first_tile_mean(base, first, last, stride_t, stride_d, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def first_tile_mean(x, first, last, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Return the mean of the first 128 visible keys, fp32 ``[BLOCK_D]`` whose values are bfloat16 numbers."""
     total = tl.zeros([_ROWS, BLOCK_D], tl.float32)
     for i_block in tl.static_range(_TILE // _ROWS):
         rows = first + i_block * _ROWS + tl.arange(0, _ROWS)
-        total += load_visible(base, rows, first, last, stride_t, stride_d, D, BLOCK_D)
+        total += load_visible(x, rows, first, last, D, BLOCK_D)
     count = tl.minimum(tl.maximum(last - first, 1), _TILE).to(tl.float32)
     return round_to_bfloat16(tl.math.div_rn(tl.sum(total, 0), tl.zeros([BLOCK_D], tl.float32) + count))
 
 
 @triton.jit
 def first_tile_magnitudes(
-    base, first, last, stride_t, stride_d, mean, D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_MEAN: tl.constexpr,
-    ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr, NORM: tl.constexpr,
-):  # fmt: skip
+    x, first, last, mean, D: tl.constexpr, BLOCK_D: tl.constexpr, HADAMARD_SIZE: tl.constexpr, NORM: tl.constexpr
+):
     """Return the largest finite magnitude of each channel of the first 128 visible tokens, fp32 ``[BLOCK_D]``."""
     largest = tl.zeros([_ROWS, BLOCK_D], tl.float32)
     for i_block in tl.static_range(_TILE // _ROWS):
         rows = first + i_block * _ROWS + tl.arange(0, _ROWS)
-        x = load_visible(base, rows, first, last, stride_t, stride_d, D, BLOCK_D)
-        x = tl.abs(transform(x, rows, first, last, mean, HAS_MEAN, ROTATE, HADAMARD_SIZE, NORM))
-        largest = tl.maximum(largest, tl.where(x < float("inf"), x, 0.0))
+        block = load_visible(x, rows, first, last, D, BLOCK_D)
+        block = tl.abs(transform(block, rows, first, last, mean, HADAMARD_SIZE, NORM))
+        largest = tl.maximum(largest, tl.where(block < float("inf"), block, 0.0))
     return tl.max(largest, 0)

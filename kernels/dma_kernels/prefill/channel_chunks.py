@@ -23,17 +23,17 @@ def chunk_width(D):
 
 
 @triton.jit
-def load_chunks(base, rows, first, last, stride_t, stride_d, D: tl.constexpr):
-    """Load rows unchanged; zeros outside ``first..last`` and past the ``D`` channels."""
+def load_chunks(x, rows, first, last, D: tl.constexpr):
+    """Load rows of a head unchanged; zeros outside ``first..last`` and past the ``D`` channels."""
     m_row = (rows >= first) & (rows < last)
-    row = base + rows.to(tl.int64)[:, None] * stride_t
+    row = x.ptr + rows.to(tl.int64)[:, None] * x.stride_t
     WIDTH: tl.constexpr = chunk_width(D)
     chunks = ()
     for p in tl.static_range((D + WIDTH - 1) // WIDTH):
         o_d = p * WIDTH + tl.arange(0, WIDTH)
-        offset = o_d.to(tl.int64)[None, :] * stride_d
-        x = tl.load(row + offset, mask=m_row[:, None] & (o_d < D)[None, :], other=0.0)
-        chunks += (x,)  # type: ignore[assignment]
+        offset = o_d.to(tl.int64)[None, :] * x.stride_d
+        chunk = tl.load(row + offset, mask=m_row[:, None] & (o_d < D)[None, :], other=0.0)
+        chunks += (chunk,)  # type: ignore[assignment]
     return chunks
 
 
@@ -52,7 +52,7 @@ def rotate_chunks(chunks, SIZE: tl.constexpr, norm):
     WIDTH: tl.constexpr = chunks[0].shape[1]
     rotated = ()
     for p in tl.static_range(len(chunks)):
-        x = hadamard(chunks[p], chunks[p].shape[0], min(SIZE, WIDTH), WIDTH, norm if SIZE <= WIDTH else 1.0)
+        x = hadamard(chunks[p], min(SIZE, WIDTH), norm if SIZE <= WIDTH else 1.0)
         rotated += (x,)  # type: ignore[assignment]
     for level in tl.static_range(2):
         if (WIDTH << level) < SIZE:
@@ -85,13 +85,10 @@ def quantize_chunks(chunks, reciprocal, FORM: tl.constexpr, IS_CEIL: tl.constexp
 
 @triton.jit
 def quantize_row_chunks(
-    chunks, FORM: tl.constexpr, FORMAT: tl.constexpr, IS_CEIL: tl.constexpr, ROTATE: tl.constexpr, SIZE: tl.constexpr,
-    norm,
-):  # fmt: skip
-    """Quantize rows with one scale each; return elements, and their descales, fp32 ``[ROWS]``."""
-    x = to_float(chunks)
-    if ROTATE:
-        x = rotate_chunks(x, SIZE, norm)
+    chunks, FORM: tl.constexpr, FORMAT: tl.constexpr, IS_CEIL: tl.constexpr, SIZE: tl.constexpr, norm
+):
+    """Rotate and quantize rows with one scale each; return elements, and their descales, fp32 ``[ROWS]``."""
+    x = rotate_chunks(to_float(chunks), SIZE, norm)
     reciprocal, descale = row_scale(row_amax(x), FORM, FORMAT, IS_CEIL)
     return quantize_chunks(x, reciprocal[:, None], FORM, IS_CEIL), descale
 

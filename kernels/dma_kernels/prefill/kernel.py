@@ -12,9 +12,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..device.queries import finite_or_zero, prepare_queries, rotate_queries, smoothing_bias
+from ..device.arithmetic import hadamard
+from ..device.queries import finite_or_zero, prepare_queries, smoothing_bias
 from ..device.scores import Visibility, attend, load_keys, load_raw, load_values, logits, score, storage_entry
-from ..device.tiles import load_in_range, load_positions
+from ..device.tiles import Rows, head_rows, load_in_range, load_positions
 from ..numerics.formats import TILE
 from ..numerics.geometry import SKIP_BLOCK
 from .channel_chunks import load_chunks, quantize_row_chunks, store_chunks
@@ -196,7 +197,7 @@ def prefill_kernel(
     sink_end = sink_tiles * _TILE
     band_start = tile_start - diagonal_tiles * _TILE
     band_end = tile_start + (diagonal_tiles + 1) * _TILE
-    q_base = query.ptr + i_b * query.stride_b + i_h * query.stride_h
+    q_rows = head_rows(query, i_b, i_h)
     mask_base = mask.ptr
     if HAS_MASK:
         mask_base += i_b * mask.stride_b + i_h * mask.stride_h
@@ -208,7 +209,7 @@ def prefill_kernel(
     m_i = tl.full([BLOCK_M], -1.0e30, tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
 
-    q = load_in_range(q_base, rows, 0, q_len, query.stride_t, query.stride_d, D, BLOCK_D)
+    q = load_in_range(q_rows, rows, 0, q_len, D, BLOCK_D)
     global_scale = 1.0
     if q_global_scale_ptr is not None:
         global_scale = tl.load(q_global_scale_ptr + i_b * Q_HEADS + i_h)
@@ -240,13 +241,13 @@ def prefill_kernel(
                 has_low_tiles = has_low_tiles | (tl.maximum(tl.maximum(start, band_end), sink_end) < end)
         if has_low_tiles:
             if IN_CHUNKS:
-                chunks = load_chunks(q_base, rows, 0, q_len, query.stride_t, query.stride_d, D)
+                chunks = load_chunks(q_rows, rows, 0, q_len, D)
                 chunks, low_row_scale = quantize_row_chunks(
-                    chunks, LOW_FORM, LOW_Q_FORMAT, ROUNDING == "ceil", CONFIG.rotate, HADAMARD_SIZE, NORM
+                    chunks, LOW_FORM, LOW_Q_FORMAT, ROUNDING == "ceil", HADAMARD_SIZE, NORM
                 )
                 store_chunks(staged, staged_row, chunks, m_row, D)
             else:
-                x = rotate_queries(q, NORM, HADAMARD_SIZE, CONFIG.rotate)
+                x = hadamard(q.to(tl.float32), HADAMARD_SIZE, NORM)
                 q_low, q_low_scale, low_row_scale = prepare_queries(
                     x, global_scale, LOW_FORM, LOW_Q_FORMAT, LOW_SHARED, ROUNDING, LOW_DTYPE
                 )
@@ -257,13 +258,10 @@ def prefill_kernel(
         q_scale = q
         row_scale = tl.full([BLOCK_M], 1.0, tl.float32)
     else:
-        x = rotate_queries(q, NORM, HADAMARD_SIZE, CONFIG.rotate)
+        x = hadamard(q.to(tl.float32), HADAMARD_SIZE, NORM)
         q, q_scale, row_scale = prepare_queries(x, global_scale, HIGH_FORM, HIGH_FORMAT, "block", ROUNDING, tl.bfloat16)
     row_scale *= logit_scale
-    k_base = key.ptr
-    if HIGH_FORM == "raw":
-        k_base += i_b * key.stride_b + i_kv * key.stride_h
-    v_base = value.ptr + i_b * value.stride_b + i_kv * value.stride_h
+    v_rows = head_rows(value, i_b, i_kv)
     tile_row = i_row * (storage_len >> _TILE_SHIFT)  # of this head, among all tiles of tile-padded storage
     if k_descale_ptr is not None:
         row_scale *= tl.load(k_descale_ptr + i_row)
@@ -280,14 +278,12 @@ def prefill_kernel(
         position = tl.where(t < count, a_first + t, b_first + t - count) * BLOCK_H
         entry = storage_entry(position, k_start, aligned_start, HIGH_FORM)
         if HIGH_FORM == "raw":
-            k = load_raw(
-                k_desc, k_base, i_b, i_kv, entry, key.stride_t, key.stride_d, k_len, True, CONFIG.use_raw_tma,
-                D, BLOCK_D, BLOCK_H,
-            )  # fmt: skip
+            k_rows = head_rows(key, i_b, i_kv)
+            k = load_raw(k_desc, k_rows, i_b, i_kv, entry, k_len, True, CONFIG.use_raw_tma, D, BLOCK_D, BLOCK_H)
             k_scale = k
         else:
             k, k_scale = load_keys(
-                k_base, k_base, k_scale_ptr, i_row * k_len, entry, k_len, HIGH_FORM, HIGH_FORMAT, False, False,
+                key.ptr, key.ptr, k_scale_ptr, i_row * k_len, entry, k_len, HIGH_FORM, HIGH_FORMAT, False, False,
                 D, BLOCK_D, BLOCK_H,
             )  # fmt: skip
         s = score(q, q_scale, k, k_scale, HIGH_FORM, HIGH_FORMAT, HIGH_FORMAT)
@@ -299,10 +295,7 @@ def prefill_kernel(
             BIAS_IN_LOGITS and HIGH_FORM != "raw",
         )  # fmt: skip
         entry = storage_entry(position, k_start, aligned_start, "raw")
-        v = load_raw(
-            v_desc, v_base, i_b, i_kv, entry, value.stride_t, value.stride_d, kv_len, True, CONFIG.use_raw_tma,
-            DV, BLOCK_DV, BLOCK_H,
-        )  # fmt: skip
+        v = load_raw(v_desc, v_rows, i_b, i_kv, entry, kv_len, True, CONFIG.use_raw_tma, DV, BLOCK_DV, BLOCK_H)
         if HAS_SEQ_INFO:
             # Zero invisible values: they may be NaN, which a probability of 0 does not hide.
             is_visible = (position + o_h >= visible_start) & (position + o_h < visible_end)
@@ -315,17 +308,17 @@ def prefill_kernel(
             q_low = tl.load(staged + (staged_row[:, None] + o_d[None, :]), mask=m_staged, other=0.0)
             q_low_scale = q_low
         else:
-            q = load_in_range(q_base, rows, 0, q_len, query.stride_t, query.stride_d, D, BLOCK_D)
-            x = rotate_queries(q, NORM, HADAMARD_SIZE, CONFIG.rotate)
+            q = load_in_range(q_rows, rows, 0, q_len, D, BLOCK_D)
+            x = hadamard(q.to(tl.float32), HADAMARD_SIZE, NORM)
             q_low, q_low_scale, low_row_scale = prepare_queries(
                 x, global_scale, LOW_FORM, LOW_Q_FORMAT, LOW_SHARED, ROUNDING, LOW_DTYPE
             )
         low_row_scale *= logit_scale
-        v_low_base = v_low_ptr
-        if LOW_VALUE_FORM == "raw":
-            v_low_base = v_base
+        v_low_rows = v_rows
+        if LOW_VALUE_FORM == "e4m3":
+            v_low_rows = Rows(v_low_ptr, _TILE, 1)
         elif LOW_VALUE_FORM == "dequantized":
-            v_low_base += i_row * v_low_len * DV
+            v_low_rows = Rows(v_low_ptr + i_row * v_low_len * DV, DV, 1)
         if CONFIG.k_low_descale == "head":
             low_row_scale *= tl.load(k_low_descale_ptr + i_row)
 
@@ -421,9 +414,8 @@ def prefill_kernel(
                         s = tl.where((is_kept != 0)[:, None], s, float("-inf"))
                 entry = storage_entry(position, k_start, aligned_start, LOW_VALUE_FORM)
                 v = load_values(
-                    v_low_desc, v_low_base, tile_row * DV, i_b, i_kv, entry, v_low_len, value.stride_t, value.stride_d,
-                    LOW_VALUE_FORM, LOW_VALUE_FORM == "raw" and not IS_FULL, CONFIG.use_tma, CONFIG.use_raw_tma,
-                    DV, BLOCK_DV, BLOCK_N,
+                    v_low_desc, v_low_rows, tile_row * DV, i_b, i_kv, entry, v_low_len, LOW_VALUE_FORM,
+                    LOW_VALUE_FORM == "raw" and not IS_FULL, CONFIG.use_tma, CONFIG.use_raw_tma, DV, BLOCK_DV, BLOCK_N,
                 )  # fmt: skip
                 if HAS_SEQ_INFO and LOW_VALUE_FORM == "raw" and not IS_FULL:
                     is_visible = (position + o_n >= visible_start) & (position + o_n < visible_end)

@@ -20,7 +20,14 @@ from ..device.blocks import (
     quantize_blocks,
     round_to_units_e4m3,
 )
-from ..device.tiles import first_tile_magnitudes, first_tile_mean, load_visible, load_visible_range, transform
+from ..device.tiles import (
+    first_tile_magnitudes,
+    first_tile_mean,
+    head_rows,
+    load_visible,
+    load_visible_range,
+    transform,
+)
 from ..numerics.formats import E4M3_MAX, E8M0_MAX_CODE, E8M0_NAN, FIRST_VALUES, MXINT8_UNIT, SMALLEST_CHANNEL, TILE
 from .channel_chunks import (
     load_chunks,
@@ -47,18 +54,19 @@ _SMALLEST_DESCALE = tl.constexpr(2.0**-126)
 
 @triton.jit
 def _write_tile_scaled(
-    chunks, mean_ptr, element_ptr, descale_ptr, start, row, i_tile_row, first, last,
-    D: tl.constexpr, HAS_MEAN: tl.constexpr, ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr, NORM: tl.constexpr,
-    FORM: tl.constexpr, FORMAT: tl.constexpr, ROUNDING: tl.constexpr,
-):  # fmt: skip
+    chunks, mean_ptr, element_ptr, descale_ptr, start, i_tile_row, first, last, CONFIG: tl.constexpr
+):
     """Write a tile of keys, in chunks, as 8-bit elements that share one scale, and its descale."""
-    STORED_D: tl.constexpr = (D + 31) // 32 * 32
+    FORM: tl.constexpr = CONFIG.low_form
+    FORMAT: tl.constexpr = CONFIG.low_format
+    ROUNDING: tl.constexpr = CONFIG.rounding
+    STORED_D: tl.constexpr = (CONFIG.head_dim + 31) // 32 * 32
     o_t = tl.arange(0, _TILE)
+    row = i_tile_row * _TILE
     x = to_float(chunks)
-    if HAS_MEAN:
-        x = subtract_vector(x, mean_ptr, start, first, last, D)
-    if ROTATE:
-        x = rotate_chunks(x, HADAMARD_SIZE, NORM)
+    if mean_ptr is not None:
+        x = subtract_vector(x, mean_ptr, start, first, last, CONFIG.head_dim)
+    x = rotate_chunks(x, CONFIG.hadamard_size, CONFIG.norm)
     bits = tl.max(row_amax(x), 0)
     code = e8m0_scale(bits, FORMAT, ROUNDING == "ceil")
     m_all = o_t < _TILE
@@ -120,10 +128,9 @@ def _write_blocks(
 
 
 @triton.jit
-def _value_descale(base, first, last, stride_t, stride_d, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def _value_descale(x, first, last, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Return the descales of a head's channels, fp32 ``[BLOCK_D]``: ``value_scale`` of its first tile."""
-    mean = tl.zeros([BLOCK_D], tl.float32)
-    channel = first_tile_magnitudes(base, first, last, stride_t, stride_d, mean, D, BLOCK_D, False, False, 1, 1.0)
+    channel = first_tile_magnitudes(x, first, last, None, D, BLOCK_D, 0, 1.0)
     head = tl.max(channel, 0)
     channel = tl.where(head == 0.0, 1.0, tl.maximum(channel, head * _SMALLEST_CHANNEL))
     # The smallest scale is fp32's smallest normal number.
@@ -138,9 +145,8 @@ def _to_value_units(x, reciprocal):
 
 @triton.jit
 def _write_fp8_values(
-    base, value_ptr, saturated_ptr, descale, i_tile_row, start, first, last, stride_t, stride_d,
-    D: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    x, value_ptr, saturated_ptr, descale, i_tile_row, start, first, last, D: tl.constexpr, BLOCK_D: tl.constexpr
+):
     """Write a tile of values in E4M3, transposed, with groups of 16 keys in the order of ``permute_keys``.
 
     In that order, the keys ``8 j + 2 t + c`` of a group with the same ``t`` are adjacent. So four keys of a channel
@@ -149,10 +155,10 @@ def _write_fp8_values(
     o_w = tl.arange(0, _TILE // 4)
     o_d = tl.arange(0, BLOCK_D)
     rows = start + (o_w // 4) * 16 + (o_w % 4) * 2
-    a = load_visible(base, rows, first, last, stride_t, stride_d, D, BLOCK_D)
-    b = load_visible(base, rows + 1, first, last, stride_t, stride_d, D, BLOCK_D)
-    c = load_visible(base, rows + 8, first, last, stride_t, stride_d, D, BLOCK_D)
-    d = load_visible(base, rows + 9, first, last, stride_t, stride_d, D, BLOCK_D)
+    a = load_visible(x, rows, first, last, D, BLOCK_D)
+    b = load_visible(x, rows + 1, first, last, D, BLOCK_D)
+    c = load_visible(x, rows + 8, first, last, D, BLOCK_D)
+    d = load_visible(x, rows + 9, first, last, D, BLOCK_D)
     # descale is a power of two of at least 2^-126, so its reciprocal is exact.
     scale = (1.0 / descale)[None, :]
     word = pack_e4m3(
@@ -174,12 +180,8 @@ def _quantize_keys(
     key, mean_ptr, high_ptr, high_scale_ptr, low_ptr, low_scale_ptr, k_descale_ptr, k_global_scale_ptr,
     seq_info_ptr, kv_offset, kv_len, tiles, first_tile, end_tile, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    KV_HEADS: tl.constexpr = CONFIG.kv_heads
     D: tl.constexpr = CONFIG.head_dim
     BLOCK_D: tl.constexpr = CONFIG.block_d
-    ROTATE: tl.constexpr = CONFIG.rotate
-    HADAMARD_SIZE: tl.constexpr = CONFIG.hadamard_size
-    NORM: tl.constexpr = CONFIG.norm
     HIGH_FORM: tl.constexpr = CONFIG.high_form
     LOW_FORM: tl.constexpr = CONFIG.low_form
     HIGH_FORMAT: tl.constexpr = CONFIG.high_format
@@ -187,13 +189,12 @@ def _quantize_keys(
     IS_TILE_SCALED: tl.constexpr = CONFIG.is_tile_scaled
     SHARED: tl.constexpr = CONFIG.shared_scale
     ROUNDING: tl.constexpr = CONFIG.rounding
-    HAS_MEAN: tl.constexpr = mean_ptr is not None
     IS_LOW_IN_BLOCKS: tl.constexpr = LOW_FORM != "none" and not IS_TILE_SCALED
     HAS_TILE_SCALE: tl.constexpr = IS_TILE_SCALED or LOW_FORM == "e5m2" or (LOW_FORM != "none" and SHARED == "tile")
     ROWS: tl.constexpr = _TILE if HAS_TILE_SCALE else _ROWS
     i_head = tl.program_id(0).to(tl.int64)
-    i_b = i_head // KV_HEADS
-    base = key.ptr + i_b * key.stride_b + (i_head % KV_HEADS) * key.stride_h
+    i_b = i_head // CONFIG.kv_heads
+    keys = head_rows(key, i_b, i_head % CONFIG.kv_heads)
     first, last, start = load_visible_range(seq_info_ptr, i_b, kv_offset, kv_len)
     i_cta = tl.program_id(1)
     o_d = tl.arange(0, BLOCK_D)
@@ -202,19 +203,17 @@ def _quantize_keys(
         # Issue the load of this CTA's first tile before reading the head's first tile.
         end = tl.minimum(last, start + end_tile * _TILE)
         rows = start + (first_tile + i_cta) * ROWS + tl.arange(0, ROWS)
-        chunks = load_chunks(base, rows, first, end, key.stride_t, key.stride_d, D)
-    mean = tl.zeros([BLOCK_D], tl.float32)
-    if HAS_MEAN:
+        chunks = load_chunks(keys, rows, first, end, D)
+    mean = None
+    if mean_ptr is not None:
         mean_ptr += i_head * D
-        mean = first_tile_mean(base, first, last, key.stride_t, key.stride_d, D, BLOCK_D)
+        mean = first_tile_mean(keys, first, last, D, BLOCK_D)
         # All CTAs of a head store the same mean, and load it when they need it, to save registers.
         tl.store(mean_ptr + o_d, mean, mask=o_d < D)
         tl.debug_barrier()
     global_scale = 1.0
     if k_global_scale_ptr is not None:
-        channels = first_tile_magnitudes(
-            base, first, last, key.stride_t, key.stride_d, mean, D, BLOCK_D, HAS_MEAN, ROTATE, HADAMARD_SIZE, NORM
-        )
+        channels = first_tile_magnitudes(keys, first, last, mean, D, BLOCK_D, CONFIG.hadamard_size, CONFIG.norm)
         global_scale = nvfp4_key_scale(tl.max(channels, 0), ROUNDING)
         if i_cta == 0:
             tl.store(k_global_scale_ptr + i_head, global_scale)
@@ -224,14 +223,13 @@ def _quantize_keys(
         row = i_head * tiles * _TILE + o_t
         if IS_TILE_SCALED:
             _write_tile_scaled(
-                chunks, mean_ptr, low_ptr, k_descale_ptr, start + i_block * ROWS, i_tile_row * _TILE, i_tile_row,
-                first, last, D, HAS_MEAN, ROTATE, HADAMARD_SIZE, NORM, LOW_FORM, LOW_FORMAT, ROUNDING,
-            )  # fmt: skip
+                chunks, mean_ptr, low_ptr, k_descale_ptr, start + i_block * ROWS, i_tile_row, first, last, CONFIG
+            )
             after = start + (i_block + tl.num_programs(1)) * ROWS
-            chunks = load_chunks(base, after + tl.arange(0, ROWS), first, end, key.stride_t, key.stride_d, D)
+            chunks = load_chunks(keys, after + tl.arange(0, ROWS), first, end, D)
         if HIGH_FORM != "raw" or IS_LOW_IN_BLOCKS:
-            x = load_visible(base, start + o_t, first, last, key.stride_t, key.stride_d, D, BLOCK_D)
-            x = transform(x, start + o_t, first, last, mean, HAS_MEAN, ROTATE, HADAMARD_SIZE, NORM)
+            x = load_visible(keys, start + o_t, first, last, D, BLOCK_D)
+            x = transform(x, start + o_t, first, last, mean, CONFIG.hadamard_size, CONFIG.norm)
             if HIGH_FORM != "raw":
                 _write_blocks(
                     x, high_ptr, high_scale_ptr, k_descale_ptr, global_scale, row, i_tile_row,
@@ -249,17 +247,16 @@ def _quantize_values(
     value, value_ptr, v_descale_ptr, saturated_ptr, seq_info_ptr, kv_offset, kv_len, tiles, first_tile, end_tile,
     CONFIG: tl.constexpr,
 ):  # fmt: skip
-    KV_HEADS: tl.constexpr = CONFIG.kv_heads
     DV: tl.constexpr = CONFIG.value_dim
     BLOCK_DV: tl.constexpr = CONFIG.block_dv
     VALUE_FORM: tl.constexpr = CONFIG.value_form
     i_head = tl.program_id(0).to(tl.int64)
-    i_b = i_head // KV_HEADS
-    base = value.ptr + i_b * value.stride_b + (i_head % KV_HEADS) * value.stride_h
+    i_b = i_head // CONFIG.kv_heads
+    values = head_rows(value, i_b, i_head % CONFIG.kv_heads)
     first, last, start = load_visible_range(seq_info_ptr, i_b, kv_offset, kv_len)
     i_cta = tl.program_id(1)
     o_d = tl.arange(0, BLOCK_DV)
-    descale = _value_descale(base, first, last, value.stride_t, value.stride_d, DV, BLOCK_DV)
+    descale = _value_descale(values, first, last, DV, BLOCK_DV)
     if VALUE_FORM == "e4m3":  # noqa: SIM102 (a constexpr branch)
         if i_cta == 0:
             tl.store(v_descale_ptr + i_head * DV + o_d, descale, mask=o_d < DV)
@@ -267,13 +264,12 @@ def _quantize_values(
         i_tile_row = i_head * tiles + i_tile
         if VALUE_FORM == "e4m3":
             _write_fp8_values(
-                base, value_ptr, saturated_ptr, descale, i_tile_row, start + i_tile * _TILE, first, last,
-                value.stride_t, value.stride_d, DV, BLOCK_DV,
-            )  # fmt: skip
+                values, value_ptr, saturated_ptr, descale, i_tile_row, start + i_tile * _TILE, first, last, DV, BLOCK_DV
+            )
         else:
             tl.static_assert(VALUE_FORM == "dequantized", "forms of values are e4m3 and dequantized")
             o_t = i_tile * _TILE + tl.arange(0, _TILE)
-            x = load_visible(base, start + o_t, first, last, value.stride_t, value.stride_d, DV, BLOCK_DV)
+            x = load_visible(values, start + o_t, first, last, DV, BLOCK_DV)
             x = round_to_units_e4m3(_to_value_units(x, 1.0), descale[None, :])
             count = tl.sum(tl.sum((tl.abs(x) == descale[None, :] * _E4M3_MAX).to(tl.int32), 0), 0)
             if count > 0:

@@ -30,7 +30,6 @@ def is_interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-@functools.cache
 def triton_version() -> tuple[int, ...]:
     """Return the installed Triton's version, major and minor."""
     import triton

@@ -8,7 +8,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from dma_kernels.device.queries import prepare_queries, rotate_queries
+from dma_kernels.device.arithmetic import hadamard
+from dma_kernels.device.queries import prepare_queries
 from dma_kernels.numerics.formats import MXINT8_UNIT
 from dma_kernels.numerics.quantize import QuantizedTensor, e8m0_to_float, nvfp4_global_scale, quantize
 from dma_kernels.numerics.transforms import hadamard_rotate, hadamard_size
@@ -38,7 +39,7 @@ def _prepare_kernel(
 @triton.jit
 def _rotate_kernel(q_ptr, out_ptr, norm, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr):
     offset = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    tl.store(out_ptr + offset, rotate_queries(tl.load(q_ptr + offset), norm, SIZE, True))
+    tl.store(out_ptr + offset, hadamard(tl.load(q_ptr + offset).to(tl.float32), SIZE, norm))
 
 
 def queries() -> Tensor:

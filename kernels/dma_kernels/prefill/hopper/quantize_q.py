@@ -11,9 +11,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...device.arithmetic import program_block
-from ...device.queries import prepare_queries, rotate_queries, smoothing_bias
-from ...device.tiles import load_in_range
+from ...device.arithmetic import hadamard, program_block
+from ...device.queries import prepare_queries, smoothing_bias
+from ...device.tiles import Rows, load_in_range
 from ...numerics.formats import padded_channels
 from ...numerics.geometry import LOG2_E
 from ...numerics.recipe import Recipe
@@ -43,7 +43,7 @@ def quantize_q_kernel(
     stride_qb, stride_qh, stride_qt, stride_qd, q_len, plane, logit_scale, norm,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
     LOW_FORM: tl.constexpr, LOW_FORMAT: tl.constexpr, LOW_SHARED: tl.constexpr, HIGH_FORMAT: tl.constexpr,
-    ROUNDING: tl.constexpr, ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr,
+    ROUNDING: tl.constexpr, HADAMARD_SIZE: tl.constexpr,
     HAS_HIGH: tl.constexpr, IN_CHUNKS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Write the fields of :class:`QuantizedQueries` for ``ROWS`` queries of one head."""
@@ -54,13 +54,13 @@ def quantize_q_kernel(
     i_h = i_head % Q_HEADS
     rows = program_block() * ROWS + tl.arange(0, ROWS)
     m_row = rows < q_len
-    base = q_ptr + i_b * stride_qb + i_h * stride_qh
+    x = Rows(q_ptr + i_b * stride_qb + i_h * stride_qh, stride_qt, stride_qd)
     o_row = i_head * q_len + rows
     i_kv = i_b * KV_HEADS + i_h // (Q_HEADS // KV_HEADS)
-    if IN_CHUNKS:
-        q = load_chunks(base, rows, 0, q_len, stride_qt, stride_qd, D)
+    if IN_CHUNKS:  # noqa: SIM108 (a constexpr branch)
+        q = load_chunks(x, rows, 0, q_len, D)
     else:
-        q = load_in_range(base, rows, 0, q_len, stride_qt, stride_qd, D, BLOCK_D)
+        q = load_in_range(x, rows, 0, q_len, D, BLOCK_D)
     if USE_PDL:
         gdc_wait()
     if mean_ptr is not None:
@@ -68,10 +68,10 @@ def quantize_q_kernel(
         bias = dot_chunks(q, mean_ptr, D) if IN_CHUNKS else smoothing_bias(q, mean_ptr, D)
         tl.store(descale_ptr + plane + o_row, bias, mask=m_row)
     if IN_CHUNKS:
-        low, descale = quantize_row_chunks(q, LOW_FORM, LOW_FORMAT, ROUNDING == "ceil", ROTATE, HADAMARD_SIZE, norm)
+        low, descale = quantize_row_chunks(q, LOW_FORM, LOW_FORMAT, ROUNDING == "ceil", HADAMARD_SIZE, norm)
         store_chunks(low_ptr, o_row * D, low, m_row, D)
     else:
-        x = rotate_queries(q, norm, HADAMARD_SIZE, ROTATE)
+        x = hadamard(q.to(tl.float32), HADAMARD_SIZE, norm)
         global_scale = 1.0
         if global_scale_ptr is not None:
             global_scale = tl.load(global_scale_ptr + i_head)
@@ -135,8 +135,7 @@ def quantize_q(
         "LOW_SHARED": recipe.query_shared_scale,
         "HIGH_FORMAT": recipe.high,
         "ROUNDING": recipe.scale_rounding,
-        "ROTATE": recipe.rotate,
-        "HADAMARD_SIZE": hadamard_size(head_dim),
+        "HADAMARD_SIZE": hadamard_size(head_dim) if recipe.rotate else 0,
         "HAS_HIGH": high is not query,
         "IN_CHUNKS": in_chunks,
         "USE_PDL": use_pdl,
