@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..device.arithmetic import hadamard
+from ..device.tiles import head_rows
 from ..numerics.formats import TILE
 from ..numerics.layout import layout_of
 from ..runtime.launch import launch_kernel
@@ -35,7 +36,7 @@ quantize nothing. Triton 3.9 spills nothing, Triton 3.6 some 40 registers in the
 
 @triton.jit
 def _append_tile(
-    new, new_base, unquantized, row, i_kv, page_ptr, tile, length, end, sizes, is_complete,
+    new, unquantized, row, i_kv, page_ptr, tile, length, end, sizes, is_complete,
     D: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, HADAMARD: tl.constexpr, ARE_KEYS: tl.constexpr,
     STORE: tl.constexpr, QUANTIZE: tl.constexpr,
 ):  # fmt: skip
@@ -52,7 +53,7 @@ def _append_tile(
             m_old = (first + o_t < length)[:, None] & m_d
             offset = (first + o_t - length).to(tl.int64)[:, None] * new.stride_t
             offset += o_d[None, :].to(tl.int64) * new.stride_d
-            x = tl.load(new_base + offset, mask=(first + o_t >= length)[:, None] & m_d, other=0.0)
+            x = tl.load(new.ptr + offset, mask=(first + o_t >= length)[:, None] & m_d, other=0.0)
             old = tl.load(residual_base + (index + o_t)[:, None] * D + o_d[None, :], mask=m_old, other=0.0)
             whole = hadamard(tl.where(m_old, old, x).to(tl.float32), HADAMARD, 1.0)
             if ARE_KEYS:
@@ -69,7 +70,7 @@ def _append_tile(
             m_x = (position < last)[:, None] & m_d
             offset = (position - length).to(tl.int64)[:, None] * new.stride_t
             offset += o_d[None, :].to(tl.int64) * new.stride_d
-            x = tl.load(new_base + offset, mask=m_x, other=0.0)
+            x = tl.load(new.ptr + offset, mask=m_x, other=0.0)
             residual = residual_base + (index + position - first)[:, None] * D + o_d[None, :]
             tl.store(residual, x, mask=m_x & (position >= oldest)[:, None])
             if is_sink:
@@ -94,14 +95,13 @@ def append_head(
         row = unquantized_row(cache, i_b)
         if are_values:
             _append_tile(
-                value, value.ptr + i_b * value.stride_b + i_kv * value.stride_h, cache.value, row, i_kv,
-                page_ptr + CONFIG.KEY_WORDS, tile, length, end, sizes, is_complete,
+                head_rows(value, i_b, i_kv), cache.value, row, i_kv, page_ptr + CONFIG.KEY_WORDS,
+                tile, length, end, sizes, is_complete,
                 CONFIG.DV, CONFIG.BLOCK_DV, CONFIG.BITS, CONFIG.VALUE_HADAMARD, False, STORE, QUANTIZE,
             )  # fmt: skip
         else:
             _append_tile(
-                key, key.ptr + i_b * key.stride_b + i_kv * key.stride_h, cache.key, row, i_kv,
-                page_ptr, tile, length, end, sizes, is_complete,
+                head_rows(key, i_b, i_kv), cache.key, row, i_kv, page_ptr, tile, length, end, sizes, is_complete,
                 CONFIG.D, CONFIG.BLOCK_D, CONFIG.BITS, CONFIG.KEY_HADAMARD, True, STORE, QUANTIZE,
             )  # fmt: skip
 

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..device.arithmetic import hadamard, narrow
+from ..device.tiles import head_rows
 from ..numerics.formats import MAX_BAND_TILES, TILE
 from ..numerics.layout import layout_of
 from ..runtime.launch import launch_kernel
@@ -33,7 +34,7 @@ _BLOCK_T = tl.constexpr(BLOCK_T)
 
 @triton.jit
 def _restore_block(
-    out_base, new, new_base, unquantized, row, i_kv, page_ptr, position, index, out_len, length, new_len, band, is_held,
+    out_base, new, unquantized, row, i_kv, page_ptr, position, index, out_len, length, new_len, band, is_held,
     is_quantized, sizes,
     D: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, HADAMARD: tl.constexpr, ARE_KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -51,7 +52,7 @@ def _restore_block(
     slot = (position % residual_len)[:, None]
     residual = tl.load(residual_base + slot * D + o_d[None, :], mask=is_residual[:, None] & m_d, other=0.0)
     offset = (position - length).to(tl.int64)[:, None] * new.stride_t + o_d[None, :].to(tl.int64) * new.stride_d
-    added = tl.load(new_base + offset, mask=is_new[:, None] & m_d, other=0.0)
+    added = tl.load(new.ptr + offset, mask=is_new[:, None] & m_d, other=0.0)
     x = tl.where(is_sink[:, None], x, tl.where(is_residual[:, None], residual, added))
     is_quantized &= ~is_sink & ~is_residual
     if tl.max(is_quantized.to(tl.int32), 0) > 0:
@@ -90,16 +91,15 @@ def restore_kernel(
     row = unquantized_row(cache, i_b)
     if tl.program_id(2) == 0:
         _restore_block(
-            key_out_ptr + i_head * out_len * CONFIG.D, key, key.ptr + i_b * key.stride_b + i_kv * key.stride_h,
-            cache.key, row, i_kv, page_ptr, position, index, out_len, length, new_len, band, is_held, is_quantized,
-            sizes, CONFIG.D, CONFIG.BLOCK_D, CONFIG.BITS, CONFIG.KEY_HADAMARD, True,
+            key_out_ptr + i_head * out_len * CONFIG.D, head_rows(key, i_b, i_kv), cache.key, row, i_kv, page_ptr,
+            position, index, out_len, length, new_len, band, is_held, is_quantized, sizes,
+            CONFIG.D, CONFIG.BLOCK_D, CONFIG.BITS, CONFIG.KEY_HADAMARD, True,
         )  # fmt: skip
     else:
         _restore_block(
-            value_out_ptr + i_head * out_len * CONFIG.DV, value,
-            value.ptr + i_b * value.stride_b + i_kv * value.stride_h, cache.value, row, i_kv,
-            page_ptr + CONFIG.KEY_WORDS, position, index, out_len, length, new_len, band, is_held, is_quantized,
-            sizes, CONFIG.DV, CONFIG.BLOCK_DV, CONFIG.BITS, CONFIG.VALUE_HADAMARD, False,
+            value_out_ptr + i_head * out_len * CONFIG.DV, head_rows(value, i_b, i_kv), cache.value, row, i_kv,
+            page_ptr + CONFIG.KEY_WORDS, position, index, out_len, length, new_len, band, is_held, is_quantized, sizes,
+            CONFIG.DV, CONFIG.BLOCK_DV, CONFIG.BITS, CONFIG.VALUE_HADAMARD, False,
         )  # fmt: skip
 
 
