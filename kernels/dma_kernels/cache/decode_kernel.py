@@ -23,14 +23,7 @@ import triton.language as tl
 from ..device.gluon import barrier, constexpr_function, gl, jit
 from ..numerics.formats import TILE
 from .decode_mainloop import attend_high, attend_low
-from .decode_mma import (
-    axis_layout,
-    inverse_hadamard,
-    load_queries,
-    load_rotated_queries,
-    mma_layout,
-    scores_layout,
-)
+from .decode_mma import axis_layout, inverse_hadamard, load_queries, load_rotated_queries, mma_layout, scores_layout
 from .kernel_args import PageConfig
 
 _TILE = tl.constexpr(TILE)
@@ -56,15 +49,15 @@ class DecodeConfig(PageConfig):
 
 
 class DecodeSizes(NamedTuple):
-    """Runtime sizes of a decode call; see :func:`decode_kernel`."""
+    """Runtime sizes of a decode call."""
 
-    batch: int
-    q_len: int
-    window: int
-    diagonal_tiles: int
-    max_pages: int
-    residual_tiles: int
-    sink_tiles: int
+    batch: int  # batch rows
+    q_len: int  # queries of a row
+    window: int  # sliding window
+    diagonal_tiles: int  # tiles before a query's own tile that are high
+    max_pages: int  # columns of the page table
+    residual_tiles: int  # tiles of the residual KV
+    sink_tiles: int  # tiles of the sink KV
 
 
 class Splits(NamedTuple):
@@ -214,22 +207,9 @@ def decode_kernel(
 ):  # fmt: skip
     """Attend with the queries of all rows; any number of CTAs.
 
-    Args:
-        query: ``Strided`` queries.
-        key: ``Strided`` new keys, neither stored nor counted in ``lengths`` yet; ``None`` pointer if there are none.
-        value: ``Strided`` new values.
-        cache: ``CacheTensors``.
-        splits: ``Splits`` to write.
-        softcap: Softcap times log2(e).
-        logit_scale: Scale of the scores times log2(e).
-        batch: Batch rows.
-        q_len: Queries of a row.
-        window: Sliding window.
-        diagonal_tiles: Tiles before a query's own tile that are high.
-        max_pages: Columns of the page table.
-        residual_tiles: Tiles of the residual KV.
-        sink_tiles: Tiles of the sink KV.
-        CONFIG: ``DecodeConfig``.
+    ``query``, ``key`` and ``value`` are ``Strided``. New keys and values are neither stored nor counted in ``lengths``
+    yet; without any, their pointers are ``None``. ``softcap`` and ``logit_scale`` are in base 2. The integers are those
+    of :class:`DecodeSizes`, ``CONFIG`` is a :class:`DecodeConfig`.
     """
     HAS_NEW: tl.constexpr = key.ptr is not None
     sizes = DecodeSizes(batch, q_len, window, diagonal_tiles, max_pages, residual_tiles, sink_tiles)

@@ -18,16 +18,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from ..device.gluon import (
-    async_load,
-    commit_group,
-    constexpr_function,
-    gl,
-    jit,
-    mma,
-    view,
-    wait_group,
-)
+from ..device.gluon import async_load, commit_group, constexpr_function, gl, jit, mma, view, wait_group
 from ..numerics.formats import TILE
 from .decode_mma import (
     MAX_INT16,
@@ -333,20 +324,10 @@ def _split_rows(x, W: tl.constexpr):
 
 @jit
 def attend_low(q, cache, page_table, i_kv, first, last, q_pos, sizes, softcap, logit_scale, CONFIG: tl.constexpr):
-    """Attend with ``C`` queries to the low tiles ``first..last - 1``, one tile per warp.
+    """Attend with ``C`` queries at ``q_pos`` to the low tiles ``first..last - 1``, one tile per warp.
 
-    Args:
-        q: Queries ``[W, D, 2 C]``, each in two columns; in shared memory, ``[D, 2 C]``, if keys are rotated.
-        cache: The tensors of the cache.
-        page_table: Row of the page table.
-        i_kv: Kv head.
-        first: First tile.
-        last: End tile.
-        q_pos: Position of each query.
-        sizes: :class:`DecodeSizes`.
-        softcap: Softcap times log2(e).
-        logit_scale: Scale of the scores times log2(e).
-        CONFIG: :class:`DecodeConfig`.
+    ``q`` is ``[W, D, 2 C]``, each query in two columns; in shared memory, ``[D, 2 C]``, if keys are rotated.
+    ``page_table`` is that of the row; ``softcap`` and ``logit_scale`` are in base 2.
 
     Returns:
         As :func:`attend_high`, for ``C`` queries, with channels in order.

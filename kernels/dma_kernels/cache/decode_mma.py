@@ -223,14 +223,9 @@ def _byte_order(x, BITS: tl.constexpr, W: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @jit
 def to_query_operand(x, scale, BITS: tl.constexpr, W: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Quantize queries to 16-bit integers, as a second operand of bytes.
+    """Quantize queries, fp32 ``[W, D, N]`` times ``scale`` ``[W, N]``, to 16-bit integers: a second operand of bytes.
 
-    Args:
-        x: Queries, fp32 ``[W, D, N]``, each in two columns, in the layout of a 16-bit second operand.
-        scale: Multiplier per query, ``[W, N]``.
-        BITS: Bits of a code.
-        W: Warps.
-        BLOCK_D: Channels, padded.
+    Each query is in two columns of ``x``, which is in the layout of a 16-bit second operand.
     """
     N: tl.constexpr = x.shape[2]
     # Even columns hold the upper byte, odd columns the lower one.
@@ -416,13 +411,10 @@ def _butterfly(x, channel, STRIDE: tl.constexpr, LAYOUT: tl.constexpr):
 
 @jit
 def inverse_hadamard(x, channel, ORDER: tl.constexpr, LAYOUT: tl.constexpr):
-    """Multiply by the inverse of block-diagonal Hadamard matrices.
+    """Multiply fp32 ``x`` by the inverse of block-diagonal Hadamard matrices of order ``ORDER``; 1 does nothing.
 
-    Args:
-        x: fp32 ``[..., C]`` in ``LAYOUT``; all axes but the last are channels.
-        channel: Channel of each entry, ``[..., 1]``.
-        ORDER: Order of a block, a power of two up to 256; 1 does nothing.
-        LAYOUT: Layout of ``x`` and of the result.
+    All axes of ``x`` except the last are channels; ``channel`` is the channel of each entry, ``[..., 1]``. ``LAYOUT``
+    is the layout of ``x`` and of the result.
     """
     for level in gl.static_range(8):
         if (1 << level) < ORDER:

@@ -22,11 +22,7 @@ _ROUNDER = tl.constexpr(1.5 * 2.0**23)  # adding and subtracting it rounds to in
 def _scale_and_zero_point(smallest, largest, poison, MAX_CODE: tl.constexpr):
     """Return the scale and zero point of groups, rounded to bfloat16: both in fp32, and the bits of each.
 
-    Args:
-        smallest: Smallest number of each group, fp32.
-        largest: Largest number of each group.
-        poison: NaN for a group with a NaN or an infinity, else 0.
-        MAX_CODE: The largest code.
+    ``poison`` is NaN for a group with a NaN or an infinity, else 0.
     """
     bits = smallest.to(tl.int32, bitcast=True)
     bits = tl.where(bits < 0, bits + 0xFFFF, bits) & ~0xFFFF
@@ -55,13 +51,9 @@ def _signs(BITS: tl.constexpr):
 
 @triton.jit
 def quantize_key_tile(x, page_ptr, D: tl.constexpr, BITS: tl.constexpr):
-    """Quantize a tile of keys into its page block.
+    """Quantize a tile of keys, fp32 ``[TILE, BLOCK]`` with zeros in padded channels, into its page block.
 
-    Args:
-        x: fp32 ``[TILE, BLOCK]``, zeros in padded channels.
-        page_ptr: The sections of keys of the page block, in 32-bit words.
-        D: Channels.
-        BITS: Bits of a code.
+    ``page_ptr`` points to the sections of keys, in 32-bit words.
     """
     BLOCK: tl.constexpr = x.shape[1]
     MAX_CODE: tl.constexpr = (1 << BITS) - 1
@@ -178,14 +170,8 @@ def dequantize_rows(
 ):
     """Dequantize keys or values of tokens, fp32 ``[ROWS, BLOCK]``; still rotated.
 
-    Args:
-        page_ptr: For each token, the key or value sections of its page block, in 32-bit words.
-        token: Index of each token in its tile.
-        m_token: Mask of the tokens.
-        D: Channels.
-        BLOCK: Channels, padded.
-        BITS: Bits of a code.
-        ARE_KEYS: Whether these are keys.
+    ``page_ptr`` points, for each token, to the key or value sections of its page block, in 32-bit words. ``token`` is
+    its index in its tile.
     """
     STORED: tl.constexpr = (D + _ROWS - 1) // _ROWS * _ROWS
     EIGHTH: tl.constexpr = 16 // BITS

@@ -192,10 +192,7 @@ def _reciprocal(x):
 def _nvfp4_block_scale(bits, amax, LARGEST: tl.constexpr):
     """Return the E4M3 scale, still fp32, that maps a block's largest magnitude to the E2M1 number ``LARGEST``.
 
-    Args:
-        bits: Bits of the magnitude.
-        amax: The magnitude in units of the global scale.
-        LARGEST: 4 or 6.
+    ``bits`` are those of the magnitude; ``amax`` is the magnitude in units of the global scale.
     """
     scale = _divide(amax, tl.full([1, 1], LARGEST, tl.float32), tl.full([1, 1], 1.0 / LARGEST, tl.float32))
     scale = _to_e4m3_and_back(tl.maximum(scale, _E4M3_SMALLEST))
@@ -228,14 +225,9 @@ def _loss(scaled, rounded, FORMAT: tl.constexpr):
 
 @triton.jit
 def quantize_blocks(x, global_scale, FORMAT: tl.constexpr, SHARED: tl.constexpr, ROUNDING: tl.constexpr):
-    """Quantize ``[ROWS, WIDTH]``; return elements and scales as the module describes.
+    """Quantize fp32 ``[ROWS, WIDTH]``; return elements and scales as the module describes.
 
-    Args:
-        x: fp32.
-        global_scale: NVFP4's global scale, fp32; unused in other formats.
-        FORMAT: Block format.
-        SHARED: ``block``, ``row``, or ``tile`` (all rows carry one scale).
-        ROUNDING: ``floor``, ``ceil``, or ``search`` (``SHARED`` is ``block`` then).
+    ``global_scale`` is NVFP4's, unused in other formats. With ``SHARED = "tile"`` all rows have one scale.
     """
     ROWS: tl.constexpr = x.shape[0]
     WIDTH: tl.constexpr = x.shape[1]
@@ -312,10 +304,7 @@ def pack_e2m1(elements):
 def mxfp4_to_e5m2(elements, scale, AXIS: tl.constexpr):
     """Fold MXFP4 scales into E5M2 elements, exact for scales of at least ``2 ** -28`` times the largest.
 
-    Args:
-        elements: As :func:`quantize_blocks` returns them.
-        scale: E8M0 codes ``[ROWS, BLOCKS]``.
-        AXIS: What shares a descale: ``tile`` or ``row``.
+    ``AXIS`` says what shares a descale: ``tile`` or ``row``.
 
     Returns:
         E5M2 numbers in fp32 ``[ROWS, WIDTH]``, NaN in a broken block; and their descale, fp32 ``[1, 1]`` or

@@ -170,17 +170,8 @@ def logits(
 ):  # fmt: skip
     """Return the base-2 logits of a block: scaled, softcapped and masked scores, fp32 ``[BM, BN]``.
 
-    Args:
-        s: Scores ``[BM, BN]``.
-        scale: Converts them to base-2 logits, ``[BM]``.
-        qk_bias: Bias of key smoothing, ``[BM]``, added if ``HAS_QK_BIAS``.
-        softcap: In base 2, or ``None``.
-        q_pos: Positions of the queries ``[BM]``.
-        k_pos: Positions of the keys ``[BN]``.
-        visibility: :class:`Visibility`.
-        is_masked: Whether a query may not attend to a key of the block.
-        IS_CAUSAL: Whether a query attends to no key after its own position.
-        HAS_QK_BIAS: See ``qk_bias``.
+    ``scale`` ``[BM]`` converts scores to base-2 logits. ``qk_bias`` ``[BM]`` is the bias of key smoothing, added if
+    ``HAS_QK_BIAS``. ``softcap`` is in base 2, or ``None``. ``is_masked``: a query may not attend to a key of the block.
     """
     s = s.to(tl.float32) * scale[:, None]
     if HAS_QK_BIAS:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -51,33 +51,21 @@ _Choice = TypeVar("_Choice", bound=StrEnum)
 
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """A tensor in a block format. Layouts: see :mod:`dma_kernels.numerics.formats`.
+    """A tensor in a block format. Layouts: see :mod:`dma_kernels.numerics.formats`."""
 
-    Attributes:
-        data: Elements ``[..., T, D']`` with ``D'`` the padded head dimension: ``float8_e4m3fn``, int8, or uint8 pairs
-            of E2M1 codes (then ``D' / 2``).
-        scale: ``[..., T, D' / block]``: uint8 E8M0 codes or, for NVFP4, ``float8_e4m3fn``.
-        global_scale: NVFP4's second scale, fp32 ``[..., 1, 1]``; ``None`` for the other formats.
-        format: The block format.
-        head_dim: ``D`` before padding.
-    """
-
+    # elements ``[..., T, D']`` with ``D'`` the padded head dimension: ``float8_e4m3fn``, int8, or uint8 pairs of E2M1
+    # codes (then ``D' / 2``)
     data: Tensor
-    scale: Tensor
-    global_scale: Tensor | None
-    format: BlockFormat
-    head_dim: int
+    scale: Tensor  # ``[..., T, D' / block]``: uint8 E8M0 codes or, for NVFP4, ``float8_e4m3fn``
+    global_scale: Tensor | None  # NVFP4's second scale, fp32 ``[..., 1, 1]``; ``None`` for the other formats
+    format: BlockFormat  # the block format
+    head_dim: int  # ``D`` before padding
 
     def dequantize(self) -> Tensor:
         """Return the represented values, fp32 ``[..., T, D]``."""
         _, decode = _ELEMENT_CODECS[self.format.element]
-        values = decode(self.data)
-        if self.format.scale is ScaleFormat.E8M0:
-            scale = e8m0_to_float(self.scale)
-        else:
-            assert self.global_scale is not None
-            scale = self.scale.float() * self.global_scale
-        blocks = _split(values, self.format.block_size) * scale[..., None]
+        scale = _to_float(self.scale, self.global_scale)
+        blocks = _split(decode(self.data), self.format.block_size) * scale[..., None]
         return blocks.flatten(-2)[..., : self.head_dim]
 
 
@@ -128,29 +116,22 @@ def quantize(
             finite = F.pad(amax.masked_fill(~amax.isfinite(), 0.0), (0, 1, 0, 1))  # so that no dimension is empty
             largest = E2M1_SECOND if is_searched else E2M1_MAX
             global_scale = nvfp4_global_scale(finite.amax((-2, -1), keepdim=True), largest)
-        scale = _nvfp4_block_scale(amax, global_scale, E2M1_MAX)
-        scaled = blocks / (scale.float() * global_scale)[..., None]
-        if is_searched:
-            other = _nvfp4_block_scale(amax, global_scale, E2M1_SECOND)
-            scaled_by_other = blocks / (other.float() * global_scale)[..., None]
-            loss = _loss(scaled, E2M1) * scale.float()
-            is_better = _loss(scaled_by_other, E2M1) * other.float() < loss * SEARCH_MARGIN
-            scale = torch.where(is_better, other.float(), scale.float()).to(torch.float8_e4m3fn)
-            scaled = torch.where(is_better[..., None], scaled_by_other, scaled)
+        scale, other = (_nvfp4_block_scale(amax, global_scale, largest) for largest in (E2M1_MAX, E2M1_SECOND))
+        units: tuple[Any, Any] = scale.float(), other.float()
     else:
         if global_scale is not None:
             raise ValueError(f"global_scale applies to nvfp4, not to {fmt.name}, whose scales are powers of two alone")
         amax = _share_amax(amax, shared, tile_offset).expand(amax.shape)
         scale = e8m0_scale(amax, fmt.element, ScaleRounding.CEIL if is_searched else rounding)
-        scaled = blocks / e8m0_to_float(scale)[..., None]
-        if is_searched:
-            floor = e8m0_scale(amax, fmt.element, ScaleRounding.FLOOR)
-            scaled_by_floor = blocks / e8m0_to_float(floor)[..., None]
-            # Where the two differ, ceil is twice floor.
-            is_better = _loss(scaled_by_floor, fmt.element) < 2 * _loss(scaled, fmt.element) * SEARCH_MARGIN
-            is_better &= floor < scale
-            scale = torch.where(is_better, floor, scale)
-            scaled = torch.where(is_better[..., None], scaled_by_floor, scaled)
+        other = e8m0_scale(amax, fmt.element, ScaleRounding.FLOOR)
+        units = 2, 1  # where the two differ
+    scaled = blocks / _to_float(scale, global_scale)[..., None]
+    if is_searched:
+        scaled_by_other = blocks / _to_float(other, global_scale)[..., None]
+        loss = _loss(scaled, fmt.element) * units[0]
+        is_better = _loss(scaled_by_other, fmt.element) * units[1] < loss * SEARCH_MARGIN
+        scale = torch.where(is_better, other.view(torch.uint8), scale.view(torch.uint8)).view(scale.dtype)
+        scaled = torch.where(is_better[..., None], scaled_by_other, scaled)
     encode, _ = _ELEMENT_CODECS[fmt.element]
     return QuantizedTensor(encode(scaled.flatten(-2)), scale, global_scale, fmt, head_dim)
 
@@ -292,6 +273,11 @@ def _choice(name: str, value: str, enum: type[_Choice]) -> _Choice:
         return enum(value)
     except ValueError:
         raise ValueError(f"{name} must be one of {', '.join(enum)}; got {value!r}") from None
+
+
+def _to_float(scale: Tensor, global_scale: Tensor | None) -> Tensor:
+    """Return block scales in fp32: E8M0 codes or, with NVFP4's global scale, E4M3 numbers."""
+    return e8m0_to_float(scale) if global_scale is None else scale.float() * global_scale
 
 
 def _split(x: Tensor, block_size: int) -> Tensor:

@@ -78,47 +78,27 @@ def prefill_kernel(
 ):  # fmt: skip
     """Compute attention for a block of ``CONFIG.block_m`` query positions of one head.
 
-    Args:
-        query: The caller's queries ``[B, Hq, Tq, D]``, 16-bit :class:`~dma_kernels.runtime.descriptors.Strided`.
-        key: Keys of high tiles ``[B, Hkv, T, D]``, likewise; contiguous if they are quantized.
-        value: Values of high tiles, the caller's ``[B, Hkv, Tk, Dv]``, likewise.
-        out: ``[B, Hq, Tq, Dv]``, likewise; unit stride of channels.
-        mask: uint8 ``[B, Hq, Tq, Tk]``, likewise; ``None`` pointer for no mask.
-        k_low_ptr: Keys of low tiles, contiguous.
-        v_low_ptr: Values of low tiles, contiguous; the caller's if they are not quantized.
-        k_scale_ptr: Block scales of packed keys of high tiles, or ``None``.
-        k_low_scale_ptr: Block scales of packed keys of low tiles, or ``None``.
-        k_descale_ptr: Descale of the keys of high tiles, fp32 ``[B, Hkv]``, or ``None``.
-        k_low_descale_ptr: Descale of the keys of low tiles, fp32 ``[B, Hkv]`` or ``[B, Hkv, tiles]``, or ``None``.
-        v_descale_ptr: Descale of E4M3 values, fp32 ``[B, Hkv, Dv]``, or ``None``.
-        q_global_scale_ptr: NVFP4 global scale of queries, fp32 ``[B, Hq]``, or ``None``.
-        mean_ptr: Mean key that smoothing subtracted, fp32 ``[B, Hkv, D]``, or ``None``.
-        k_desc: TMA descriptor of ``key``, blocks ``[1, 1, block_h, block_d]``.
-        v_desc: TMA descriptor of ``value``, blocks ``[1, 1, block_h, block_dv]``.
-        k_low_desc: TMA descriptor of low keys as a matrix, blocks ``[block_n, block_d]``.
-        v_low_desc: TMA descriptor of low values: E4M3 as a matrix, blocks ``[block_dv, block_n]``; or like ``v_desc``.
-        lse_ptr: fp32 ``[B, Hq, Tq]``.
-        sinks_ptr: Sink logits ``[Hq]``, or ``None``.
-        tile_counts_ptr: int64 ``[Hq, 2]``, where skipped and examined tiles are added; or ``None``.
-        seq_info_ptr: int32 ``[B, 4]``: for each batch row the positions of query 0 and key 0, and the indices of the
-            first visible key and of the one after the last; or ``None``.
-        q_offset: Position of query 0, if ``seq_info_ptr`` is ``None``.
-        kv_offset: Position of key 0, likewise.
-        q_len: Queries.
-        kv_len: Keys.
-        k_len: Rows of ``key``.
-        v_low_len: Rows of low values.
-        storage_len: Rows of tile-padded storage.
-        blocks: CTAs per query head.
-        swizzle_group: kv heads per L2 swizzle group.
-        kv_rows: kv heads of all batch rows.
-        window: Sliding window, or ``None``.
-        diagonal_tiles: High tiles before the query's own.
-        sink_tiles: High tiles at the start of the sequence.
-        softcap: In base 2, or ``None``.
-        logit_scale: Converts scores to base-2 logits.
-        skip_threshold: Skip low tiles this far below a block's high tiles, in base 2; or ``None``.
-        CONFIG: :class:`~.constants.PortableConstants`.
+    Pointers and descriptors are ``None`` or unused where an operand is missing.
+
+    - ``query``, ``key``, ``value``, ``out``: 16-bit :class:`~dma_kernels.runtime.descriptors.Strided` queries
+      ``[B, Hq, Tq, D]``, keys and values of high tiles ``[B, Hkv, T, D]``, and output. The caller's, except quantized
+      keys, which are contiguous. ``mask``: uint8 ``[B, Hq, Tq, Tk]``.
+    - ``k_low_ptr``, ``v_low_ptr``: keys and values of low tiles, contiguous; the caller's values if unquantized.
+    - ``k_scale_ptr``, ``k_low_scale_ptr``: block scales of packed keys of high and of low tiles.
+    - ``k_descale_ptr``: descale of the keys of high tiles, fp32 ``[B, Hkv]``; ``k_low_descale_ptr``: of low tiles, fp32
+      ``[B, Hkv]`` or ``[B, Hkv, tiles]``; ``v_descale_ptr``: of E4M3 values, fp32 ``[B, Hkv, Dv]``.
+    - ``q_global_scale_ptr``: NVFP4 global scale of queries, fp32 ``[B, Hq]``; ``mean_ptr``: mean key that smoothing
+      subtracted, fp32 ``[B, Hkv, D]``.
+    - ``k_desc``, ``v_desc``: ``key`` and ``value`` in blocks ``[1, 1, block_h, D]``; ``k_low_desc``: low keys as a
+      matrix in blocks ``[block_n, block_d]``; ``v_low_desc``: like ``v_desc``, or E4M3 values as a matrix in blocks
+      ``[block_dv, block_n]``.
+    - ``lse_ptr``: fp32 ``[B, Hq, Tq]``; ``sinks_ptr``: sink logits ``[Hq]``; ``tile_counts_ptr``: int64 ``[Hq, 2]``.
+    - ``seq_info_ptr``: int32 ``[B, 4]``, which replaces ``q_offset`` and ``kv_offset``, the positions of query 0 and
+      key 0 (:class:`~dma_kernels.numerics.geometry.AttentionGeometry`).
+    - ``k_len``, ``v_low_len``, ``storage_len``: rows of ``key``, of low values and of tile-padded storage.
+    - ``blocks``: CTAs per query head; ``swizzle_group``, ``kv_rows``: kv heads per L2 swizzle group, and of all rows.
+    - ``softcap``, ``logit_scale``, ``skip_threshold``: in base 2, or ``None``.
+    - ``CONFIG``: :class:`~.constants.PortableConstants`.
     """
     Q_HEADS: tl.constexpr = CONFIG.q_heads
     KV_HEADS: tl.constexpr = CONFIG.kv_heads

@@ -68,15 +68,7 @@ def pack_mask_kernel(
 
 
 def pack_mask(geometry: AttentionGeometry, batch: int, q_len: int, blocks: int, tiles: int) -> PackedMask:
-    """Pack the mask of a call.
-
-    Args:
-        geometry: Geometry of the call, with or without a mask.
-        batch: Batch rows.
-        q_len: Queries.
-        blocks: Blocks of 64 query positions per batch row.
-        tiles: Tiles of tile-padded storage, whose first is that of key 0.
-    """
+    """Pack the mask of a call for ``blocks`` blocks of 64 query positions per batch row and ``tiles`` tiles."""
     mask = geometry.mask
     if mask is None:
         return PackedMask(None, None, 0, 0)

@@ -15,17 +15,7 @@ def row_indices(row, q_len, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def store_output(out_ptr, o, row, q_len, stride_t, channel, HEAD_DIM: gl.constexpr):
-    """Store 64 rows of the output of a head.
-
-    Args:
-        out_ptr: ``[Tq, HEAD_DIM]`` with unit stride of channels.
-        o: ``[64, N]``.
-        row: Index of the first query; may be negative.
-        q_len: Queries.
-        stride_t: Stride between queries.
-        channel: First channel of ``o``.
-        HEAD_DIM: Channels.
-    """
+    """Store 64 rows of a head's output ``[Tq, HEAD_DIM]``, from channel ``channel`` on; ``row`` may be negative."""
     LAYOUT: gl.constexpr = o.type.layout
     rows, m_row = row_indices(row, q_len, gl.SliceLayout(1, LAYOUT))
     o_d = channel + gl.arange(0, o.shape[1], layout=gl.SliceLayout(0, LAYOUT))

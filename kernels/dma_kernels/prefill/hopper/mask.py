@@ -55,13 +55,7 @@ class Mask:
 
     @gluon.jit
     def apply(self, s, q_start, k_start):
-        """Return fp32 scores ``[64, N]``, minus infinity where a query does not attend to a key.
-
-        Args:
-            s: Scores.
-            q_start: Position of row 0.
-            k_start: Position of column 0.
-        """
+        """Return fp32 scores ``[64, N]``, minus infinity where a query does not attend to a key."""
         LAYOUT: gl.constexpr = s.type.layout
         q_pos = q_start + gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, LAYOUT))
         k_pos = (k_start + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, LAYOUT)))[None, :]

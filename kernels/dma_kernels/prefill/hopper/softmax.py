@@ -29,22 +29,19 @@ def apply_softcap(logits, softcap):
 
 @gluon.jit
 def modify_scores(s, scale, qk_bias, softcap, mask, is_masked, words, q_start, k_start, SCALE_FIRST: gl.constexpr):
-    """Apply the softcap and the masks to the scores of a tile.
+    """Apply the softcap and the masks to the scores of a tile; return them, and the scale that they still need.
 
     Args:
         s: Scores ``[64, N]``, int32 or fp32; fp32 where ``is_masked`` is known at run time only.
         scale: Converts scores to base-2 logits, fp32 ``[64]``.
         qk_bias: Added to logits before the softcap, fp32 ``[64]``; or ``None``.
         softcap: In base 2, or ``None``.
-        mask: The :class:`~.mask.Mask`.
+        mask: The :class:`~.mask.Mask`; it masks if ``is_masked``.
         is_masked: Whether some query does not attend to some key of the tile.
         words: Bitmask of the tile, int32 ``[64, 4]``; or ``None``.
         q_start: Position of row 0.
         k_start: Position of column 0.
         SCALE_FIRST: Scale before masking: the scale of a low tile may be NaN, whose product with infinity is NaN.
-
-    Returns:
-        Scores, and the scale that still converts them to logits.
     """
     one = gl.full(scale.shape, 1.0, gl.float32, scale.type.layout)
     if softcap is not None:

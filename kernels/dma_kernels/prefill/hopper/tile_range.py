@@ -112,17 +112,10 @@ def clamp(x, low, high):
 
 @gluon.jit
 def bitmask_range(start, stop, bounds_ptr, block, blocks, first_tile, storage_tiles, COUNT: gl.constexpr):
-    """Return the part of the positions ``start..stop`` with visible keys in a bitmask, in whole tiles.
+    """Return the part of the positions ``start..stop`` with keys that a bitmask shows to some query, in whole tiles.
 
-    Args:
-        start: First position.
-        stop: Position after the last one.
-        bounds_ptr: Bounds of one plane of a :class:`~dma_kernels.prefill.hopper.bitmask.PackedMask`.
-        block: First block of 64 queries.
-        blocks: Blocks of the plane.
-        first_tile: Tile of key 0.
-        storage_tiles: Tiles of the plane.
-        COUNT: Number of blocks of 64 queries; a key counts if any of them attends to it.
+    The queries are ``COUNT`` blocks of 64 from ``block`` on, of the ``blocks`` of a plane of a
+    :class:`~dma_kernels.prefill.hopper.bitmask.PackedMask`. ``first_tile`` is the tile of key 0.
     """
     from_first, to_last = 0, 0
     for i in gl.static_range(COUNT):
