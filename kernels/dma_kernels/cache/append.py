@@ -122,13 +122,7 @@ def append_kernel(
 
 
 def append_tokens(storage: LayerStorage, key: Tensor, value: Tensor) -> None:
-    """Do :meth:`LayerStorage.append` in Triton, without synchronizing.
-
-    Args:
-        storage: The cache; it must have pages for the tiles that are completed.
-        key: ``[B, Hkv, T, D]`` in the dtype of the unquantized KV, any strides.
-        value: ``[B, Hkv, T, Dv]``.
-    """
+    """Do :meth:`LayerStorage.append` in Triton, without synchronizing; the cache must have pages for full tiles."""
     if key.numel() == 0:
         return
     tensors = (key, value, *CacheInputs.of(storage))

@@ -62,17 +62,8 @@ def decode_attention(query: Tensor, storage: LayerStorage, options: CacheOptions
 def decode_step(query: Tensor, key: Tensor, value: Tensor, storage: LayerStorage, options: CacheOptions) -> Tensor:
     """Store the keys and values of the queries and attend, without synchronizing.
 
-    Equals :func:`~dma_kernels.cache.append.append_tokens` followed by :func:`decode_attention`, in two launches.
-
-    Args:
-        query: As for :func:`decode_attention`.
-        key: New keys ``[B, Hkv, T, D]``, any strides.
-        value: New values ``[B, Hkv, T, Dv]``.
-        storage: The cache. It must have pages for the tiles that are completed, and residual KV for the new tokens.
-        options: As for :func:`decode_attention`.
-
-    Returns:
-        Output ``[B, Hq, T, Dv]`` in the dtype of ``query``.
+    Equals :func:`~dma_kernels.cache.append.append_tokens` followed by :func:`decode_attention`, in two launches. The
+    cache must have pages for the tiles that are completed, and residual KV for the new tokens.
     """
     # Without a band, later queries must read a tile that the new keys complete as codes.
     if query.numel() == 0 or key.numel() == 0 or (key.shape[2] > 1 and storage.diagonal_tiles == 0):
@@ -111,14 +102,8 @@ def plan_decode(
 ) -> LaunchPlan:
     """Plan a decode call.
 
-    Args:
-        format: Stored name of the cache format.
-        diagonal_tiles: Tiles before a query's own tile that are high.
-        layouts: Of the queries; of the new keys and values, ``None`` if they are stored already; of the sink logits;
-            and of the tensors of the cache.
-        scale: Scale of the scores.
-        window: Sliding window.
-        softcap: Softcap of the scores.
+    ``layouts`` are those of the queries; of the new keys and values, ``None`` if they are stored already; of the sink
+    logits; and of the tensors of the cache, whose format has the stored name ``format``.
     """
     query_layout, cache = layouts[0], CacheInputs(*layouts[4:])
     assert query_layout is not None

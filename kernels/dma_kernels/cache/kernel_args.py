@@ -70,16 +70,12 @@ class CacheInputs(NamedTuple):
     @property
     def tensors(self) -> CacheTensors:
         """The tensors as an argument of kernels."""
-        key = self.key_residual, self.key_sink, self.key_residual.stride(0), self.key_sink.stride(0)
-        value = self.value_residual, self.value_sink, self.value_residual.stride(0), self.value_sink.stride(0)
+        key, value = (
+            Unquantized(residual, sink, residual.stride(0), sink.stride(0))
+            for residual, sink in ((self.key_residual, self.key_sink), (self.value_residual, self.value_sink))
+        )
         return CacheTensors(
-            key=Unquantized(*key),
-            value=Unquantized(*value),
-            kv_pages=self.kv_pages,
-            page_table=self.page_table,
-            lengths=self.lengths,
-            unquantized_rows=self.unquantized_rows,
-            stride_page=self.kv_pages.stride(0),
+            key, value, self.kv_pages, self.page_table, self.lengths, self.unquantized_rows, self.kv_pages.stride(0)
         )
 
     @property

@@ -40,14 +40,7 @@ class CacheOptions(NamedTuple):
 def cached_attention_reference(
     query: Tensor, key: Tensor, value: Tensor, storage: LayerStorage, options: CacheOptions
 ) -> tuple[Tensor, Tensor]:
-    """Attend to stored and new keys. The new ones are not stored.
-
-    Args:
-        query: ``[B, Hq, Tq, D]``; the last query is at the position of the last key.
-        key: New keys ``[B, Hkv, Tk, D]``; ``Tk`` is ``Tq``, or 0 if they are stored already.
-        value: New values ``[B, Hkv, Tk, Dv]``.
-        storage: The cache.
-        options: The options.
+    """Attend to stored and new keys; the new ones are not stored. There are none if the queries' own are stored.
 
     Returns:
         Output ``[B, Hq, Tq, Dv]``, and log-sum-exp ``[B, Hq, Tq]`` as of ``attention_reference``.

@@ -118,8 +118,8 @@ def restore_dense(
         storage: The cache.
         first: Position of output index 0, integer ``[B]``.
         out_len: Positions per row.
-        key: New keys, not stored yet, ``[B, Hkv, T, D]``, any strides; ``None`` for none.
-        value: New values ``[B, Hkv, T, Dv]``.
+        key: New keys, not stored yet, ``[B, Hkv, T, D]``, any strides; ``None`` for none, like ``value``.
+        value: See ``key``.
         as_low: Read every complete tile dequantized, as for low tiles, except the sinks. By default, everything that is
             stored unquantized is read unquantized.
 

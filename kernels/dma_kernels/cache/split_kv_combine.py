@@ -192,11 +192,7 @@ def launch_combine(
     layout: PageLayout, out: Tensor, lse: Tensor, splits: Splits, sinks: Tensor | None, key: Strided, value: Strided,
     cache: CacheInputs, *, sms: int, use_pdl: bool,
 ) -> None:  # fmt: skip
-    """Launch the kernel, on ``sms`` SMs.
-
-    ``out`` is ``[B, Hq, T, Dv]`` with contiguous channels, ``lse`` ``[B, Hq, T]``, contiguous. ``key`` and ``value``
-    are the new KV to store, at most a tile of tokens. With ``use_pdl`` the launch starts before the previous one ends.
-    """
+    """Launch the kernel, on ``sms`` SMs; ``key`` and ``value`` are the new KV to store, at most a tile of tokens."""
     batch, q_heads, q_len, _ = out.shape
     kv_heads = splits.heads.shape[1]
     heads = batch * kv_heads

@@ -249,12 +249,9 @@ class LayerStorage:
         self.count_appended(key.shape[2])
 
     def check_room(self, count: int) -> None:
-        """Check that there are pages for ``count`` more tokens.
+        """Raise ``ValueError`` if there are too few pages for ``count`` more tokens.
 
         Synchronizes with the device only if :attr:`appended` does not decide it, and never in CUDA graph capture.
-
-        Raises:
-            ValueError: There are too few; nothing was changed.
         """
         is_full = _pages_needed((self.appended + count) // TILE, self.window) > self.max_pages
         if not is_full or (self.lengths.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -279,10 +276,7 @@ class LayerStorage:
     def incomplete_tile(self, length: int, key: Tensor, value: Tensor) -> tuple[int, Tensor, Tensor]:
         """Return unquantized KV from the start of the incomplete tile to the last new token; rows of equal length.
 
-        Args:
-            length: Stored keys.
-            key: New keys, not stored yet, ``[B, Hkv, T, D]``; ``T`` may be 0.
-            value: New values ``[B, Hkv, T, Dv]``.
+        ``length`` keys are stored, the new ones are not; there may be none.
 
         Returns:
             The first position, a multiple of 128; keys ``[B, Hkv, N, D]`` and values ``[B, Hkv, N, Dv]``.
@@ -294,30 +288,16 @@ class LayerStorage:
         return first, keys, values
 
     def dequantize(self, first: int, end: int) -> tuple[Tensor, Tensor]:
-        """Dequantize complete tiles of rows of equal length.
-
-        Args:
-            first: First position, a multiple of 128.
-            end: End position, a multiple of 128.
-
-        Returns:
-            Keys ``[B, Hkv, end - first, D]`` and values ``[B, Hkv, end - first, Dv]``, fp32.
-        """
+        """Dequantize the complete tiles at the positions ``first..end - 1`` of rows of equal length, fp32."""
         blocks = self.kv_pages[self._pages_of(first // TILE, end // TILE)].transpose(1, 2)
         keys, values = self.page_layout.decode(blocks)
         return keys.flatten(2, 3), values.flatten(2, 3)
 
     def gather(self, first: int, end: int, length: int, band: int) -> tuple[Tensor, Tensor]:
-        """Return stored KV: unquantized in the sinks and from ``band`` on, else dequantized; rows of equal length.
+        """Return KV at the positions ``first..end - 1``, fp32 (fp64 for fp64), of rows of ``length`` stored keys.
 
-        Args:
-            first: First position, a multiple of 128.
-            end: End position, at most ``length``.
-            length: Stored keys.
-            band: First position to read from the residual KV, which holds fewer after a rollback.
-
-        Returns:
-            Keys ``[B, Hkv, end - first, D]`` and values ``[B, Hkv, end - first, Dv]``, fp32 (fp64 for fp64).
+        Unquantized in the sinks and from ``band`` on, if the residual KV holds it, else dequantized. ``first`` is a
+        multiple of 128.
         """
         band = max(first, band, length + self.rolled_back - self.residual_len)
         complete = max(first, min((length + self.rolled_back) // TILE, -(-min(band, end) // TILE)) * TILE)
@@ -338,17 +318,11 @@ class LayerStorage:
     def high_and_low(
         self, first: int, length: int, key: Tensor, value: Tensor
     ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Return stored and new KV as high tiles and as low tiles read it; rows of equal length.
-
-        Args:
-            first: First position, a multiple of 128 and at most ``length``.
-            length: Stored keys.
-            key: New keys, not stored yet, ``[B, Hkv, T, D]``; ``T`` may be 0.
-            value: New values ``[B, Hkv, T, Dv]``.
+        """Return stored and new KV as high tiles and as low tiles read it, of rows of ``length`` stored keys.
 
         Returns:
-            Keys and values from ``first`` to the last new token, fp32 (fp64 for fp64). High: unquantized wherever it is
-            stored so. Low: dequantized in all complete tiles.
+            Keys and values from ``first``, a multiple of 128, to the last new token, fp32 (fp64 for fp64). High:
+            unquantized wherever it is stored so. Low: dequantized in all complete tiles.
         """
         start, *recent = self.incomplete_tile(length, key, value)
         complete = recent[0].shape[2] // TILE * TILE
@@ -422,7 +396,7 @@ class LayerStorage:
                 )
 
     def _append_at(self, length: int, key: Tensor, value: Tensor) -> None:
-        """Append to rows of equal length, without updating ``lengths``."""
+        """Append to rows of ``length`` stored keys, without updating ``lengths``."""
         end = length + key.shape[2]
         if end <= 0:
             return

@@ -165,10 +165,7 @@ def nvfp4_global_scale(amax: Tensor, largest: float = E2M1_MAX) -> Tensor:
     The smallest power of two with which no block scale overflows E4M3. NVIDIA's choice is ``amax / (6 * 448)`` itself.
     A power of two costs less than one of E4M3's 15 binades, and quantized values do not depend on it. So a longer
     context with a larger maximum leaves earlier keys unchanged, and decode and prefill see the same numbers.
-
-    Args:
-        amax: fp32, any shape.
-        largest: The smallest E2M1 number that a block's largest magnitude may become: 6, or 4 for a searched scale.
+    ``largest`` is the smallest E2M1 number that a block's largest magnitude may become: 6, or 4 for a searched scale.
     """
     top = largest * E4M3_MAX
     element = ElementFormat("E4M3 scale of E2M1", emax=math.frexp(top)[1] - 1, max_value=top, bits=8)
@@ -180,11 +177,7 @@ def nvfp4_key_scale(key: Tensor, rounding: str, visible: Tensor | None = None) -
 
     It maps the largest block scale there below 14, of E4M3's 448. So later keys may be 32 times as large, and blocks a
     hundredth as large keep all bits of their scale. Like the mean key, it is known before the first low tile.
-
-    Args:
-        key: ``[B, H, T, D]``, transformed.
-        rounding: Rounding of the scales.
-        visible: Visible keys, boolean ``[B, T]``; all by default. The first 128 of them are read.
+    ``visible``, boolean ``[B, T]``, are the visible keys, all by default; the first 128 of them are read.
 
     Returns:
         fp32 ``[B, H, 1, 1]``. A head without finite nonzero numbers there gets the scale for a largest number of 1.
@@ -200,11 +193,7 @@ def value_scale(value: Tensor, visible: Tensor | None = None) -> Tensor:
     It maps the largest magnitude of a channel there to [8, 16), of E4M3's 448. So a later value may be 28 times as
     large before it saturates, and one a thousandth as large keeps all its bits. Like the mean key, the scale is known
     before the first low tile, and a longer context does not change it. A channel's magnitude counts as at least a 32nd
-    of the head's largest one there.
-
-    Args:
-        value: ``[B, H, T, D]``.
-        visible: Visible tokens, boolean ``[B, T]``; all by default. The first 128 of them are read.
+    of the head's largest one there. ``visible`` is as for :func:`nvfp4_key_scale`.
 
     Returns:
         fp32 ``[B, H, 1, D]``, at least ``2 ** -126``; 1/8 for a head without finite nonzero numbers there.

@@ -25,11 +25,7 @@ def hadamard_size(head_dim: int) -> int:
 def hadamard_transform(x: Tensor) -> Tensor:
     """Multiply the last dimension by the (block-diagonal) Sylvester-Hadamard matrix, whose entries are 1, -1 and 0.
 
-    Args:
-        x: ``[..., D]``, floating point.
-
-    Returns:
-        fp32 (fp64 for fp64) ``[..., D]``. Applied twice, it multiplies by :func:`hadamard_size`.
+    Returns fp32 (fp64 for fp64). Applied twice, it multiplies by :func:`hadamard_size`.
     """
     head_dim = x.shape[-1]
     size = hadamard_size(head_dim)
@@ -46,11 +42,7 @@ def hadamard_transform(x: Tensor) -> Tensor:
 def hadamard_rotate(x: Tensor) -> Tensor:
     """Multiply the last dimension by the orthonormal (block-diagonal) Sylvester-Hadamard matrix.
 
-    Args:
-        x: ``[..., D]``, floating point.
-
-    Returns:
-        fp32 (fp64 for fp64) ``[..., D]``. The matrix is symmetric, so the transform is its own inverse.
+    Returns fp32 (fp64 for fp64). The matrix is symmetric, so the transform is its own inverse.
     """
     return hadamard_transform(x) * math.pow(hadamard_size(x.shape[-1]), -0.5)
 
@@ -74,9 +66,8 @@ def key_mean(key: Tensor, visible: Tensor | None = None) -> Tensor:
         mean = first.sum(-2, keepdim=True) / max(first.shape[-2], 1)
     else:
         counted = first_tile(visible)[:, None, :, None]
-        mean = key.to(dtype).masked_fill(~counted, 0.0).sum(-2, keepdim=True) / counted.sum(-2, keepdim=True).clamp(
-            min=1
-        )
+        total = key.to(dtype).masked_fill(~counted, 0.0).sum(-2, keepdim=True)
+        mean = total / counted.sum(-2, keepdim=True).clamp(min=1)
     return mean.to(torch.bfloat16).to(dtype)
 
 

@@ -47,9 +47,8 @@ def quantize_keys_values(
         value: 16-bit ``[B, Hkv, Tk, Dv]``, any strides.
         recipe: The precisions.
         path: The operand formats.
-        kv_offset: Position of key 0, if ``seq_info`` is ``None``.
-        seq_info: int32 ``[B, 4]``: for each batch row the positions of query 0 and key 0, the first visible key and the
-            one past the last.
+        kv_offset: As in :class:`~dma_kernels.numerics.geometry.AttentionGeometry`, like ``seq_info``.
+        seq_info: See ``kv_offset``.
         low_tiles: Tiles of tile-padded storage that are low for some query; ``None`` for all. If high tiles read the
             caller's own keys, only these are written.
 

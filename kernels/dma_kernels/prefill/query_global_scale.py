@@ -21,12 +21,7 @@ QUERY_BLOCK = 64
 
 
 def query_global_scale(query: Tensor, recipe: Recipe) -> Tensor | None:
-    """Return NVFP4's global scale of each head's transformed queries, fp32 ``[B, Hq]``; ``None`` for other formats.
-
-    Args:
-        query: 16-bit ``[B, Hq, Tq, D]``, any strides.
-        recipe: The precisions.
-    """
+    """Return NVFP4's global scale of each head's transformed queries, fp32 ``[B, Hq]``; ``None`` for other formats."""
     if NVFP4.name not in (recipe.query_low, recipe.high):
         return None
     batch, heads, q_len, head_dim = query.shape

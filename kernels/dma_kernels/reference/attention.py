@@ -106,19 +106,9 @@ def attend_prepared(
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of operands that already have their precisions.
 
-    Args:
-        operands: Queries, keys and values. Invisible ones must be finite.
-        geometry: Visibility and positions.
-        recipe: Its band, ``pv`` and ``skip_threshold``.
-        dtype: Dtype of the output, and of probabilities that are not in E4M3.
-        scale: Scale of the scores.
-        softcap: Softcap of the scores, applied after ``scale``.
-        sinks: Sink logits ``[Hq]``.
-        tile_counts: int64 ``[Hq, 2]``, to which skipped and examined tiles are added; see
-            :func:`~dma_kernels.reference.skipping.skip_tiles`.
-
-    Returns:
-        As :func:`attention_reference`.
+    Invisible operands must be finite. ``recipe`` gives the band, ``pv`` and ``skip_threshold``; ``dtype`` is that of
+    the output and of probabilities that are not in E4M3. Other arguments and results are those of
+    :func:`attention_reference`.
     """
     batch, q_heads, q_len, _ = operands.q_high.shape
     kv_heads = operands.k_high.shape[1]
@@ -160,10 +150,6 @@ def attention_gradient(grad_out: Tensor, call: AttentionCall) -> tuple[Tensor, T
 
     Rounding has a gradient of 0 almost everywhere. So this differentiates the exact attention that a recipe
     approximates, in fp32 (fp64 for fp64), at the unquantized inputs. It is exact if nothing is quantized or skipped.
-
-    Args:
-        grad_out: Gradient of the output, ``[B, Hq, Tq, Dv]``.
-        call: The call; its recipe does not matter.
 
     Returns:
         The gradients of ``query``, ``key``, ``value`` and ``sinks`` in their dtypes, contiguous; 0 for keys that no

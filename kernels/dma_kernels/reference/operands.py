@@ -43,13 +43,8 @@ def prepare_operands(
 ) -> PreparedOperands:
     """Transform and quantize. Invisible keys and values become zeros.
 
-    Args:
-        query: ``[B, Hq, Tq, D]``, floating point.
-        key: ``[B, Hkv, Tk, D]``.
-        value: ``[B, Hkv, Tk, Dv]``.
-        recipe: The precisions.
-        kv_position: Position of key 0, integer ``[B]``.
-        visible: Visible keys, boolean ``[B, Tk]``; ``None`` for all.
+    ``kv_position`` is the position of key 0, integer ``[B]``; ``visible`` are the visible keys, boolean ``[B, Tk]``, or
+    ``None`` for all.
     """
     if visible is not None:
         key = key.masked_fill(~visible[:, None, :, None], 0.0)
@@ -80,16 +75,7 @@ def prepare_operands(
     k_low = k_high
     if not recipe.is_uniform:
         k_low = cast(k, recipe.key_low, recipe, k_shared, query.dtype, kv_position, head_scale=k_scale)
-    return PreparedOperands(
-        q_low=q_low,
-        q_high=q_high,
-        k_low=k_low,
-        k_high=k_high,
-        v_high=v_high,
-        v_low=v_low,
-        value_scale=v_scale,
-        qk_bias=qk_bias,
-    )
+    return PreparedOperands(q_low, q_high, k_low, k_high, v_high, v_low, v_scale, qk_bias)
 
 
 def smoothing_bias(query: Tensor, mean: Tensor) -> Tensor:
@@ -118,19 +104,16 @@ def cast(
     position: int | Tensor = 0,
     head_scale: Tensor | None = None,
 ) -> Tensor:
-    """Round ``[B, H, T, D]`` to a format.
+    """Round ``[B, H, T, D]`` to a format; return fp32 (fp64 for a ``dtype`` of fp64).
 
     Args:
         x: Tensor to round.
-        format: Name of the format; ``bf16`` rounds to ``dtype``.
+        format: Name of the format; ``bf16`` rounds to ``dtype``, the model's.
         recipe: Gives the rounding of scales.
         shared: Which blocks share a scale.
         dtype: The model's dtype.
         position: Position of row 0, an int or integer ``[B]``; used if a tile shares a scale.
         head_scale: NVFP4's global scale of each head, ``[B, H, 1, 1]``; by default that of all rows.
-
-    Returns:
-        The rounded values, fp32 (fp64 for a ``dtype`` of fp64).
     """
     compute_dtype = torch.promote_types(dtype, torch.float32)
     if format == UNQUANTIZED:

@@ -41,12 +41,9 @@ class ComputePath:
 
 
 def select_compute_path(recipe: Recipe, arch: int, channels: int = 128) -> ComputePath:
-    """Return how a chip computes a recipe.
+    """Return how a chip of compute capability ``arch`` (90 is Hopper) computes a recipe.
 
-    Args:
-        recipe: The recipe.
-        arch: Compute capability, major version times ten plus minor (90 is Hopper).
-        channels: The larger head dimension of keys and values.
+    ``channels`` is the larger head dimension of keys and values.
     """
     is_block_scaled = has_block_scaled_mma(arch, channels)
     key = RAW if recipe.high == UNQUANTIZED else DEQUANTIZED

@@ -8,10 +8,9 @@ from torch import Tensor
 
 
 def is_describable(tensor: Any) -> bool:
-    """Whether TMA can load ``[B, H, T, D]``: contiguous channels; address and other strides multiples of 16 bytes.
+    """Whether TMA can load ``[B, H, T, D]``, a tensor or its layout.
 
-    Args:
-        tensor: A tensor, or its :class:`~dma_kernels.numerics.layout.TensorLayout`.
+    Channels are contiguous; the address and the other strides are multiples of 16 bytes.
     """
     unit = 16 // tensor.dtype.itemsize
     *outer, channels = tensor.stride()

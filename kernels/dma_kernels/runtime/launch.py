@@ -100,10 +100,6 @@ class DirectLaunch:
 
     With Triton 3.6 it calls the launcher that Triton compiled in C, which cuts host time by two thirds, and caches the
     tensor map of each address. With other versions it calls ``compiled[grid]``.
-
-    Args:
-        compiled: The compiled kernel, as Triton's launch returned it.
-        grid: CTAs along each axis.
     """
 
     def __init__(self, compiled: CompiledKernel, grid: Grid) -> None:
@@ -133,12 +129,7 @@ class DirectLaunch:
         return self._launch is not None
 
     def descriptor(self, index: int, make: Callable[[int], Any]) -> Callable[[int], Any]:
-        """Return a function that describes a tensor, given its address.
-
-        Args:
-            index: Index of the descriptor in the launch.
-            make: Makes a descriptor, given an address.
-        """
+        """Return a function that describes a tensor, given its address, for the ``index``-th descriptor of a launch."""
         if self._launch is None:
             return make
         from triton.backends.nvidia.driver import make_tensordesc_arg
@@ -155,11 +146,7 @@ class DirectLaunch:
 
 
 def direct_launch(launch: KernelLaunch, arguments: Sequence[Any]) -> DirectLaunch | None:
-    """Launch through Triton, which compiles the kernel.
-
-    Args:
-        launch: The launch.
-        arguments: Its runtime arguments, with real tensors.
+    """Launch through Triton, which compiles the kernel; ``arguments`` are the runtime arguments, with real tensors.
 
     Returns:
         The direct launch for later calls; ``None`` if only Triton itself may launch the kernel.
@@ -187,14 +174,8 @@ def map_leaves(function: Callable[[Any], Any], argument: Any) -> Any:
     return type(argument)(*made) if hasattr(argument, "_fields") else tuple(made)
 
 
-class _BoundDevices(threading.local):
-    """Devices whose CUDA context is bound to this thread."""
-
-    def __init__(self) -> None:
-        self.devices: set[torch.device] = set()
-
-
-_BOUND = _BoundDevices()
+_bound = threading.local()
+"""Attribute ``devices``: the devices whose CUDA context is bound to this thread."""
 
 
 def blocks_of_heads(heads: int, blocks: int) -> Grid:
@@ -210,10 +191,7 @@ def settings() -> tuple[Any, ...]:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Make a CUDA device current for the launches of a call.
-
-    Does nothing on a CPU, where the interpreter runs kernels.
-    """
+    """Make a CUDA device current for the launches of a call; on a CPU, the interpreter runs kernels."""
     if device.type != "cuda":
         return nullcontext()
     _bind_context(device)
@@ -226,11 +204,12 @@ def _bind_context(device: torch.device) -> None:
 
     Triton's own launch binds it too late: the driver encodes tensor descriptors before that.
     """
-    if device not in _BOUND.devices:
+    devices = _bound.__dict__.setdefault("devices", set())
+    if device not in devices:
         with torch.cuda.device(device):
             # Unlike most CUDA calls, allowed during graph capture.
             torch.cuda.Event().record()  # type: ignore[no-untyped-call]
-        _BOUND.devices.add(device)
+        devices.add(device)
 
 
 def current_stream() -> int:

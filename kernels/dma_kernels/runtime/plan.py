@@ -169,14 +169,10 @@ def materialize(arguments: tuple[Any, ...], tensors: Sequence[Tensor | None]) ->
 def _filler(
     arguments: tuple[Any, ...], index: Mapping[int, int], direct: DirectLaunch
 ) -> Callable[[Sequence[int]], tuple[Any, ...]]:
-    """Return a function that fills addresses into the arguments.
+    """Return a function that fills addresses into arguments with planned tensors and descriptors of them.
 
-    It is one compiled expression, because a launch has up to a hundred arguments, some in tuples.
-
-    Args:
-        arguments: Arguments, with planned tensors and descriptors of them.
-        index: Index of an address, by the slot of its tensor.
-        direct: The direct launch.
+    ``index`` is that of an address, by the slot of its tensor. The function is one compiled expression, because a
+    launch has up to a hundred arguments, some in tuples.
     """
     constants: dict[str, Any] = {}
     descriptors = 0
@@ -234,12 +230,6 @@ class LaunchPlan:
 
     The first run goes through Triton's own launch, which compiles. Later ones launch the compiled kernels, and allocate
     everything except the results as one workspace.
-
-    Args:
-        builder: The recorded allocations and launches.
-        inputs: Number of inputs.
-        results: Tensors that the call returns.
-        device: Device of all tensors.
     """
 
     def __init__(
@@ -279,11 +269,7 @@ class LaunchPlan:
         return [kernel.fn.__name__ for kernel in self._kernels]
 
     def run(self, inputs: Sequence[Tensor | None]) -> list[Tensor]:
-        """Allocate and launch.
-
-        Args:
-            inputs: Tensors of the layouts that the plan was made for, in the same order.
-        """
+        """Allocate and launch; ``inputs`` have the layouts that the plan was made for."""
         device = self.device
         with on_device(device):
             results = [

@@ -101,18 +101,11 @@ def quantize_q(
     scale: float,
     use_pdl: bool,
 ) -> QuantizedQueries:
-    """Quantize queries.
+    """Quantize queries ``[B, Hq, Tq, D]``; the arguments are fields of :class:`~..operands.AttentionInputs`.
 
-    Args:
-        query: 16-bit ``[B, Hq, Tq, D]``, any strides; ``D`` is a multiple of 32.
-        mean: Mean key that smoothing subtracted, fp32 ``[B, Hkv, D]``.
-        query_global_scale: NVFP4's global scale of the transformed queries, fp32 ``[B, Hq]``, if they are in NVFP4.
-        recipe: The precisions.
-        low_key: Format of the keys of low tiles, not packed.
-        high_key: Format of the keys of high tiles, in 16 bits.
-        scale: Scale of the scores.
-        use_pdl: Whether CTAs may start before the previous launch has ended. Until they wait for it, they read only
-            ``query`` and write nothing. They also let the CTAs of the next launch start.
+    ``D`` is a multiple of 32. ``low_key`` and ``high_key`` are the formats of keys: not packed, and in 16 bits. With
+    ``use_pdl``, CTAs may start before the previous launch has ended. Until they wait for it, they read only ``query``
+    and write nothing. They also let the CTAs of the next launch start.
     """
     batch, heads, q_len, head_dim = query.shape
     descale_and_bias = query.new_empty((2, batch, heads, q_len), dtype=torch.float32)
