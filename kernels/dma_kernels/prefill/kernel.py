@@ -241,6 +241,7 @@ def prefill_kernel(
         x = hadamard(q.to(tl.float32), HADAMARD_SIZE, NORM)
         q, q_scale, row_scale = prepare_queries(x, global_scale, HIGH_FORM, HIGH_FORMAT, "block", ROUNDING, tl.bfloat16)
     row_scale *= logit_scale
+    k_rows = Rows(key.ptr + (i_b * key.stride_b + i_kv * key.stride_h), key.stride_t, key.stride_d)
     v_rows = head_rows(value, i_b, i_kv)
     tile_row = i_row * (storage_len >> _TILE_SHIFT)  # of this head, among all tiles of tile-padded storage
     if k_descale_ptr is not None:
@@ -258,7 +259,6 @@ def prefill_kernel(
         position = tl.where(t < count, a_first + t, b_first + t - count) * BLOCK_H
         entry = storage_entry(position, k_start, aligned_start, HIGH_FORM)
         if HIGH_FORM == "raw":
-            k_rows = head_rows(key, i_b, i_kv)
             k = load_raw(k_desc, k_rows, i_b, i_kv, entry, k_len, True, CONFIG.use_raw_tma, D, BLOCK_D, BLOCK_H)
             k_scale = k
         else:

@@ -31,7 +31,7 @@ from .chip import MAX_CTAS, triton_version
 Grid = tuple[int, int, int]
 
 _SINCE_3_6: tuple[str, ...] = ("runtime.debug", "compilation.instrumentation_mode")
-SETTINGS = dict.fromkeys([(3, 6), (3, 7), (3, 8)], _SINCE_3_6)
+SETTINGS: dict[tuple[int, ...], tuple[str, ...]] = dict.fromkeys([(3, 6), (3, 7), (3, 8)], _SINCE_3_6)
 SETTINGS[3, 9] = (*_SINCE_3_6, "compilation.fpsan_homomorphic_casts")
 """Settings (``triton.knobs``) whose changes make Triton recompile a kernel, by tested version."""
 

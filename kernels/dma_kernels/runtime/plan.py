@@ -305,10 +305,10 @@ class LaunchPlan:
                 made = torch.empty_strided(planned.shape, planned.stride(), dtype=planned.dtype, device=self.device)
                 tensors[slot] = made.zero_() if slot in self._zeroed else made
         compiled_under = settings()
-        made = [(each, direct_launch(each, materialize(each.arguments, tensors))) for each in self.launches]
+        launched = [(each, direct_launch(each, materialize(each.arguments, tensors))) for each in self.launches]
         self._direct = [
             (_filler((*each.arguments, *each.constants), self._index, direct), direct.run)
-            for each, direct in made
+            for each, direct in launched
             if direct is not None
         ]
         self._settings = compiled_under if len(self._direct) == len(self.launches) else None
