@@ -5,31 +5,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..numerics.formats import (
-    E4M3_MAX,
-    E8M0_MAX_CODE,
-    E8M0_NAN,
-    FP32_EXPONENT_SPECIAL,
-    FP32_MANTISSA_BITS,
-    FP32_MANTISSA_MASK,
-    MXINT8_MAX_CODE,
-    MXINT8_UNIT,
-)
+from ..numerics import formats
 
 IS_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 """Whether Triton's interpreter runs the kernels; read at import, as by ``triton.jit``."""
 
-_MANTISSA_BITS = tl.constexpr(FP32_MANTISSA_BITS)
-_MANTISSA_MASK = tl.constexpr(FP32_MANTISSA_MASK)
-_SUBNORMAL = tl.constexpr(1 << (FP32_MANTISSA_BITS - 1))  # the bits of 2 ** -127
-_SPECIAL = tl.constexpr(FP32_EXPONENT_SPECIAL)
-_MAX_CODE = tl.constexpr(E8M0_MAX_CODE)
-_NAN_CODE = tl.constexpr(E8M0_NAN)
-_E4M3_MAX = tl.constexpr(E4M3_MAX)
+_MANTISSA_BITS = tl.constexpr(formats.FP32_MANTISSA_BITS)
+_MANTISSA_MASK = tl.constexpr(formats.FP32_MANTISSA_MASK)
+_SUBNORMAL = tl.constexpr(1 << (formats.FP32_MANTISSA_BITS - 1))  # the bits of 2 ** -127
+_SPECIAL = tl.constexpr(formats.FP32_EXPONENT_SPECIAL)
+_MAX_CODE = tl.constexpr(formats.E8M0_MAX_CODE)
+_NAN_CODE = tl.constexpr(formats.E8M0_NAN)
+_E4M3_MAX = tl.constexpr(formats.E4M3_MAX)
 _FP16_MAX = tl.constexpr(65_504.0)
-_INT8_MAX = tl.constexpr(MXINT8_MAX_CODE * MXINT8_UNIT)
+_INT8_MAX = tl.constexpr(formats.MXINT8_MAX_CODE * formats.MXINT8_UNIT)
 # Adding 1.5 * 2^23 units leaves the integer, rounded to nearest, in the lowest byte.
-_INT8_ROUNDING = tl.constexpr(1.5 * 2.0**23 * MXINT8_UNIT)
+_INT8_ROUNDING = tl.constexpr(1.5 * 2.0**23 * formats.MXINT8_UNIT)
 
 
 @triton.jit

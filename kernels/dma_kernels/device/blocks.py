@@ -14,44 +14,31 @@ import triton
 import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 
-from ..numerics.formats import (
-    E2M1,
-    E2M1_MAX,
-    E2M1_SECOND,
-    E4M3,
-    E4M3_MAX,
-    E4M3_SMALLEST,
-    E8M0_NAN,
-    FIRST_KEYS_ROOM,
-    INT8,
-    MXINT8_MAX_CODE,
-    MXINT8_UNIT,
-    SEARCH_MARGIN,
-)
+from ..numerics import formats
 from .arithmetic import IS_INTERPRETED, e8m0_decode, e8m0_encode, e8m0_reciprocal, round_to_e4m3, with_sign
 
-_E2M1_EMAX = tl.constexpr(E2M1.emax)
-_E2M1_MAX_MANTISSA = tl.constexpr(E2M1.max_mantissa)
-_E4M3_EMAX = tl.constexpr(E4M3.emax)
-_E4M3_MAX_MANTISSA = tl.constexpr(E4M3.max_mantissa)
-_INT8_EMAX = tl.constexpr(INT8.emax)
-_INT8_MAX_MANTISSA = tl.constexpr(INT8.max_mantissa)
+_E2M1_EMAX = tl.constexpr(formats.E2M1.emax)
+_E2M1_MAX_MANTISSA = tl.constexpr(formats.E2M1.max_mantissa)
+_E4M3_EMAX = tl.constexpr(formats.E4M3.emax)
+_E4M3_MAX_MANTISSA = tl.constexpr(formats.E4M3.max_mantissa)
+_INT8_EMAX = tl.constexpr(formats.INT8.emax)
+_INT8_MAX_MANTISSA = tl.constexpr(formats.INT8.max_mantissa)
 # Exponent of a head's largest magnitude in units of its scale, which is at most 6 * 448 = 1.3125 * 2 ** 11; with
 # searched scales, 4 * 448 = 1.75 * 2 ** 10.
 _NVFP4_EMAX = tl.constexpr(11)
-_NVFP4_MAX_MANTISSA = tl.constexpr(round((E2M1_MAX * E4M3_MAX / 2**11 - 1.0) * (1 << 23)))
+_NVFP4_MAX_MANTISSA = tl.constexpr(round((formats.E2M1_MAX * formats.E4M3_MAX / 2**11 - 1.0) * (1 << 23)))
 _NVFP4_SEARCH_EMAX = tl.constexpr(10)
-_NVFP4_SEARCH_MAX_MANTISSA = tl.constexpr(round((E2M1_SECOND * E4M3_MAX / 2**10 - 1.0) * (1 << 23)))
-_FIRST_KEYS_ROOM = tl.constexpr(FIRST_KEYS_ROOM)
-_E2M1_MAX = tl.constexpr(E2M1_MAX)
-_E2M1_SECOND = tl.constexpr(E2M1_SECOND)
-_SEARCH_MARGIN = tl.constexpr(SEARCH_MARGIN)
-_E4M3_MAX = tl.constexpr(E4M3_MAX)
-_E4M3_SMALLEST = tl.constexpr(E4M3_SMALLEST)
-_INT8_STEPS = tl.constexpr(1.0 / MXINT8_UNIT)
-_INT8_UNIT = tl.constexpr(MXINT8_UNIT)
-_INT8_MAX = tl.constexpr(float(MXINT8_MAX_CODE))
-_NAN_CODE = tl.constexpr(E8M0_NAN)
+_NVFP4_SEARCH_MAX_MANTISSA = tl.constexpr(round((formats.E2M1_SECOND * formats.E4M3_MAX / 2**10 - 1.0) * (1 << 23)))
+_FIRST_KEYS_ROOM = tl.constexpr(formats.FIRST_KEYS_ROOM)
+_E2M1_MAX = tl.constexpr(formats.E2M1_MAX)
+_E2M1_SECOND = tl.constexpr(formats.E2M1_SECOND)
+_SEARCH_MARGIN = tl.constexpr(formats.SEARCH_MARGIN)
+_E4M3_MAX = tl.constexpr(formats.E4M3_MAX)
+_E4M3_SMALLEST = tl.constexpr(formats.E4M3_SMALLEST)
+_INT8_STEPS = tl.constexpr(1.0 / formats.MXINT8_UNIT)
+_INT8_UNIT = tl.constexpr(formats.MXINT8_UNIT)
+_INT8_MAX = tl.constexpr(float(formats.MXINT8_MAX_CODE))
+_NAN_CODE = tl.constexpr(formats.E8M0_NAN)
 _INFINITY_BITS = tl.constexpr(0x7F800000)
 _E5M2_SHIFT = tl.constexpr(13)  # log2 of the largest scale in the operand format E5M2
 

@@ -28,18 +28,6 @@ def finite_or_zero(x):
 
 
 @triton.jit
-def quantize_rows(x, FORM: tl.constexpr, FORMAT: tl.constexpr, IS_CEIL: tl.constexpr):
-    """Quantize rows of fp32 ``x`` with one scale each, for 8-bit tensor cores.
-
-    Returns:
-        int8 or E4M3 ``[ROWS, COLUMNS]``, and the descale, fp32 ``[ROWS]``.
-    """
-    bits = tl.max(tl.abs(x).to(tl.int32, bitcast=True), 1)
-    reciprocal, descale = row_scale(bits, FORM, FORMAT, IS_CEIL)
-    return to_elements(x, reciprocal[:, None], FORM, IS_CEIL), descale
-
-
-@triton.jit
 def prepare_queries(
     x, global_scale, FORM: tl.constexpr, FORMAT: tl.constexpr, SHARED: tl.constexpr, ROUNDING: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -62,7 +50,10 @@ def prepare_queries(
     COLUMNS: tl.constexpr = x.shape[1]
     descale = tl.full([ROWS], 1.0, tl.float32)
     if FORM != "dequantized" and FORM != "e5m2" and FORM != "packed":
-        q, descale = quantize_rows(x, FORM, FORMAT, ROUNDING == "ceil")
+        # One scale per row, for 8-bit tensor cores.
+        bits = tl.max(tl.abs(x).to(tl.int32, bitcast=True), 1)
+        reciprocal, descale = row_scale(bits, FORM, FORMAT, ROUNDING == "ceil")
+        q = to_elements(x, reciprocal[:, None], FORM, ROUNDING == "ceil")
         scale = q
     elif FORMAT == "bf16":
         tl.static_assert(FORM == "dequantized", "unquantized queries meet dequantized keys")

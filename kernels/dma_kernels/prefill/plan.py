@@ -123,8 +123,7 @@ def quantize_operands(
     query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, path: ComputePath, geometry: AttentionGeometry
 ) -> Operands:
     """Launch the preprocessing; arguments as for the attention kernel and the quantizer."""
-    from .quantizer import quantize_keys_values
-    from .query_global_scale import query_global_scale
+    from .quantizer import quantize_keys_values, query_global_scale
 
     operands = quantize_keys_values(
         key,

@@ -1,4 +1,4 @@
-"""Quantize the keys and values of a call, for every compute path, in one launch.
+"""Quantize the keys and values of a call, for every compute path, in one launch; and find NVFP4's scale of queries.
 
 The mean key, the scales of E4M3 values and NVFP4's global scale depend on the first tile only, which every CTA reads
 itself. Inputs may have any strides; nothing is copied beforehand.
@@ -9,23 +9,27 @@ in another order, and is rounded to bfloat16. Design: ``benchmarks/quantizer.md`
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..numerics.formats import NVFP4, TILE
+from ..numerics.formats import NVFP4, TILE, padded_channels
 from ..numerics.recipe import Recipe
 from ..numerics.saturation import saturation_counter
+from ..numerics.transforms import hadamard_size
 from ..runtime import chip
 from ..runtime.compute_path import ComputePath
 from ..runtime.descriptors import Strided
-from ..runtime.launch import launch_kernel
+from ..runtime.launch import blocks_of_heads, launch_kernel
 from ..runtime.operand_formats import DEQUANTIZED, E5M2, RAW, TILE_SCALED, OperandFormat, Scale, dequantized_dtype
 from .constants import QuantizerConstants
 from .operands import Operands, TileOperands
-from .quantizer_kernel import quantize_kernel
+from .quantizer_kernel import quantize_kernel, query_global_scale_kernel
 
+QUERY_BLOCK = 64
+"""Queries of a CTA that finds their global scale."""
 CTAS_PER_SM = 3
 """As many as fit with 80 registers per thread; they loop over tiles."""
 
@@ -136,3 +140,24 @@ def _constants_and_options(
         # Faster than 8 warps for 8 x 4K tokens (H200).
         options = {"num_warps": 16}
     return constants, options
+
+
+def query_global_scale(query: Tensor, recipe: Recipe) -> Tensor | None:
+    """Return NVFP4's global scale of each head's transformed queries, fp32 ``[B, Hq]``; ``None`` for other formats."""
+    if NVFP4.name not in (recipe.query_low, recipe.high):
+        return None
+    batch, heads, q_len, head_dim = query.shape
+    global_scale = query.new_zeros((batch, heads), dtype=torch.int32)
+    size = hadamard_size(head_dim) if recipe.rotate else 0
+    constants = {
+        "Q_HEADS": heads,
+        "D": head_dim,
+        "BLOCK_D": padded_channels(head_dim),
+        "BLOCK_T": QUERY_BLOCK,
+        "HADAMARD_SIZE": size,
+        "NORM": math.pow(size, -0.5) if recipe.rotate else 1.0,
+        "ROUNDING": recipe.scale_rounding,
+    }
+    grid = blocks_of_heads(batch * heads, -(-q_len // QUERY_BLOCK))
+    launch_kernel(query_global_scale_kernel, constants, grid, query, global_scale, *query.stride(), q_len, num_warps=4)
+    return global_scale.view(torch.float32)

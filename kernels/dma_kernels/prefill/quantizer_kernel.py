@@ -10,17 +10,29 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from ..device.arithmetic import e8m0_decode, e8m0_encode, e8m0_reciprocal, pack_e4m3, to_e4m3, to_e5m2
+from ..device.arithmetic import (
+    e8m0_decode,
+    e8m0_encode,
+    e8m0_reciprocal,
+    hadamard,
+    pack_e4m3,
+    program_block,
+    to_e4m3,
+    to_e5m2,
+)
 from ..device.blocks import (
     dequantize_blocks,
     e8m0_scale,
+    finite_block_amax,
     mxfp4_to_e5m2,
+    nvfp4_global_scale,
     nvfp4_key_scale,
     pack_e2m1,
     quantize_blocks,
     round_to_units_e4m3,
 )
 from ..device.tiles import (
+    Rows,
     first_tile_magnitudes,
     first_tile_mean,
     head_rows,
@@ -307,3 +319,23 @@ def quantize_kernel(
                 key, mean_ptr, high_ptr, high_scale_ptr, low_ptr, low_scale_ptr, k_descale_ptr, k_global_scale_ptr,
                 seq_info_ptr, kv_offset, kv_len, tiles, first_tile, end_tile, CONFIG,
             )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["q_len"])
+def query_global_scale_kernel(
+    q_ptr, global_scale_ptr, stride_qb, stride_qh, stride_qt, stride_qd, q_len,
+    Q_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
+    HADAMARD_SIZE: tl.constexpr, NORM: tl.constexpr, ROUNDING: tl.constexpr,
+):  # fmt: skip
+    """Raise the NVFP4 global scale of a head to what a block of its transformed queries needs."""
+    i_head = tl.program_id(0).to(tl.int64)
+    rows = program_block() * BLOCK_T + tl.arange(0, BLOCK_T)
+    base = q_ptr + (i_head // Q_HEADS) * stride_qb + (i_head % Q_HEADS) * stride_qh
+    x = load_visible(Rows(base, stride_qt, stride_qd), rows, 0, q_len, D, BLOCK_D)
+    x = hadamard(x, HADAMARD_SIZE, NORM)
+    largest = tl.max(tl.max(finite_block_amax(x), 1), 0)
+    # The scale grows with the largest magnitude, so the head's scale is the largest one. Positive floats sort like
+    # their bits.
+    tl.atomic_max(
+        global_scale_ptr + i_head, nvfp4_global_scale(largest, ROUNDING).to(tl.int32, bitcast=True), sem="relaxed"
+    )

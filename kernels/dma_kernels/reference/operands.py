@@ -58,12 +58,12 @@ def prepare_operands(
         k = k - mean
         if visible is not None:
             k = k.masked_fill(~visible[:, None, :, None], 0.0)
+    q = query.to(compute_dtype)
     if recipe.rotate:
-        k = hadamard_rotate(k)
-    q_low, q_high = _low_and_high_queries(query, recipe)
+        k, q = hadamard_rotate(k), hadamard_rotate(q)
+    q_high = q_low = cast(q, recipe.high, recipe, SharedScale.BLOCK, query.dtype)
     k_scale = nvfp4_key_scale(k, recipe.scale_rounding, visible)
     k_high = cast(k, recipe.high, recipe, SharedScale.BLOCK, query.dtype, head_scale=k_scale)
-    k_shared = SharedScale(recipe.shared_scale)
     v_high = v_low = value.to(compute_dtype)
     v_scale = None
     if recipe.pv == "fp8":
@@ -74,7 +74,9 @@ def prepare_operands(
         v_scale = v_scale.to(compute_dtype)
     k_low = k_high
     if not recipe.is_uniform:
-        k_low = cast(k, recipe.key_low, recipe, k_shared, query.dtype, kv_position, head_scale=k_scale)
+        q_low = cast(q, recipe.query_low, recipe, SharedScale(recipe.query_shared_scale), query.dtype)
+        shared = SharedScale(recipe.shared_scale)
+        k_low = cast(k, recipe.key_low, recipe, shared, query.dtype, kv_position, head_scale=k_scale)
     return PreparedOperands(q_low, q_high, k_low, k_high, v_high, v_low, v_scale, qk_bias)
 
 
@@ -82,17 +84,6 @@ def smoothing_bias(query: Tensor, mean: Tensor) -> Tensor:
     """Return ``q . mean`` of queries ``[B, Hq, Tq, D]`` and means ``[B, Hkv, 1, D]``: ``[B, Hq, Tq]``."""
     group = query.shape[1] // mean.shape[1]
     return (query.to(mean.dtype) * mean.repeat_interleave(group, 1)).sum(-1)
-
-
-def _low_and_high_queries(query: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
-    """Return the queries ``[B, Hq, Tq, D]`` of low and of high tiles, transformed and quantized."""
-    q = query.to(torch.promote_types(query.dtype, torch.float32))
-    if recipe.rotate:
-        q = hadamard_rotate(q)
-    high = cast(q, recipe.high, recipe, SharedScale.BLOCK, query.dtype)
-    if recipe.is_uniform:
-        return high, high
-    return cast(q, recipe.query_low, recipe, SharedScale(recipe.query_shared_scale), query.dtype), high
 
 
 def cast(

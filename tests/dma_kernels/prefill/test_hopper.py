@@ -34,7 +34,7 @@ from dma_kernels.prefill.hopper.quantize_q import quantize_q
 from dma_kernels.prefill.hopper.select import ROWS, supports_multi_cta, supports_warp_specialized
 from dma_kernels.prefill.operands import AttentionInputs, Operands
 from dma_kernels.prefill.plan import base2_threshold, new_results, plan
-from dma_kernels.prefill.query_global_scale import query_global_scale
+from dma_kernels.prefill.quantizer import query_global_scale
 from dma_kernels.prefill.registry import MULTI_CTA, PORTABLE, WARP_SPECIALIZED, PrefillKernel, select_kernel
 from dma_kernels.runtime import chip
 from dma_kernels.runtime.compute_path import ComputePath, select_compute_path
