@@ -16,6 +16,8 @@ largest number of a tile, and lose less than bfloat16 would.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton.language as tl
 
 from ..device.gluon import async_load, commit_group, constexpr_function, gl, jit, mma, view, wait_group
@@ -73,6 +75,13 @@ def _band_start(q_pos, diagonal_tiles):
 
 
 @jit
+def _step_tokens(W: tl.constexpr, LAYOUT: tl.constexpr):
+    """Return the indices of the tokens of a step over high tiles, 16 per warp, ``[W, 16, 1]``."""
+    o_w = gl.arange(0, W, layout=axis_layout(LAYOUT, 3, 0))[:, None, None]
+    return o_w * 16 + gl.arange(0, 16, layout=axis_layout(LAYOUT, 3, 1))[None, :, None]
+
+
+@jit
 def _load_tokens(pointer, token, channel, strides, first, tokens, CHANNELS: tl.constexpr):
     """Load residual, sink or new tokens with indices in ``first..tokens - 1``; zeros elsewhere."""
     mask = (token >= first) & (token < tokens) & (channel < CHANNELS)
@@ -103,18 +112,9 @@ def attend_high(
     VALUES: tl.constexpr = unquantized_values_layout(W, 64 * G)
     STEPS: tl.constexpr = _TILE // (16 * W)
     CB: tl.constexpr = BLOCK_D // 32
-    k_token = (
-        gl.arange(0, W, layout=axis_layout(KEYS, 3, 0))[:, None, None] * 16
-        + gl.arange(0, 16, layout=axis_layout(KEYS, 3, 1))[None, :, None]
-    )
-    v_token = (
-        gl.arange(0, W, layout=axis_layout(VALUES, 3, 0))[:, None, None] * 16
-        + gl.arange(0, 16, layout=axis_layout(VALUES, 3, 1))[None, :, None]
-    )
-    token = (
-        gl.arange(0, W, layout=axis_layout(MMA, 3, 0))[:, None, None] * 16
-        + gl.arange(0, 16, layout=axis_layout(MMA, 3, 1))[None, :, None]
-    )
+    k_token = _step_tokens(W, KEYS)
+    v_token = _step_tokens(W, VALUES)
+    token = _step_tokens(W, MMA)
     o_d = gl.arange(0, BLOCK_D, layout=axis_layout(KEYS, 3, 2))[None, None, :]
     o_v = gl.arange(0, 64 * G, layout=axis_layout(VALUES, 3, 2))[None, None, :]
     m_i = gl.full([W, 8], -1.0e30, gl.float32, gl.SliceLayout(1, MMA))
@@ -274,34 +274,38 @@ def _view_buffers(buffers, shape: tl.constexpr):
     return view(buffers[0], gl.int32, shape, LAYOUT), view(buffers[1], gl.int32, shape, LAYOUT)
 
 
+class AsyncCopies(NamedTuple):
+    """Copies of keys, or of values, from page blocks to shared memory."""
+
+    codes: Any  # buffers of both steps
+    scales: Any  # buffers of scales and zero points: two of keys, one of values
+    code_offsets: Any  # words from the start of a page block, in the first step
+    scale_offsets: Any
+
+
 @jit
-def _load_keys_async(
-    has_tile, block, buffers, scale_buffers, code_offsets, scale_offsets, i_step: tl.constexpr,
-    STEP_WORDS: tl.constexpr, SCALE_WORDS: tl.constexpr,
-):  # fmt: skip
+def _load_keys_async(has_tile, block, keys, i_step: tl.constexpr, STEP_WORDS: tl.constexpr, SCALE_WORDS: tl.constexpr):
     """Copy one step of a tile's key codes asynchronously, with the first step also scales and zero points."""
     if has_tile:
         if i_step == 0:
             CHANNELS: tl.constexpr = key_scales_layout(block.shape[0])
-            scales = gl.convert_layout(block, axis_layout(CHANNELS, 3, 0))[:, None, None] + scale_offsets
+            scales = gl.convert_layout(block, axis_layout(CHANNELS, 3, 0))[:, None, None] + keys.scale_offsets
             for i in gl.static_range(2):
-                async_load(scale_buffers[i], scales + i * SCALE_WORDS)
-        async_load(buffers[i_step], block[:, None, None] + (code_offsets + i_step * STEP_WORDS))
+                async_load(keys.scales[i], scales + i * SCALE_WORDS)
+        async_load(keys.codes[i_step], block[:, None, None] + (keys.code_offsets + i_step * STEP_WORDS))
     commit_group()
 
 
 @jit
-def _load_values_async(
-    has_tile, block, buffers, pair_buffers, code_offsets, pair_offsets, i_step: tl.constexpr, STEP_WORDS: tl.constexpr
-):  # fmt: skip
+def _load_values_async(has_tile, block, values, i_step: tl.constexpr, STEP_WORDS: tl.constexpr):
     """Copy one step of a tile's value codes asynchronously, with the first step also scales and zero points."""
     W: tl.constexpr = block.shape[0]
     if has_tile:
         if i_step == 0:
             tokens = gl.convert_layout(block, axis_layout(value_scales_layout(W), 4, 1))[None, :, None, None]
-            async_load(pair_buffers[0], tokens + pair_offsets)
+            async_load(values.scales[0], tokens + values.scale_offsets)
         rows = gl.convert_layout(block, axis_layout(codes_layout(W, 4), 4, 1))[None, :, None, None]
-        async_load(buffers[i_step], rows + (code_offsets + i_step * STEP_WORDS))
+        async_load(values.codes[i_step], rows + (values.code_offsets + i_step * STEP_WORDS))
     commit_group()
 
 
@@ -396,12 +400,14 @@ def attend_low(q, cache, page_table, i_kv, first, last, q_pos, sizes, softcap, l
         v_buffers = _buffers(2, [G, W, 2 * _STEP // CO, 128])
     scale_buffers = _buffers(2, [W, BLOCK_D // 32, 16])
     pair_buffers = _buffers(1, [G, W, _TILE // 32, 32])
+    key_copies = AsyncCopies(k_buffers, scale_buffers, k_offsets, scale_offsets)
+    value_copies = AsyncCopies(v_buffers, pair_buffers, v_offsets, pair_offsets)
     block = _page_blocks(pages, page_table, gl.minimum(first + o_w, last - 1), cache, sizes)
     for i_step in gl.static_range(2):
-        _load_keys_async(True, block, k_buffers, scale_buffers, k_offsets, scale_offsets, i_step, K_STEP, STORED // 2)
+        _load_keys_async(True, block, key_copies, i_step, K_STEP, STORED // 2)
     if STAGES == 4:
         for i_step in gl.static_range(2):
-            _load_values_async(True, block, v_buffers, pair_buffers, v_offsets, pair_offsets, i_step, V_STEP)
+            _load_values_async(True, block, value_copies, i_step, V_STEP)
     for start in range(first, last, W):
         has_next = start + W < last
         next_tile = gl.minimum(start + W + o_w, last - 1)
@@ -423,12 +429,9 @@ def attend_low(q, cache, page_table, i_kv, first, last, q_pos, sizes, softcap, l
             keys = to_key_operand(words.to(gl.uint32, bitcast=True), BITS, W, _STEP, BLOCK_D)
             s = mma(keys, operand, gl.full([W, _STEP, N], 0, gl.int32, MMA))
             if STAGES == 2:
-                _load_values_async(True, block, v_buffers, pair_buffers, v_offsets, pair_offsets, i_step, V_STEP)
+                _load_values_async(True, block, value_copies, i_step, V_STEP)
             else:
-                _load_keys_async(
-                    has_next, next_block, k_buffers, scale_buffers, k_offsets, scale_offsets, i_step, K_STEP,
-                    STORED // 2,
-                )  # fmt: skip
+                _load_keys_async(has_next, next_block, key_copies, i_step, K_STEP, STORED // 2)
             s = combine_bytes(s, W) * descale[:, None, :] + offset
             if CONFIG.HAS_SOFTCAP:
                 s = gl.where(is_tile, _cap(s, softcap), float("-inf"))
@@ -462,14 +465,9 @@ def attend_low(q, cache, page_table, i_kv, first, last, q_pos, sizes, softcap, l
             values = to_value_operand(words.to(gl.uint32, bitcast=True), BITS, W, _STEP, G)
             sums = mma(values, to_probability_operand(probabilities[i_step], scales[i_step], BITS, W), sums)
             if STAGES == 2:
-                _load_keys_async(
-                    has_next, next_block, k_buffers, scale_buffers, k_offsets, scale_offsets, i_step, K_STEP,
-                    STORED // 2,
-                )  # fmt: skip
+                _load_keys_async(has_next, next_block, key_copies, i_step, K_STEP, STORED // 2)
             else:
-                _load_values_async(
-                    has_next, next_block, v_buffers, pair_buffers, v_offsets, pair_offsets, i_step, V_STEP
-                )
+                _load_values_async(has_next, next_block, value_copies, i_step, V_STEP)
         acc = acc * alpha + combine_bytes(sums, W) * (beta * (1.0 / (1 << (8 - BITS))))
         block = next_block
     wait_group(0)
