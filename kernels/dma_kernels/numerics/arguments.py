@@ -1,6 +1,7 @@
 """Argument checks for attention, with and without a cache.
 
-Each takes tensors or their layouts (:class:`~dma_kernels.numerics.layout.TensorLayout`).
+Each takes tensors or their layouts (:class:`~dma_kernels.numerics.layout.TensorLayout`). It raises ``TypeError`` for a
+wrong type or dtype, and ``ValueError`` for a wrong shape, device or number.
 """
 
 from __future__ import annotations
@@ -34,13 +35,7 @@ def is_integer(tensor: Any) -> bool:
 
 
 def check_options(*, is_causal: Any, window: Any, scale: Any, softcap: Any) -> None:
-    """Check the options that are not tensors.
-
-    Raises:
-        TypeError: ``is_causal`` is not a bool, or ``scale`` or ``softcap`` is neither ``None`` nor a number.
-        ValueError: ``scale`` or ``softcap`` is not positive and finite, or ``window`` is neither ``None`` nor an
-            integer of at least 1.
-    """
+    """Check the options that are not tensors. ``scale`` and ``softcap`` must be positive and finite, or ``None``."""
     if not isinstance(is_causal, bool):
         raise TypeError(f"is_causal must be true or false, got {is_causal!r}")
     if scale is not None:
@@ -52,12 +47,7 @@ def check_options(*, is_causal: Any, window: Any, scale: Any, softcap: Any) -> N
 
 
 def check_kind(name: str, tensor: Any, other: Any, whose: str = "query") -> None:
-    """Check that an argument is a tensor on the device of ``other``, which messages call ``whose``.
-
-    Raises:
-        TypeError: It is not a tensor.
-        ValueError: It is on another device.
-    """
+    """Check that an argument is a tensor on the device of ``other``, which messages call ``whose``."""
     if not isinstance(tensor, (Tensor, TensorLayout)):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     if tensor.device != other.device:
@@ -65,12 +55,7 @@ def check_kind(name: str, tensor: Any, other: Any, whose: str = "query") -> None
 
 
 def check_sinks(sinks: Any, query: Any) -> None:
-    """Check the sink logits of queries ``[B, Hq, T, D]``.
-
-    Raises:
-        TypeError: They are not a floating-point tensor.
-        ValueError: They are not ``[Hq]``, or on another device.
-    """
+    """Check the sink logits of queries ``[B, Hq, T, D]``: floating point, ``[Hq]``."""
     check_kind("sinks", sinks, query)
     if sinks.shape != (query.shape[1],):
         raise ValueError(f"sinks must be [{query.shape[1]}], one logit per query head, got {list(sinks.shape)}")
@@ -79,13 +64,7 @@ def check_sinks(sinks: Any, query: Any) -> None:
 
 
 def check_mask(mask: Any, query: Any, columns: int | None) -> None:
-    """Check the mask of queries ``[B, Hq, T, D]``.
-
-    Raises:
-        TypeError: It is not a boolean tensor.
-        ValueError: It does not broadcast to ``[B, Hq, T, columns]``, with any number of columns for ``None``; or it is
-            on another device.
-    """
+    """Check that a mask is boolean and broadcasts to ``[B, Hq, T, columns]``; ``None`` for any number of columns."""
     check_kind("mask", mask, query)
     if mask.dtype != torch.bool:
         raise TypeError(f"mask must be boolean, got {mask.dtype}")
@@ -107,12 +86,7 @@ def of_four_dimensions(mask: Any) -> Any:
 
 
 def check_call(call: AttentionCall) -> None:
-    """Check the layouts and offsets of a call.
-
-    Raises:
-        ValueError: A shape, a head dimension or an offset is invalid, or a tensor is on another device.
-        TypeError: An argument is not a tensor, or has the wrong dtype.
-    """
+    """Check the layouts and offsets of a call, as :func:`dma_kernels.attention` describes them."""
     query, key, kv_range, q_offset, kv_offset = call.query, call.key, call.kv_range, call.q_offset, call.kv_offset
     _check_query_key_value(query, key, call.value)
     batch = query.shape[0]

@@ -22,7 +22,7 @@ from ..runtime.compute_path import ComputePath, select_compute_path
 from ..runtime.reports import report
 from .config import PrefillShape
 from .operands import AttentionInputs, Operands
-from .registry import PrefillKernel, select_kernel
+from .registry import select_kernel
 
 if TYPE_CHECKING:
     from ..runtime.plan import LaunchPlan
@@ -75,6 +75,8 @@ def plan(call: AttentionCall) -> PrefillPlan | ReferencePlan:
     device, q_len = call.query.device, call.query.shape[2]
     if chip.resolve_backend(call.backend, device, call.query.dtype) == "reference":
         return ReferencePlan()
+    from ..runtime.plan import make_plan  # the reference needs no Triton
+
     info = TensorLayout.dense((call.key.shape[0], 4), torch.int32, device) if call.has_seq_info else None
     geometry = AttentionGeometry.of(call, info)
     recipe = call.recipe
@@ -84,19 +86,6 @@ def plan(call: AttentionCall) -> PrefillPlan | ReferencePlan:
     path = select_compute_path(recipe, arch, max(call.query.shape[3], call.value.shape[3]))
     shape = PrefillShape(call.query, call.key, call.value, geometry, arch, call.softcap is not None)
     kernel, config = select_kernel(shape, path)
-    return _plan_launches(kernel, config, call, recipe, path, geometry)
-
-
-def _plan_launches(
-    kernel: PrefillKernel,
-    config: Any,
-    call: AttentionCall,
-    recipe: Recipe,
-    path: ComputePath,
-    geometry: AttentionGeometry,
-) -> PrefillPlan:
-    """Plan the launches of a kernel and of the quantizers before it. Layouts stand for tensors."""
-    from ..runtime.plan import make_plan  # the reference needs no Triton
 
     def launch(query: Any, key: Any, value: Any, sinks: Any, mask: Any, seq_info: Any, tile_counts: Any) -> Any:
         placed = replace(geometry, mask=mask, seq_info=seq_info)
@@ -114,9 +103,8 @@ def _plan_launches(
             kernel.launch(inputs)
         return (out, lse) if call.needs_lse else (out,)
 
-    placed: tuple[Any, ...] = (geometry.mask, geometry.seq_info)
-    layouts = (call.query, call.key, call.value, call.sinks, *placed, call.tile_counts)
-    return PrefillPlan(kernel.name, config, make_plan(launch, layouts, call.query.device))
+    layouts: tuple[Any, ...] = (call.query, call.key, call.value, call.sinks, geometry.mask, info, call.tile_counts)
+    return PrefillPlan(kernel.name, config, make_plan(launch, layouts, device))
 
 
 def quantize_operands(
