@@ -33,14 +33,8 @@ def select_decode_tiling(
 ) -> DecodeTiling:
     """Return the configuration of a decode step. It does not depend on how many keys a cache holds.
 
-    Args:
-        arch: Compute capability, major version times ten plus minor.
-        block_d: Head dimension of keys, padded to a power of two.
-        block_dv: Head dimension of values, padded likewise, at least 64.
-        bits: Bits of a code.
-        heads: Kv heads of all batch rows.
-        tiles: Tiles that a row can hold, unquantized ones included.
-        sms: SMs of the device.
+    ``block_d`` and ``block_dv`` are padded head dimensions, ``heads`` the kv heads of all batch rows, and ``tiles`` the
+    tiles that a row can hold, unquantized ones included.
     """
     # With two stages, shared alternately by keys and values, more 8-bit or head_dim 256 warps fit in shared memory.
     stages = 2 if block_d == block_dv and (bits == 8 or block_d > 128) else 4

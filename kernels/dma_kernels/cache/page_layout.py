@@ -66,15 +66,7 @@ class PageLayout:
         return hadamard_size(self.value_dim) if self.format.rotate_values else 1
 
     def encode(self, key: Tensor, value: Tensor) -> Tensor:
-        """Quantize whole tiles.
-
-        Args:
-            key: ``[..., 128, D]``.
-            value: ``[..., 128, Dv]``.
-
-        Returns:
-            Page blocks, uint8 ``[..., nbytes]``.
-        """
+        """Quantize keys ``[..., 128, D]`` and values ``[..., 128, Dv]`` to page blocks, uint8 ``[..., nbytes]``."""
         leading = key.shape[:-2]
         key, value = key.reshape(-1, TILE, self.head_dim), value.reshape(-1, TILE, self.value_dim)
         keys = quantize_keys(hadamard_transform(key.float()) if self.format.rotate_keys else key, self.format)

@@ -114,14 +114,9 @@ def restore_dense(
 ) -> tuple[Tensor, Tensor]:
     """Return dense KV starting at a position per row, without synchronizing; zeros where nothing is stored.
 
-    Args:
-        storage: The cache.
-        first: Position of output index 0, integer ``[B]``.
-        out_len: Positions per row.
-        key: New keys, not stored yet, ``[B, Hkv, T, D]``, any strides; ``None`` for none, like ``value``.
-        value: See ``key``.
-        as_low: Read every complete tile dequantized, as for low tiles, except the sinks. By default, everything that is
-            stored unquantized is read unquantized.
+    Output index 0 is at position ``first``, integer ``[B]``. ``key`` and ``value``, if given, are new and not stored
+    yet. With ``as_low``, every complete tile is read dequantized, as for low tiles, except the sinks. By default,
+    everything that is stored unquantized is read unquantized.
 
     Returns:
         Keys ``[B, Hkv, out_len, D]`` and values ``[B, Hkv, out_len, Dv]`` in the model's dtype, contiguous.

@@ -32,16 +32,11 @@ def prepare_queries(
     x, global_scale, FORM: tl.constexpr, FORMAT: tl.constexpr, SHARED: tl.constexpr, ROUNDING: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Convert transformed queries to the operand format of their keys.
+    """Convert transformed queries, fp32 ``[ROWS, BLOCK_D]``, to the operand format of their keys.
 
-    Args:
-        x: fp32 ``[ROWS, BLOCK_D]``.
-        global_scale: NVFP4's global scale, fp32; 1 for other formats.
-        FORM: Name of the keys' operand format (:mod:`dma_kernels.runtime.operand_formats`); any but ``raw``.
-        FORMAT: Number format of the queries.
-        SHARED: What shares a scale: ``block`` or ``row``.
-        ROUNDING: Rounding of the scales.
-        DTYPE: Dtype of dequantized queries.
+    ``FORM`` names that format (:mod:`dma_kernels.runtime.operand_formats`), any but ``raw``; ``FORMAT`` is the number
+    format of the queries, and ``SHARED`` what shares a scale, ``block`` or ``row``. ``global_scale`` is NVFP4's, 1 for
+    other formats. ``DTYPE`` is that of dequantized queries.
 
     Returns:
         The queries; their block scales (unused except for ``packed``); and their descales, fp32 ``[ROWS]``.
