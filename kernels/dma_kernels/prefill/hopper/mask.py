@@ -30,13 +30,7 @@ class Mask:
     @gluon.jit
     def union_range(self, start, stop, first, last):
         """Return the part of the positions ``start..stop`` that any query at ``first..last`` attends to."""
-        if self.IS_CAUSAL:
-            stop = gl.minimum(stop, last)
-        if self.window is not None:
-            start = gl.maximum(start, first - (self.window - 1 if self.IS_CAUSAL else self.window))
-            if not self.IS_CAUSAL:
-                stop = gl.minimum(stop, last + self.window)
-        return start, stop
+        return self._range_of_rows(last - 1, first, start, stop)
 
     @gluon.jit
     def unmasked_range(self, first, last):
