@@ -44,7 +44,10 @@ class TileOperands:
 
 @dataclass(frozen=True)
 class Operands:
-    """The tensors of one call. All their tile-padded storage has the same number of tiles."""
+    """The tensors of one call. All their tile-padded storage has the same number of tiles.
+
+    Tiles that are low for no query may be uninitialized. They must not be read, not even with a probability of 0.
+    """
 
     high: TileOperands  # operands of high tiles
     # operands of low tiles; ``None`` if the recipe has one precision. The caller's ``value`` is that of ``high``.
@@ -52,9 +55,6 @@ class Operands:
     key_mean: Tensor | None = None  # mean key, fp32 ``[B, Hkv, D]``; given iff the recipe has ``smooth_k``
     # NVFP4's global scale of the transformed queries, fp32 ``[B, Hq]``; given iff the recipe has NVFP4 queries
     query_global_scale: Tensor | None = None
-    # valid tiles of tile-padded storage; ``None`` for all. The others are uninitialized and must not be read, not even
-    # with a probability of 0. They are low for no query (``low_tiles``).
-    valid_tiles: range | None = None
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,6 @@ class PrefillPlan:
     """How the kernels compute calls with the same plan key."""
 
     kernel: str  # name of the attention kernel
-    config: Any  # its configuration
     launches: LaunchPlan  # allocations and launches
 
     def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
@@ -104,7 +103,7 @@ def plan(call: AttentionCall) -> PrefillPlan | ReferencePlan:
         return (out, lse) if call.needs_lse else (out,)
 
     layouts: tuple[Any, ...] = (call.query, call.key, call.value, call.sinks, geometry.mask, info, call.tile_counts)
-    return PrefillPlan(kernel.name, config, make_plan(launch, layouts, device))
+    return PrefillPlan(kernel.name, make_plan(launch, layouts, device))
 
 
 def quantize_operands(

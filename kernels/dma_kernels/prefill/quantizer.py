@@ -110,7 +110,7 @@ def quantize_keys_values(
             saturation_counter() if writes_values else None,
             kv_offset, kv_len, tiles, valid.start, valid.stop, **options,
         )  # fmt: skip
-    return Operands(high=high, low=low, key_mean=mean, valid_tiles=valid)
+    return Operands(high=high, low=low, key_mean=mean)
 
 
 def _constants_and_options(

@@ -86,7 +86,6 @@ def test_only_low_tiles_are_written_if_high_tiles_are_unquantized(recipe: str, a
         quantize_keys_values(key, value, made, path, kv_offset=141, seq_info=None, low_tiles=low_tiles)
         for low_tiles in (None, range(1, 3))
     )
-    assert (whole.valid_tiles, part.valid_tiles) == (range(tiles), range(1, 3))
     assert whole.low is not None
     assert part.low is not None
     # Scales of the first tile apply to all tiles, and are stored even if it is not.

@@ -101,11 +101,11 @@ def quantize_q(
     scale: float,
     use_pdl: bool,
 ) -> QuantizedQueries:
-    """Quantize queries ``[B, Hq, Tq, D]``; the arguments are fields of :class:`~..operands.AttentionInputs`.
+    """Quantize queries ``[B, Hq, Tq, D]``, any strides; ``D`` is a multiple of 32.
 
-    ``D`` is a multiple of 32. ``low_key`` and ``high_key`` are the formats of keys: not packed, and in 16 bits. With
-    ``use_pdl``, CTAs may start before the previous launch has ended. Until they wait for it, they read only ``query``
-    and write nothing. They also let the CTAs of the next launch start.
+    ``mean`` and ``query_global_scale`` are those of :class:`~..operands.Operands`. ``low_key`` and ``high_key`` are the
+    formats of keys: not packed, and in 16 bits. With ``use_pdl``, CTAs may start before the previous launch has ended.
+    Until they wait for it, they read only ``query`` and write nothing. They also let the CTAs of the next launch start.
     """
     batch, heads, q_len, head_dim = query.shape
     descale_and_bias = query.new_empty((2, batch, heads, q_len), dtype=torch.float32)
