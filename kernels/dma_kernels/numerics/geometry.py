@@ -75,8 +75,7 @@ class AttentionGeometry:
     def trimmed(self) -> tuple[slice, AttentionGeometry]:
         """Drop the keys at both ends that are invisible to the whole batch, such as the unused end of a cache.
 
-        Returns:
-            The slice of remaining key indices, and the geometry of these keys.
+        Return the slice of remaining key indices, and the geometry of these keys.
         """
         keys = slice(0, self.kv_len)
         if self.seq_info is None:
@@ -96,11 +95,8 @@ class AttentionGeometry:
     def low_tiles(self, q_len: int, diagonal_tiles: int, sink_tiles: int) -> range | None:
         """Return the range of tiles that are low for some query, counted from the tile of key 0.
 
-        Queries are rounded out to whole tiles for the window: a kernel's block lies in one tile, and may extend before
-        the first query and after the last.
-
-        Returns:
-            The tiles; ``None`` for all of them, if offsets are read on the device.
+        ``None`` means all of them, because offsets are read on the device. Queries are rounded out to whole tiles for
+        the window: a kernel's block lies in one tile, and may extend before the first query and after the last.
         """
         if self.seq_info is not None:
             return None

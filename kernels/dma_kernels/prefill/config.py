@@ -31,7 +31,6 @@ class PrefillShape:
     geometry: AttentionGeometry  # positions and visibility; layouts stand for its tensors
     arch: int  # compute capability of the device, major version times ten plus minor
     has_softcap: bool = False  # whether scores are capped
-    backend: str = "triton"  # ``reference`` or ``triton``
 
 
 @dataclass(frozen=True)
@@ -75,14 +74,9 @@ class MultiCTAConfig:
 def portable_config(
     arch: int, path: ComputePath, head_dim: int, value_dim: int, *, has_softcap: bool = False
 ) -> PortableConfig:
-    """Return the configuration of the portable kernel.
+    """Return the configuration of the portable kernel for a compute capability ``arch`` (90 is Hopper).
 
-    Args:
-        arch: Compute capability, major version times ten plus minor (90 is Hopper).
-        path: Operand formats of keys and values.
-        head_dim: Head dimension of queries and keys.
-        value_dim: Head dimension of values.
-        has_softcap: Whether scores are capped, which takes registers.
+    A softcap takes registers.
     """
     config = _portable_config(arch, path, padded_channels(max(head_dim, value_dim)), has_softcap)
     return replace(config, use_tma=arch >= 90)
@@ -144,7 +138,7 @@ def _portable_config(arch: int, path: ComputePath, widest: int, has_softcap: boo
 
 @functools.cache
 def multi_cta_config(arch: int, path: ComputePath, head_dim: int, value_dim: int) -> MultiCTAConfig | None:
-    """Return the configuration of the multi-CTA kernel; ``None`` if there is none. Arguments as above."""
+    """Return the configuration of the multi-CTA kernel; ``None`` if there is none."""
     widest = padded_channels(max(head_dim, value_dim))
     if arch != 90 or widest not in (64, 128) or path.low_key is None:
         return None
@@ -160,7 +154,7 @@ def multi_cta_config(arch: int, path: ComputePath, head_dim: int, value_dim: int
 def warp_specialized_config(
     arch: int, path: ComputePath, head_dim: int, value_dim: int
 ) -> WarpSpecializedConfig | None:
-    """Return the configuration of the warp-specialized kernel; ``None`` if there is none. Arguments as above."""
+    """Return the configuration of the warp-specialized kernel; ``None`` if there is none."""
     widest = padded_channels(max(head_dim, value_dim))
     if arch != 90 or widest < 64 or path.low_key is None:
         return None
@@ -183,12 +177,8 @@ def warp_specialized_config(
 
 
 def select_swizzle_group(kv_heads: int, bytes_per_head: int) -> int:
-    """Return the number of kv heads (of all batch rows) per L2 swizzle group.
+    """Return the number of kv heads, of the ``kv_heads`` of all batch rows, per L2 swizzle group.
 
     As many as fit in the L2 cache. In a group the longest rows go first, so SMs idle only at the end of the last group.
-
-    Args:
-        kv_heads: Heads times batch rows.
-        bytes_per_head: Bytes of keys and values per head.
     """
     return max(1, min(kv_heads, L2_BYTES // max(1, bytes_per_head)))

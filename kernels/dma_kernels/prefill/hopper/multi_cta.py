@@ -31,15 +31,7 @@ from ...numerics.formats import TILE
 from .epilogue import count_tiles, row_indices, store_lse, store_output
 from .hadamard import ORDER, hadamard_matrix, rotate_by_mma
 from .mask import Mask, bitmask_pointers, zero_out_of_bounds
-from .mma import (
-    add_pv,
-    inverse_power_of_two,
-    is_16bit,
-    issue_pv_mma,
-    join_columns,
-    split_columns,
-    to_mma_operand,
-)
+from .mma import add_pv, inverse_power_of_two, is_16bit, issue_pv_mma, join_columns, split_columns, to_mma_operand
 from .pipeline import KVSource, copy, wait_for_operands
 from .skipping import init_vote, init_votes
 from .softmax import finite_or_zero, init_softmax, modify_scores

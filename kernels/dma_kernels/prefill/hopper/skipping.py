@@ -131,10 +131,7 @@ class SkipVote:
     def keeps(self, s, scale, tile):
         """Whether the tile is kept; if so, every warp must call :meth:`announce` next.
 
-        Args:
-            s: Scores ``[64, N]``, int32 or fp32.
-            scale: Converts them to base-2 logits, fp32 ``[64]``.
-            tile: Index of the tile, different from that of the previous vote.
+        ``scale``, fp32 ``[64]``, converts the scores ``s`` to base-2 logits. ``tile`` differs from the previous vote's.
         """
         return _any_row_keeps(s, scale, self.bound, tile, self.WARPGROUP, self.BARRIER)
 
@@ -147,15 +144,9 @@ class SkipVote:
 
 @gluon.jit
 def init_vote(start, seq, high_max, skip_threshold, WARPGROUP: gl.constexpr, BARRIER: gl.constexpr):
-    """Return the :class:`SkipVote` of the block of 64 queries at ``start``.
+    """Return the :class:`SkipVote` of the block of 64 queries at position ``start``.
 
-    Args:
-        start: Position of the block.
-        seq: The :class:`~.tile_range.SeqInfo`.
-        high_max: Largest logits in high tiles, base 2, fp32 ``[64]``.
-        skip_threshold: In base 2, or ``None``.
-        WARPGROUP: Index of the warpgroup.
-        BARRIER: Named barrier of its votes.
+    ``high_max`` are the largest logits in high tiles, fp32 ``[64]``. They and ``skip_threshold`` are in base 2.
     """
     is_whole = (start >= seq.q_offset) & (start + _ROWS <= seq.q_offset + seq.q_len)
     bound = None

@@ -84,12 +84,9 @@ class Softmax:
 
     @gluon.jit
     def update(self, s, scale, bias):
-        """Update the row maxima with a tile; :meth:`update_row_sum` must follow.
+        """Update the row maxima with a tile of scores ``[64, N]``, int32 or fp32; :meth:`update_row_sum` must follow.
 
-        Args:
-            s: Scores ``[64, N]``, int32 or fp32; ``s * scale - bias`` are the base-2 logits.
-            scale: fp32 ``[64]``.
-            bias: fp32 ``[64]``.
+        ``s * scale - bias`` are the base-2 logits; ``scale`` and ``bias`` are fp32 ``[64]``.
 
         Returns:
             Probabilities ``[64, N]``, the factor ``[64]`` of earlier sums and outputs, and the new state.
@@ -115,11 +112,8 @@ class Softmax:
     def finalize(self, bias, sinks_ptr):
         """Return the factor of the output, 0 in rows without a key, and the natural log of the denominator.
 
-        The sink logit comes last: earlier, it would scale FP8 probabilities down.
-
-        Args:
-            bias: Subtracted from all logits of a row by key smoothing, base 2, fp32 ``[64]``.
-            sinks_ptr: Sink logit of the head, or ``None``.
+        The sink logit comes last: earlier, it would scale FP8 probabilities down. ``bias``, fp32 ``[64]`` in base 2, is
+        what key smoothing subtracted from all logits of a row.
         """
         row_max = self.row_max
         row_sum = gl.convert_layout(gl.sum(self.row_sum, 1), row_max.type.layout, assert_trivial=True)

@@ -28,15 +28,7 @@ from ...device.gluon import aggregate, reinterpret
 from ...numerics.formats import TILE
 from .epilogue import count_tiles, row_indices, store_lse, store_output
 from .mask import Mask, bitmask_pointers, zero_out_of_bounds
-from .mma import (
-    column_chunks,
-    finish_pv,
-    inverse_power_of_two,
-    is_16bit,
-    issue_pv_mma,
-    to_mma_operand,
-    value_chunk,
-)
+from .mma import column_chunks, finish_pv, inverse_power_of_two, is_16bit, issue_pv_mma, to_mma_operand, value_chunk
 from .pipeline import KVPipeline, KVSource, block_view, copy, first_stage, wait_for_operands
 from .skipping import SkipVote, init_vote, init_votes
 from .softmax import finite_or_zero, init_softmax, modify_scores
@@ -493,19 +485,9 @@ def prefill_warp_specialized_kernel(
     WORKERS: gl.constexpr = GROUPS - 1
     WARPS: gl.constexpr = [4] * WORKERS + [1]
     LIMITS: gl.constexpr = [CONFIG.registers] * WORKERS + [_PRODUCER_REGISTERS]
-    if GROUPS == 2:
-        gl.warp_specialize([(_consume, (params, 0)), (_consume, (params, 1)), (_produce, (params,))], WARPS, LIMITS)
-    elif GROUPS == 3:
-        gl.warp_specialize(
-            [(_consume, (params, 0)), (_consume, (params, 1)), (_consume, (params, 2)), (_produce, (params,))],
-            WARPS, LIMITS,
-        )  # fmt: skip
-    else:
-        gl.static_assert(GROUPS == 4, f"{GROUPS=} must be 2, 3 or 4")
-        gl.warp_specialize(
-            [
-                (_consume, (params, 0)), (_consume, (params, 1)), (_consume, (params, 2)), (_consume, (params, 3)),
-                (_produce, (params,)),
-            ],
-            WARPS, LIMITS,
-        )  # fmt: skip
+    gl.static_assert(GROUPS >= 2 and GROUPS <= 4, f"{GROUPS=} must be 2, 3 or 4")
+    gl.warp_specialize(
+        [(_consume, (params, 0)), (_consume, (params, 1)), (_consume, (params, 2)), (_consume, (params, 3))][:GROUPS]  # noqa: RUF005
+        + [(_produce, (params,))],
+        WARPS, LIMITS,
+    )  # fmt: skip
