@@ -25,8 +25,8 @@ EDITS = {
     ],
     "numerics/quantize.py": [
         (
-            "    E4M3: (to_e4m3, Tensor.float),\n",
-            "    E4M3: (to_e4m3, Tensor.float),\n"
+            "    formats.E4M3: (to_e4m3, Tensor.float),\n",
+            "    formats.E4M3: (to_e4m3, Tensor.float),\n"
             "    block_format('toy8').element: (\n"
             "        lambda x: x.clamp(-57344.0, 57344.0).to(torch.float8_e5m2), Tensor.float\n"
             "    ),\n",

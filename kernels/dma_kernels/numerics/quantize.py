@@ -16,34 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .formats import (
-    E2M1,
-    E2M1_MAGNITUDES,
-    E2M1_MAX,
-    E2M1_SECOND,
-    E4M3,
-    E4M3_MAX,
-    E4M3_SMALLEST,
-    E8M0_MAX_CODE,
-    E8M0_NAN,
-    FIRST_KEYS_ROOM,
-    FIRST_VALUES,
-    FP32_EXPONENT_SPECIAL,
-    FP32_MANTISSA_BITS,
-    FP32_MANTISSA_MASK,
-    INT8,
-    MXINT8_MAX_CODE,
-    MXINT8_UNIT,
-    SEARCH_MARGIN,
-    SMALLEST_CHANNEL,
-    TILE,
-    BlockFormat,
-    ElementFormat,
-    ScaleFormat,
-    ScaleRounding,
-    SharedScale,
-    block_format,
-)
+from . import formats
+from .formats import TILE, BlockFormat, ElementFormat, ScaleFormat, ScaleRounding, SharedScale, block_format
 from .transforms import first_tile
 
 _Choice = TypeVar("_Choice", bound=StrEnum)
@@ -114,9 +88,11 @@ def quantize(
         if global_scale is None:
             # An infinity or a NaN breaks its own block, not the head.
             finite = F.pad(amax.masked_fill(~amax.isfinite(), 0.0), (0, 1, 0, 1))  # so that no dimension is empty
-            largest = E2M1_SECOND if is_searched else E2M1_MAX
+            largest = formats.E2M1_SECOND if is_searched else formats.E2M1_MAX
             global_scale = nvfp4_global_scale(finite.amax((-2, -1), keepdim=True), largest)
-        scale, other = (_nvfp4_block_scale(amax, global_scale, largest) for largest in (E2M1_MAX, E2M1_SECOND))
+        scale, other = (
+            _nvfp4_block_scale(amax, global_scale, largest) for largest in (formats.E2M1_MAX, formats.E2M1_SECOND)
+        )
         units: tuple[Any, Any] = scale.float(), other.float()
     else:
         if global_scale is not None:
@@ -129,7 +105,7 @@ def quantize(
     if is_searched:
         scaled_by_other = blocks / _to_float(other, global_scale)[..., None]
         loss = _loss(scaled, fmt.element) * units[0]
-        is_better = _loss(scaled_by_other, fmt.element) * units[1] < loss * SEARCH_MARGIN
+        is_better = _loss(scaled_by_other, fmt.element) * units[1] < loss * formats.SEARCH_MARGIN
         scale = torch.where(is_better, other.view(torch.uint8), scale.view(torch.uint8)).view(scale.dtype)
         scaled = torch.where(is_better[..., None], scaled_by_other, scaled)
     encode, _ = _ELEMENT_CODECS[fmt.element]
@@ -144,22 +120,22 @@ def e8m0_scale(amax: Tensor, element: ElementFormat, rounding: str = ScaleRoundi
     of 0.
     """
     bits = amax.float().view(torch.int32)
-    exponent = (bits >> FP32_MANTISSA_BITS) & FP32_EXPONENT_SPECIAL  # a NaN may have a sign
+    exponent = (bits >> formats.FP32_MANTISSA_BITS) & formats.FP32_EXPONENT_SPECIAL  # a NaN may have a sign
     code = exponent - element.emax
     if ScaleRounding(rounding) is ScaleRounding.CEIL:
-        code = code + ((bits & FP32_MANTISSA_MASK) > element.max_mantissa).int()
-    code = code.clamp(0, E8M0_MAX_CODE)
-    return torch.where(exponent == FP32_EXPONENT_SPECIAL, E8M0_NAN, code).to(torch.uint8)
+        code = code + ((bits & formats.FP32_MANTISSA_MASK) > element.max_mantissa).int()
+    code = code.clamp(0, formats.E8M0_MAX_CODE)
+    return torch.where(exponent == formats.FP32_EXPONENT_SPECIAL, formats.E8M0_NAN, code).to(torch.uint8)
 
 
 def e8m0_to_float(code: Tensor) -> Tensor:
     """Return ``2 ** (code - 127)`` as fp32; the code 255 is NaN and the code 0 the fp32 subnormal ``2 ** -127``."""
-    bits = code.int() << FP32_MANTISSA_BITS
-    bits = torch.where(code == 0, 1 << (FP32_MANTISSA_BITS - 1), bits)
-    return torch.where(code == E8M0_NAN, torch.nan, bits.view(torch.float32))
+    bits = code.int() << formats.FP32_MANTISSA_BITS
+    bits = torch.where(code == 0, 1 << (formats.FP32_MANTISSA_BITS - 1), bits)
+    return torch.where(code == formats.E8M0_NAN, torch.nan, bits.view(torch.float32))
 
 
-def nvfp4_global_scale(amax: Tensor, largest: float = E2M1_MAX) -> Tensor:
+def nvfp4_global_scale(amax: Tensor, largest: float = formats.E2M1_MAX) -> Tensor:
     """Return NVFP4's fp32 scale for heads with the largest magnitudes ``amax``: a power of two.
 
     The smallest power of two with which no block scale overflows E4M3. NVIDIA's choice is ``amax / (6 * 448)`` itself.
@@ -167,7 +143,7 @@ def nvfp4_global_scale(amax: Tensor, largest: float = E2M1_MAX) -> Tensor:
     context with a larger maximum leaves earlier keys unchanged, and decode and prefill see the same numbers.
     ``largest`` is the smallest E2M1 number that a block's largest magnitude may become: 6, or 4 for a searched scale.
     """
-    top = largest * E4M3_MAX
+    top = largest * formats.E4M3_MAX
     element = ElementFormat("E4M3 scale of E2M1", emax=math.frexp(top)[1] - 1, max_value=top, bits=8)
     return e8m0_to_float(e8m0_scale(amax, element)).clamp(min=2.0**-126)
 
@@ -183,8 +159,8 @@ def nvfp4_key_scale(key: Tensor, rounding: str, visible: Tensor | None = None) -
         fp32 ``[B, H, 1, 1]``. A head without finite nonzero numbers there gets the scale for a largest number of 1.
     """
     amax = _first_magnitudes(key, visible).amax((-2, -1), keepdim=True)
-    largest = E2M1_SECOND if ScaleRounding(rounding) is ScaleRounding.SEARCH else E2M1_MAX
-    return nvfp4_global_scale(torch.where(amax == 0, 1.0, amax), largest) * FIRST_KEYS_ROOM
+    largest = formats.E2M1_SECOND if ScaleRounding(rounding) is ScaleRounding.SEARCH else formats.E2M1_MAX
+    return nvfp4_global_scale(torch.where(amax == 0, 1.0, amax), largest) * formats.FIRST_KEYS_ROOM
 
 
 def value_scale(value: Tensor, visible: Tensor | None = None) -> Tensor:
@@ -200,8 +176,8 @@ def value_scale(value: Tensor, visible: Tensor | None = None) -> Tensor:
     """
     channel = _first_magnitudes(value, visible).amax(-2, keepdim=True)
     head = channel.amax(-1, keepdim=True)
-    channel = torch.where(head == 0, 1.0, torch.maximum(channel, head * SMALLEST_CHANNEL))
-    return e8m0_to_float(e8m0_scale(channel, FIRST_VALUES, ScaleRounding.FLOOR)).clamp(min=2.0**-126)
+    channel = torch.where(head == 0, 1.0, torch.maximum(channel, head * formats.SMALLEST_CHANNEL))
+    return e8m0_to_float(e8m0_scale(channel, formats.FIRST_VALUES, ScaleRounding.FLOOR)).clamp(min=2.0**-126)
 
 
 def values_to_e4m3(value: Tensor, scale: Tensor) -> Tensor:
@@ -215,7 +191,7 @@ def to_e4m3(x: Tensor) -> Tensor:
 
     Before 2.12, torch itself converts magnitudes above 464 to NaN instead of saturating.
     """
-    return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return x.clamp(-formats.E4M3_MAX, formats.E4M3_MAX).to(torch.float8_e4m3fn)
 
 
 def pack_e2m1(codes: Tensor) -> Tensor:
@@ -243,7 +219,7 @@ def e2m1_encode(x: Tensor) -> Tensor:
 
 def e2m1_decode(codes: Tensor) -> Tensor:
     """Return the fp32 values of uint8 E2M1 codes; -0.0 for the code 8."""
-    magnitudes = torch.tensor(E2M1_MAGNITUDES, device=codes.device)
+    magnitudes = torch.tensor(formats.E2M1_MAGNITUDES, device=codes.device)
     return torch.cat((magnitudes, -magnitudes))[codes.int()]
 
 
@@ -308,17 +284,18 @@ def _loss(scaled: Tensor, element: ElementFormat) -> Tensor:
 def _nvfp4_block_scale(amax: Tensor, global_scale: Tensor, largest: float) -> Tensor:
     """Return the E4M3 scale that takes ``amax`` to the E2M1 number ``largest``."""
     # Restore NaN explicitly: the clamp to E4M3's range would hide an infinite block.
-    scale = (amax / global_scale / largest).clamp(E4M3_SMALLEST, E4M3_MAX)
+    scale = (amax / global_scale / largest).clamp(formats.E4M3_SMALLEST, formats.E4M3_MAX)
     return torch.where(amax.isfinite(), scale, torch.nan).to(torch.float8_e4m3fn)
 
 
 def _encode_int8(x: Tensor) -> Tensor:
-    return (x / MXINT8_UNIT).round().clamp(-MXINT8_MAX_CODE, MXINT8_MAX_CODE).nan_to_num().to(torch.int8)
+    codes = (x / formats.MXINT8_UNIT).round().clamp(-formats.MXINT8_MAX_CODE, formats.MXINT8_MAX_CODE)
+    return codes.nan_to_num().to(torch.int8)
 
 
 _ELEMENT_CODECS: dict[ElementFormat, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
-    E2M1: (lambda x: pack_e2m1(e2m1_encode(x)), lambda data: e2m1_decode(unpack_e2m1(data))),
-    E4M3: (to_e4m3, Tensor.float),
-    INT8: (_encode_int8, lambda data: data.float() * MXINT8_UNIT),
+    formats.E2M1: (lambda x: pack_e2m1(e2m1_encode(x)), lambda data: e2m1_decode(unpack_e2m1(data))),
+    formats.E4M3: (to_e4m3, Tensor.float),
+    formats.INT8: (_encode_int8, lambda data: data.float() * formats.MXINT8_UNIT),
 }
 """Functions that encode numbers, scaled to an element format, as stored elements ``[..., D']``, and decode to fp32."""
