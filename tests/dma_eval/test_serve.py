@@ -16,6 +16,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
@@ -27,6 +28,7 @@ from transformers import GenerationConfig
 
 pytest.importorskip("transformers.generation.continuous_batching.cache_allocators", reason="before Transformers 5.23")
 from dma_eval.serving.checks import CompletionRequest
+from dma_eval.serving.gate import Gate, register
 from dma_eval.serving.jobs import Batched, Job
 
 ROOT = Path(__file__).parents[2]
@@ -420,6 +422,48 @@ def test_continuous_batching(suffix, folder, expected, question):
     assert "".join(event["choices"][0]["text"] for event in events) == expected[suffix]
     assert (stopped["text"], stopped["finish_reason"]) == (expected[suffix].partition(stop)[0], "stop")
     assert hot != expected[suffix]
+
+
+def test_stopping_ends_a_request_that_began_before_others_ended():
+    """Such as one that waits for its body while a client lists the models."""
+
+    async def stop():
+        begin, began = asyncio.Event(), asyncio.Event()
+        failed = asyncio.get_running_loop().create_future()
+
+        async def application(scope, receive, send):
+            if scope["path"] == "/slow":
+                await begin.wait()
+                register(SimpleNamespace(loop=failed.get_loop(), fail=failed.set_result, **job))
+                began.set()
+                await failed
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body"})
+
+        async def ask(path):
+            gone = asyncio.Event()
+            messages = [{"type": "http.request"}]
+
+            async def receive():
+                return messages.pop() if messages else await gone.wait()
+
+            async def send(message):
+                pass
+
+            await gate({"type": "http", "method": "GET", "path": path, "headers": []}, receive, send)
+
+        job = {"cancel": lambda: None, "prompt_tokens": 1, "total_tokens": 0, "finish_reason": None}
+        gate = Gate(application)
+        slow = asyncio.create_task(ask("/slow"))
+        await asyncio.sleep(0)
+        await ask("/fast")
+        begin.set()
+        await began.wait()
+        gate.close()
+        await asyncio.wait_for(slow, TIMEOUT)
+        return failed.result()
+
+    assert asyncio.run(stop()).status == 503
 
 
 def test_requests_that_lose_their_pages_are_counted(question):

@@ -8,9 +8,10 @@ import logging
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any
+from dataclasses import dataclass
 
 from fastapi.responses import JSONResponse
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .checks import ApiError
@@ -19,12 +20,23 @@ from .jobs import Job
 MOST_BYTES = 32 << 20  # of a request's body
 CLIENT_GONE = 499  # in the log, as nginx has it
 log = logging.getLogger("dma_eval.serving")
-_entry: ContextVar[dict[str, Job]] = ContextVar("entry")
+
+
+@dataclass(eq=False)
+class _Exchange:
+    """A request, and its answer so far."""
+
+    job: Job | None = None
+    status: int = CLIENT_GONE
+    is_sent: bool = False  # completely
+
+
+_current: ContextVar[_Exchange] = ContextVar("current")
 
 
 def register(job: Job) -> None:
     """Register the job of the current request, for the log and for a client that disconnects."""
-    _entry.get()["job"] = job
+    _current.get().job = job
 
 
 class Gate:
@@ -49,13 +61,13 @@ class Gate:
         self._api_key = api_key
         self._most = most
         self._observe = observe
-        self._entries: list[dict[str, Job]] = []
+        self._exchanges: list[_Exchange] = []
         self._is_closed = False
 
     @property
     def open_requests(self) -> int:
         """How many requests are computed or wait."""
-        return len(self._entries)
+        return len(self._exchanges)
 
     def refuse(self) -> None:
         """Refuse new requests; those that were admitted go on."""
@@ -64,8 +76,8 @@ class Gate:
     def close(self) -> None:
         """Cancel all requests and refuse new ones. A signal handler may call it."""
         self.refuse()
-        for entry in self._entries:
-            if (job := entry.get("job")) is not None:
+        for exchange in self._exchanges:
+            if (job := exchange.job) is not None:
                 job.loop.call_soon_threadsafe(job.fail, closed())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -73,34 +85,36 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        start, status = time.perf_counter(), CLIENT_GONE
-        entry: dict[str, Job] = {}
-        _entry.set(entry)
+        start = time.perf_counter()
+        exchange = _Exchange()
+        _current.set(exchange)
 
         async def send_on(message: Message) -> None:
-            nonlocal status
-            await send(message)
             if message["type"] == "http.response.start":
-                status = message["status"]
+                exchange.status = message["status"]
+            else:
+                exchange.is_sent = not message.get("more_body", False)
+            await send(message)
 
         try:
             self._admit(scope)
-            self._entries.append(entry)
+            self._exchanges.append(exchange)
             try:
-                is_gone = await self._answer(scope, receive, send_on)
+                await self._answer(scope, receive, send_on, exchange)
             finally:
-                self._entries.remove(entry)
-                if (job := entry.get("job")) is not None:
-                    job.cancel()
-            status = CLIENT_GONE if is_gone else status
+                self._exchanges.remove(exchange)
+                if exchange.job is not None:
+                    exchange.job.cancel()
+        except ClientDisconnect:
+            exchange.status = CLIENT_GONE
         except ApiError as error:
             await JSONResponse(error.body, error.status)(scope, receive, send_on)
         tokens = ""
-        if (job := entry.get("job")) is not None:
+        if (job := exchange.job) is not None:
             self._observe(job)
             tokens = f", {job.prompt_tokens} + {job.total_tokens} tokens, {job.finish_reason or 'unfinished'}"
         seconds = time.perf_counter() - start
-        log.info("%s %s %d%s, %.2f s", scope["method"], scope["path"], status, tokens, seconds)
+        log.info("%s %s %d%s, %.2f s", scope["method"], scope["path"], exchange.status, tokens, seconds)
 
     def _admit(self, scope: Scope) -> None:
         if scope["path"] == "/health":
@@ -112,63 +126,48 @@ class Gate:
             if not hmac.compare_digest(given, f"Bearer {self._api_key}".encode()):
                 message = "wrong or missing API key; send it as 'Authorization: Bearer KEY'"
                 raise ApiError(message, code="invalid_api_key", status=401)
-        if scope["method"] == "POST" and self._most is not None and len(self._entries) >= self._most:
+        if scope["method"] == "POST" and self._most is not None and len(self._exchanges) >= self._most:
             raise overloaded(f"the server has {self._most} requests already (--max-requests)")
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> bool:
-        """Run the application until it has answered or the client is gone. Return whether it answered first."""
-        body = await _read(receive)
-        if body is None:
-            return True
-        is_gone = asyncio.Event()
-        is_read = is_sent = False
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, exchange: _Exchange) -> None:
+        """Run the application until it has answered.
 
-        async def send_on(message: Message) -> None:
-            nonlocal is_sent
-            is_sent = message["type"] == "http.response.body" and not message.get("more_body", False)
-            await send(message)
-
-        async def give() -> Message:
-            nonlocal is_read
-            if not is_read:
-                is_read = True
-                return {"type": "http.request", "body": body, "more_body": False}
-            await is_gone.wait()
-            return {"type": "http.disconnect"}
+        Raises:
+            ClientDisconnect: The client is gone.
+        """
+        body = bytearray()
+        async for chunk in Request(scope, receive).stream():
+            body += chunk
+            if len(body) > MOST_BYTES:
+                raise ApiError(f"the body has more than {MOST_BYTES >> 20} MiB", status=413)
 
         async def listen() -> None:
             while (await receive())["type"] != "http.disconnect":
                 pass
 
-        answering = asyncio.ensure_future(self._app(scope, give, send_on))
+        answering = asyncio.ensure_future(self._app(scope, receiver(bytes(body)), send))
         listening = asyncio.create_task(listen())
         try:
             await asyncio.wait({answering, listening}, return_when=asyncio.FIRST_COMPLETED)
-            if not answering.done() and not is_sent:
-                return True
+            if not answering.done() and not exchange.is_sent:
+                raise ClientDisconnect
             await answering
-            return False
         finally:
-            is_gone.set()
             for task in (answering, listening):
                 task.cancel()
             await asyncio.wait({answering, listening})
 
 
-async def _read(receive: Receive) -> bytes | None:
-    """Return the body of a request, or ``None`` if the client is gone."""
-    parts: list[Any] = []
-    size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        if size > MOST_BYTES:
-            raise ApiError(f"the body has more than {MOST_BYTES >> 20} MiB", status=413)
-        if not message.get("more_body", False):
-            return b"".join(parts)
+def receiver(body: bytes) -> Receive:
+    """Return what an application receives: the body, then nothing. It is cancelled if the client disconnects."""
+    bodies = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        if not bodies:
+            await asyncio.Event().wait()
+        return bodies.pop()
+
+    return receive
 
 
 def closed() -> ApiError:

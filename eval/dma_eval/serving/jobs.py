@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -167,12 +168,14 @@ class Job:
         return str(text[len(before) :])
 
 
-class Engine(Protocol):
+class Engine(ABC):
     """The engine that generates the answers of a server."""
 
+    @abstractmethod
     def room(self) -> int | None:
         """Maximum tokens of a request, prompt and answer together; ``None`` without a limit."""
 
+    @abstractmethod
     def start(self, job: Job, inputs: Any, config: GenerationConfig, body: Request) -> None:
         """Generate the answer of a job.
 
@@ -182,10 +185,13 @@ class Engine(Protocol):
 
     def is_alive(self) -> bool:
         """Whether answers can be generated."""
+        return True
 
     def cache_use(self) -> float | None:
         """Share of the paged cache that is in use; ``None`` without one."""
+        return None
 
+    @abstractmethod
     def close(self) -> None:
         """Stop, and wait a moment for the generation thread."""
 
@@ -225,7 +231,7 @@ class _Penalties(LogitsProcessor):  # type: ignore[misc]
         return scores - self._frequency * counts - self._presence * (counts > 0)
 
 
-class Sequential:
+class Sequential(Engine):
     """Runs ``generate`` for one request after another. A cancelled request ends within one layer of the model."""
 
     def __init__(self, loaded: LoadedModel) -> None:
@@ -247,12 +253,6 @@ class Sequential:
         job.on_cancel = future.cancel  # a waiting call never begins, and the flag stops a running one
         is_own = body.generation_config is not None  # given by the client, so it may be invalid
         future.add_done_callback(lambda done: self._settle(job, done, is_own))
-
-    def is_alive(self) -> bool:
-        return True
-
-    def cache_use(self) -> float | None:
-        return None
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -314,7 +314,7 @@ CHOICES = {"do_sample", "temperature", "top_p", "top_k", "max_new_tokens", "eos_
 """Fields of a request's ``generation_config`` that continuous batching honours."""
 
 
-class Batched:
+class Batched(Engine):
     """Continuous batching. Each request has its own temperature (0 is greedy), ``top_p`` and ``top_k``.
 
     Raises:

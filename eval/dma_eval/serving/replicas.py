@@ -31,7 +31,7 @@ from dma_eval.names import API_KEY_VARIABLE
 
 from .app import ERROR_HANDLERS, build, load
 from .checks import ApiError
-from .gate import Gate, closed, overloaded, start_log
+from .gate import Gate, closed, overloaded, receiver, start_log
 from .jobs import Job
 from .ranks import start_ranks
 from .settings import Settings
@@ -83,15 +83,8 @@ class Model:
     async def answer(self, request: dict[str, Any], body: bytes) -> AsyncIterator[Message]:
         """Answer a request, given as a part of an ASGI scope and a body, by ASGI messages."""
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
-        bodies = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def receive() -> Message:
-            if not bodies:
-                await asyncio.Event().wait()  # until this call is cancelled, when the client is gone
-            return bodies.pop()
-
         scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http"}
-        running = asyncio.ensure_future(self._gate(scope | request, receive, messages.put))
+        running = asyncio.ensure_future(self._gate(scope | request, receiver(body), messages.put))
         running.add_done_callback(lambda _: messages.put_nowait(None))
         try:
             while (message := await messages.get()) is not None:
