@@ -162,7 +162,12 @@ def serve(args: ServeOptions) -> int:
     if args.tensor_parallel > 1 and (not args.continuous_batching or args.device_map is not None):
         raise UserError("--tensor-parallel needs --continuous-batching, and excludes --device-map")
     if args.write_config is not None:
-        return _write_config(args)
+        from dma_eval.serving.settings import write_config
+
+        prepare_file(args.write_config, "--write-config")
+        write_config(_settings(args, has_gpus=True), args.write_config, host=args.host, port=args.port)
+        console.print_wrote(args.write_config)
+        return 0
     with console.starting():
         from dma_eval.backends import parse_backends
         from dma_eval.environment import need_transformers
@@ -209,16 +214,6 @@ def _settings(args: ServeOptions, has_gpus: bool) -> Settings:
     if gpus > args.tensor_parallel == 1 and args.device_map is None:
         given["device_map"] = "auto"
     return Settings(**given, gpus_per_replica=gpus)
-
-
-def _write_config(args: ServeOptions) -> int:
-    from dma_eval.serving.settings import write_config
-
-    assert args.write_config is not None
-    prepare_file(args.write_config, "--write-config")
-    write_config(_settings(args, has_gpus=True), args.write_config, host=args.host, port=args.port)
-    console.print_wrote(args.write_config)
-    return 0
 
 
 def _serve_replicas(args: ServeOptions, backend: Backend, api_key: str | None) -> int:

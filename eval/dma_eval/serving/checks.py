@@ -158,14 +158,10 @@ class Tool(_Model):
     function: Function
 
 
-class ResponseTool(_Model):
+class ResponseTool(Function):
     """A tool in the form of ``/v1/responses``."""
 
-    absent = Function.absent
     type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
 
 
 class Request(_Model):
