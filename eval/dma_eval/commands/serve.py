@@ -74,7 +74,10 @@ class ServeOptions(options.LoadOptions):
         "info", "--log-level", help="Of the log on standard error; info has a line for each request."
     )
     replicas: int = on_ray(
-        1, "--replicas", min=1, help="Copies of the model, each with its own GPUs; 1 runs in this process, without Ray."
+        1,
+        "--replicas",
+        min=1,
+        help="Copies of the model, each with its own GPUs; 1 needs no Ray, unless --tensor-parallel.",
     )
     max_replicas: int | None = on_ray(
         None, "--max-replicas", min=1, shown="no autoscaling", help="Add replicas under load, up to this number."
