@@ -424,6 +424,38 @@ def test_continuous_batching(suffix, folder, expected, question):
     assert hot != expected[suffix]
 
 
+async def _ask(gate, path):
+    """Send a request, and wait for the answer."""
+    messages = [{"type": "http.request"}]
+
+    async def receive():
+        return messages.pop() if messages else await asyncio.Event().wait()
+
+    async def send(message):
+        pass
+
+    await gate({"type": "http", "method": "GET", "path": path, "headers": []}, receive, send)
+
+
+def test_an_answer_that_is_cancelled_is_observed():
+    async def cancel():
+        began, observed = asyncio.Event(), []
+        job = SimpleNamespace(cancel=lambda: None)
+
+        async def application(scope, receive, send):
+            register(job)
+            began.set()
+            await asyncio.Event().wait()
+
+        asking = asyncio.create_task(_ask(Gate(application, observe=observed.append), "/"))
+        await began.wait()
+        asking.cancel()
+        await asyncio.wait({asking})
+        return observed == [job]
+
+    assert asyncio.run(cancel())
+
+
 def test_stopping_ends_a_request_that_began_before_others_ended():
     """Such as one that waits for its body while a client lists the models."""
 
@@ -440,23 +472,11 @@ def test_stopping_ends_a_request_that_began_before_others_ended():
             await send({"type": "http.response.start", "status": 200, "headers": []})
             await send({"type": "http.response.body"})
 
-        async def ask(path):
-            gone = asyncio.Event()
-            messages = [{"type": "http.request"}]
-
-            async def receive():
-                return messages.pop() if messages else await gone.wait()
-
-            async def send(message):
-                pass
-
-            await gate({"type": "http", "method": "GET", "path": path, "headers": []}, receive, send)
-
         job = {"cancel": lambda: None, "prompt_tokens": 1, "total_tokens": 0, "finish_reason": None}
         gate = Gate(application)
-        slow = asyncio.create_task(ask("/slow"))
+        slow = asyncio.create_task(_ask(gate, "/slow"))
         await asyncio.sleep(0)
-        await ask("/fast")
+        await _ask(gate, "/fast")
         begin.set()
         await began.wait()
         gate.close()

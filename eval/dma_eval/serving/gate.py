@@ -105,13 +105,13 @@ class Gate:
                 self._exchanges.remove(exchange)
                 if exchange.job is not None:
                     exchange.job.cancel()
+                    self._observe(exchange.job)
         except ClientDisconnect:
             exchange.status = CLIENT_GONE
         except ApiError as error:
             await JSONResponse(error.body, error.status)(scope, receive, send_on)
         tokens = ""
         if (job := exchange.job) is not None:
-            self._observe(job)
             tokens = f", {job.prompt_tokens} + {job.total_tokens} tokens, {job.finish_reason or 'unfinished'}"
         seconds = time.perf_counter() - start
         log.info("%s %s %d%s, %.2f s", scope["method"], scope["path"], exchange.status, tokens, seconds)
