@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 from dma_eval.bench import shown
 from dma_eval.bench.capture import capture_layers, choose_layers, text_windows
 from dma_eval.bench.inputs import Inputs, embedded
-from dma_eval.bench.prefill import measure_layers, parse_implementations
+from dma_eval.bench.peers import Prepared
+from dma_eval.bench.prefill import _time_calls, measure_layers, parse_implementations
 from dma_eval.bench.results import ModelInputs, PrefillResult, PrefillShape
 from dma_eval.bench.shown import prefill_tables
 from dma_eval.errors import UserError
@@ -47,6 +49,14 @@ def _layer_outputs(loaded: LoadedModel, ids: Tensor) -> list[Tensor]:
     for hook in hooks:
         hook.remove()
     return found
+
+
+def test_implementations_take_turns_on_each_layer() -> None:
+    """Otherwise they would not share one clock."""
+    runs: list[tuple[str, int]] = []
+    calls = {label: [Prepared(partial(runs.append, (label, layer))) for layer in range(2)] for label in "ab"}
+    _time_calls(calls, torch.device("cpu"), seconds=0.0)
+    assert runs[:4] == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
 
 
 class TestCapture:
