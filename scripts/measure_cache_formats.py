@@ -2,6 +2,10 @@
 
     python scripts/measure_cache_formats.py --model SmolLM2-135M-Instruct.Q4_1.gguf --data wiki.test.raw --out FILE
 
+With ``--draws``, ``int4`` alone is measured, several times. Each draw multiplies keys and values by random factors
+before quantization and divides them after it. In exact arithmetic this changes nothing: only scales and zero points
+round differently, so the spread of the draws is the noise of a measured loss.
+
 Windows are read in one pass each, in fp32. The sink tile and the band are exact, every other tile goes through the
 codes of :mod:`dma_kernels.cache.formats`. Divergence is from the twin's own exact attention. "Balanced" keys have the
 factors of ``equalize``, taken from the first tile of the prompt alone.
@@ -30,6 +34,8 @@ BAND = Recipe(low="mxint8", high="bf16", smooth_k=False, rotate=False, pv="bf16"
 SENSITIVITY_TOKENS = 2048
 MEASURED = ("as it is", "keys x 32", "values x 32", "key biases")
 """The twins that are measured."""
+DRAWN = ("as it is", "values x 32")
+"""The twins that are measured with random factors. Factors of keys are themselves such factors."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +101,7 @@ class Cached:
 
     format: Variant
     only_layer: int | None = None
+    draw: int | None = None  # seed of random factors; keys must not be rotated
 
     def __call__(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **_: Any
@@ -102,12 +109,22 @@ class Cached:
         layer = module.layer_idx
         form = INT8 if layer in self.format.int8_layers else self.format
         is_exact = self.only_layer not in (None, layer)
-        keys = key if is_exact else code_keys(query, key, form.keys)
-        values = value if is_exact else code_values(value, form.values)
+        k_factor, v_factor = self.factors(layer, key)
+        keys = key if is_exact else code_keys(query, key * k_factor, form.keys) / k_factor
+        values = value if is_exact else code_values(value * v_factor, form.values) / v_factor
         operands = PreparedOperands(query, query, keys, key, value, values, None, None)
         geometry = AttentionGeometry(key.shape[2], 0, 0, None, is_causal=True)
         out, _ = attend_prepared(operands, geometry, BAND, dtype=query.dtype, scale=scaling)
         return out.transpose(1, 2).contiguous(), None
+
+    def factors(self, layer: int, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a factor from 1 to 2 for each key channel ``[H, 1, D]``, and for the values of each head."""
+        heads, dim = key.shape[1], key.shape[3]
+        if self.draw is None:
+            return key.new_ones(1), key.new_ones(1)
+        generator = torch.Generator().manual_seed(1000 * self.draw + layer)
+        k_factor, v_factor = (1 + torch.rand(heads, 1, width, generator=generator) for width in (dim, 1))
+        return k_factor.to(key.device), v_factor.to(key.device)
 
 
 def code_keys(query: Tensor, key: Tensor, form: Half) -> Tensor:
@@ -147,6 +164,16 @@ def measure(study: Study, writer: Writer) -> None:
                 writer.add(about | study.compare(study.read(Cached(form)), exact))
 
 
+def measure_draws(study: Study, writer: Writer, draws: int) -> None:
+    """Measure ``int4`` with several draws of random factors."""
+    for twin in (twin for twin in TWINS if twin.name in DRAWN):
+        with stressed(study.model, study.layers, twin, 0):
+            exact = study.read()
+            for draw in range(draws):
+                about = {"twin": twin.name, "format": INT4.name, "draw": draw}
+                writer.add(about | study.compare(study.read(Cached(INT4, draw=draw)), exact))
+
+
 def rank_layers(study: Study) -> list[int]:
     """Return the layers in the order of what each loses by itself in ``int4``, the worst first."""
     window = study.windows[:1, :SENSITIVITY_TOKENS]
@@ -174,9 +201,14 @@ def main(
     device: Device = "auto",
     context: Annotated[int, typer.Option(help="Tokens of a window, a multiple of 128.")] = 4096,
     windows: Annotated[int, typer.Option(help="Windows to read.")] = 2,
+    draws: Annotated[int, typer.Option(help="Measure int4 alone, with this many draws of random factors.")] = 0,
 ) -> None:
     """Measure what formats cost a cache in quality, and write a result for each twin and format."""
-    measure(Study(model, data, device, context, windows), Writer(out, model=model, data=data))
+    study, writer = Study(model, data, device, context, windows), Writer(out, model=model, data=data)
+    if draws:
+        measure_draws(study, writer, draws)
+    else:
+        measure(study, writer)
 
 
 if __name__ == "__main__":
