@@ -347,6 +347,15 @@ def cache_formats() -> str:
     return markdown(cells)
 
 
+def cache_rounding() -> str:
+    """KL per token of ``int4`` in the draws that differ by the rounding of scales."""
+    kl = pd.DataFrame(read("cache-rounding-cpu.json")["results"]).groupby("twin", sort=False)["kl"]
+    found = kl.agg(["count", "mean", "min", "max"])
+    shown = found[["mean", "min", "max"]].map(format_kl)
+    shown.insert(0, "draws", found["count"].map(str))
+    return markdown(shown.rename(columns={"min": "lowest", "max": "highest"}))
+
+
 def skipping() -> str:
     """Share of low tiles skipped and KL per token: by threshold and twin, and under other rules and estimates."""
     frame = pd.DataFrame(read("skipping/smollm2-4096-cpu.json")["results"])
@@ -435,6 +444,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "quality-positions": quality_positions,
     "needles": needles,
     "cache-formats": cache_formats,
+    "cache-rounding": cache_rounding,
     "skipping": skipping,
     "files": files,
 }

@@ -107,6 +107,17 @@ def test_cache_formats_are_measured(run: Any, monkeypatch: Any) -> None:
     assert all(0 < each["kl"] < 1 for each in results if each["twin"] == "as it is")
 
 
+def test_draws_change_the_loss_by_rounding_alone(run: Any) -> None:
+    script = load_script("measure_cache_formats")
+    results = run(script, "measure_cache_formats", "--context", 512, "--windows", 1, "--draws", 2)["results"]
+    assert [(each["twin"], each["draw"]) for each in results] == [
+        (twin, draw) for twin in script.DRAWN for draw in (0, 1)
+    ]
+    for first, second in (results[:2], results[2:]):
+        assert first["kl"] != second["kl"]
+        assert first["kl"] == pytest.approx(second["kl"], rel=0.5)
+
+
 def test_the_committed_formats_are_those_of_the_script() -> None:
     script = load_script("measure_cache_formats")
     path = Path(__file__).parents[2] / "benchmarks/cache-formats-h100.json"
