@@ -358,7 +358,9 @@ def cache_rounding() -> str:
 
 def skipping() -> str:
     """Share of low tiles skipped and KL per token: by threshold and twin, and under other rules and estimates."""
-    frame = pd.DataFrame(read("skipping/smollm2-4096-cpu.json")["results"])
+    frame = pd.DataFrame(
+        [row for length in (2048, 4096) for row in read(f"skipping/smollm2-{length}-cpu.json")["results"]]
+    )
     frame["threshold"] = frame["threshold"].fillna(math.inf)
     frame["length"] = frame["length"].map("{:,}".format)
     frame["cell"] = (100 * frame["skipped"]).map("{:.0f} %, ".format) + frame["kl"].map(format_kl)
