@@ -86,12 +86,14 @@ def test_skipping_is_measured(script: Any, run: Any, monkeypatch: Any) -> None:
     assert "lost_p999" in report["results"][2]
 
 
-def test_the_plan_has_every_row_of_the_committed_results(script: Any) -> None:
-    planned = [(t.name, p, r.threshold, r.kind) for t, p, r in script.plan(4096, quick=True)]
+@pytest.mark.parametrize("length", [2048, 4096])
+def test_the_plan_has_every_row_of_the_committed_results(length: int, script: Any) -> None:
+    planned = [(t.name, p, r.threshold, r.kind) for t, p, r in script.plan(length, quick=True)]
     assert len(set(planned)) == len(planned)
-    (path,) = (Path(__file__).parents[2] / "benchmarks/skipping").glob("*.json")
+    path = Path(__file__).parents[2] / f"benchmarks/skipping/smollm2-{length}-cpu.json"
     report = json.loads(path.read_text(encoding="utf-8"))
     assert "--quick" in report["command"]
+    assert {each["length"] for each in report["results"]} == {length}
     done = {(each["twin"], each["preset"], each["threshold"], each["kind"]) for each in report["results"]}
     assert done <= set(planned)
     assert done < {(t.name, p, r.threshold, r.kind) for t, p, r in script.plan(8192, quick=False)}

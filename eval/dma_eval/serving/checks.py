@@ -158,10 +158,14 @@ class Tool(_Model):
     function: Function
 
 
-class ResponseTool(Function):
-    """A tool in the form of ``/v1/responses``."""
+class ResponseTool(_Model):
+    """A tool in the form of ``/v1/responses``; the first wrong field is the one that is named."""
 
+    absent = Function.absent
     type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
 
 
 class Request(_Model):
