@@ -35,7 +35,7 @@ SENSITIVITY_TOKENS = 2048
 MEASURED = ("as it is", "keys x 32", "values x 32", "key biases")
 """The twins that are measured."""
 DRAWN = ("as it is", "values x 32")
-"""The twins that are measured with random factors. Factors of keys are themselves such factors."""
+"""The twins that are measured with random factors. Twins that only scale keys are left out: a draw does the same."""
 
 
 @dataclass(frozen=True)

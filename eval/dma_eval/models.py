@@ -152,8 +152,8 @@ def load_model(
 ) -> LoadedModel:
     """Load a causal language model and its tokenizer, as the options of the same names say.
 
-    Reports call it ``title``, or ``name`` by default. Of ``tensor_parallel`` processes in a process
-    group, each loads its share of every layer.
+    Reports call it ``title``, or ``name`` by default. Of ``tensor_parallel`` processes in a process group, each loads
+    its share of every layer.
     """
     source = parse_source(name)
     if dtype not in ("auto", *DTYPES):

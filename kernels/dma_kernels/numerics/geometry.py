@@ -96,7 +96,7 @@ class AttentionGeometry:
         """Return the range of tiles that are low for some query, counted from the tile of key 0.
 
         ``None`` means all of them, because offsets are read on the device. Queries are rounded out to whole tiles for
-        the window: a kernel's block lies in one tile, and may extend before the first query and after the last.
+        the window: a kernel's block is within one tile, and may extend before the first query and after the last.
         """
         if self.seq_info is not None:
             return None

@@ -1,7 +1,7 @@
 """The portable prefill kernel, in Triton: it implements the whole rule, and stores nothing of size ``[q, k]``.
 
 A CTA computes ``block_m`` query positions of one head and loops over blocks of keys. Blocks are aligned to positions,
-not to the first query, and their sizes divide the rule's tile, so every block lies in one tile. There are three loops:
+not to the first query, and their sizes divide the rule's tile, so every block is in one tile. There are three loops:
 high tiles (sinks and band), masked low tiles, and full low tiles, which take most of the time and need no mask.
 
 :mod:`dma_kernels.prefill.operands` describes the operands; :mod:`dma_kernels.prefill.portable` launches the kernel.
