@@ -57,6 +57,20 @@ def test_cache_bytes(model, results):
     assert cache_bytes(cache) == cache.nbytes
 
 
+def test_the_whole_prompt_is_computed_once_before_it_is_timed(model, monkeypatch):
+    calls = []
+
+    def generated(_model, prompt, _cache, new_tokens, clock):
+        calls.append((prompt.shape[1], clock is not None))
+        if clock is not None:
+            clock.times += range(1, new_tokens + 2)
+
+    monkeypatch.setattr(generate, "_generate", generated)
+    monkeypatch.setattr(generate, "cache_bytes", lambda _: 0)
+    list(measure(model, [12_000], parse_runs(["sdpa+dynamic"]), batch=1, new_tokens=8))
+    assert calls[-2:] == [(12_000, False), (12_000, True)]  # kernels that only long prompts use are compiled
+
+
 def test_a_run_that_fails_leaves_the_others(model, monkeypatch):
     def broken(run: GenerateRun, *arguments: object) -> None:
         if run.cache == "static":

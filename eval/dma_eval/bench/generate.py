@@ -53,8 +53,6 @@ UNTIMED_STEPS = 4
 """First steps, which compile and capture, are not counted."""
 FILL_TOKENS = 65_536
 """Tokens that fill a cache at a time, enough to keep the device busy."""
-WARM_TOKENS = 8192
-"""Tokens of a prompt that compiles the kernels of longer ones too, the warp-specialized kernel included."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +194,7 @@ def _measure_one(
         if steps_only:
             _fill(model, cache, batch, context - 1)
         else:
-            _generate(model, prompt[:, :WARM_TOKENS], cache, 2, None)
+            _generate(model, prompt, cache, 2, None)  # shorter prompts may use other kernels
             cache = _emptied(run, model, cache, context + new_tokens)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
