@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import collections
 import os
 import random
 import shutil
@@ -13,6 +15,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.request import ProxyHandler, build_opener
 
 import psutil
@@ -308,6 +311,61 @@ def test_requests_of_a_conversation_have_one_session():
     assert session(messages=[user], prompt_cache_key="mine") == "mine"
     assert session(prompt="word") == session(prompt="word") != session(prompt="words")
     assert session_of({"headers": []}, b"{") == session_of({"headers": []}, b"[]")
+
+
+def test_requests_that_arrive_together_are_spread_evenly():
+    pytest.importorskip("ray", reason="the extra 'ray' is not installed")
+    from dma_eval.serving.replicas import LeastBusyRouter
+
+    router = object.__new__(LeastBusyRouter)
+    router.initialize_state()
+    replicas = [SimpleNamespace(replica_id=name) for name in "abc"]
+
+    async def choose(count):
+        requests = [
+            SimpleNamespace(metadata=SimpleNamespace(internal_request_id=str(index)), future=asyncio.Future())
+            for index in range(count)
+        ]
+        chosen = [(await router.choose_replicas(replicas, request))[0][0].replica_id for request in requests]
+        assert collections.Counter(chosen) == dict.fromkeys("abc", count // 3)  # none has been accepted yet
+        for request, replica in zip(requests, chosen, strict=True):
+            router.on_request_routed(request, replica, None)
+        for index, replica in enumerate(chosen):
+            if replica == "b":
+                router.on_request_completed("b", str(index))
+        requests[chosen.index("c")].future.cancel()
+        await asyncio.sleep(0)
+        assert [each.replica_id for (each,) in await router.choose_replicas(replicas)] == ["b", "c", "a"]
+
+    asyncio.run(choose(30))
+
+
+def test_tokens_that_a_busy_replica_generates_meanwhile_are_sent_together(monkeypatch):
+    pytest.importorskip("ray", reason="the extra 'ray' is not installed")
+    from dma_eval.serving import replicas
+    from dma_eval.serving.gate import Gate
+
+    async def application(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for index in range(9):
+            await send({"type": "http.response.body", "body": b"%d" % index, "more_body": index < 8})
+            await asyncio.sleep(0.001)
+
+    async def read():
+        model = object.__new__(replicas.Model)
+        model._gate = Gate(application)
+        scope = {"method": "POST", "path": "/", "query_string": b"", "headers": []}
+        return [part async for part in model.answer(scope, b"")]
+
+    alone = asyncio.run(read())
+    monkeypatch.setattr(replicas, "SECONDS_PER_PART", 0.1)
+    busy = asyncio.run(read())
+    for parts in (alone, busy):
+        first, *others = (message for part in parts for message in part)
+        assert first["type"] == "http.response.start"
+        assert len(parts[0]) > 1  # another replica can take over until a text is sent
+        assert b"".join(message["body"] for message in others) == b"012345678"
+    assert len(busy) == 2 < len(alone)
 
 
 @pytest.mark.parametrize(

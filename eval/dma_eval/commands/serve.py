@@ -105,7 +105,7 @@ class ServeOptions(options.LoadOptions):
         False,
         "--session-affinity",
         help="Send the requests of a conversation to the same replica, which shares the pages of their beginning; "
-        "without it, each goes to the less busy of two replicas.",
+        "without it, each goes to the least busy one.",
     )
     drain_seconds: float = on_ray(
         10.0, "--drain-seconds", min=0, help="Time for open requests to end when the server stops."
