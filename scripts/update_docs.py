@@ -24,6 +24,7 @@ from dma_eval.results import BackendResult, PerplexitySection, read_report
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 BLOCK = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- end table -->)", re.DOTALL)
+SKIPPING = ("2048-cpu", "4096-cpu", "8192-h100", "32768-h100")
 SERVE = ("serve-h200", "serve-packed-h200", "serve-long-h200", "serve-many-h200")
 BALANCED, INT8, INT4 = "dma_mxfp:balanced", "dma_mxfp:balanced+int8", "dma_mxfp:balanced+int4"
 UNCHANGED, HARD_TWINS = "as it is", ("keys x 32", "key biases", "values x 32")
@@ -197,20 +198,37 @@ def served() -> pd.DataFrame:
     return load(*SERVE).drop_duplicates(["requests", "label"], keep="last")
 
 
+def waiting(frame: pd.DataFrame, key: str, form: str, unit: str) -> pd.Series:
+    """Return the median and the 99th percentile of a time."""
+    return show(frame[key], form, unit) + " (" + show(frame[f"{key}_p99"], form, unit) + ")"
+
+
+def replicas() -> str:
+    """New tokens per second of one and two replicas, and waiting times; two runs of each."""
+    runs = [(count, seed) for count in (1, 2) for seed in (2, 3)]
+    frame = pd.DataFrame([read(f"replicas-{count}-seed-{seed}-h100.json")["results"][0] for count, seed in runs])
+    frame.index = pd.Index([f"{count}, prompts {seed}" for count, seed in runs])
+    alone = frame["tokens_per_second"].iloc[[0, 1, 0, 1]].to_numpy()
+    cells = {
+        "new tokens/s": show(frame["tokens_per_second"], ",.0f"),
+        "over one replica": show(frame["tokens_per_second"] / alone, ".2f", "x"),
+        "first token, median (99 %)": waiting(frame, "first_token_seconds", ".2f", " s"),
+        "between pieces of text": waiting(frame, "between_tokens_milliseconds", ".1f", " ms"),
+    }
+    return markdown(pd.DataFrame(cells))
+
+
 def serve() -> str:
     """New tokens per second, waiting times and memory."""
     frame = served()
     first = frame.groupby("requests")["tokens_per_second"].transform("first")
 
-    def both(key: str, form: str, unit: str) -> pd.Series:
-        return show(frame[key], form, unit) + " (" + show(frame[f"{key}_p99"], form, unit) + ")"
-
     cells = {
         "backend": frame["label"].map(name),
         "new tokens/s": show(frame["tokens_per_second"], ",.0f"),
         "over the first": show(frame["tokens_per_second"] / first, ".2f", "x"),
-        "first token, median (99 %)": both("first_token_seconds", ".2f", " s"),
-        "between tokens": both("between_tokens_milliseconds", ".1f", " ms"),
+        "first token, median (99 %)": waiting(frame, "first_token_seconds", ".2f", " s"),
+        "between tokens": waiting(frame, "between_tokens_milliseconds", ".1f", " ms"),
         "layers": show(frame["layers"], ".0f"),
         "pages": show(frame["cache_gib"], "g", " GiB"),
         "most at once": show(frame["most_at_once"], ".0f"),
@@ -358,15 +376,13 @@ def cache_rounding() -> str:
 
 def skipping() -> str:
     """Share of low tiles skipped and KL per token: by threshold and twin, and under other rules and estimates."""
-    frame = pd.DataFrame(
-        [row for length in (2048, 4096) for row in read(f"skipping/smollm2-{length}-cpu.json")["results"]]
-    )
+    frame = pd.DataFrame([row for file in SKIPPING for row in read(f"skipping/smollm2-{file}.json")["results"]])
     frame["threshold"] = frame["threshold"].fillna(math.inf)
+    frame = frame.sort_values(["threshold", "length"], ascending=[False, True], kind="stable")
     frame["length"] = frame["length"].map("{:,}".format)
     frame["cell"] = (100 * frame["skipped"]).map("{:.0f} %, ".format) + frame["kl"].map(format_kl)
     frame["lost"] = show(frame["lost_mean"], ".1e") + ", " + show(frame["lost_p999"], ".1e")
     frame["t"] = frame["threshold"].map(lambda t: "off" if t == math.inf else f"{t:g}")
-    frame = frame.sort_values("threshold", ascending=False, kind="stable")
 
     def by(rows: list[str], column: str, of: pd.DataFrame, cell: str = "cell") -> str:
         cells = of.pivot_table(index=rows, columns=column, values=cell, aggfunc="first", sort=False).fillna(MISSING)
@@ -392,12 +408,14 @@ def skipping() -> str:
 
 
 def results() -> str:
-    """Six rows: prefill, short prompts, decoding, memory, serving and loss."""
+    """Seven rows: prefill, short prompts, decoding, generation, memory, serving and loss."""
     prefills, decodes = load("prefill-h200"), load("decode-h200")
     prefill, isolated = (times_faster(prefills, "fa3", key)[BALANCED] for key in ("ms", "sustained_milliseconds"))
     step, size = times_faster(decodes, "sdpa")[INT4], pivot(decodes, "bytes_ratio")[INT4]
     speed = served().query("requests == '32x2048+64'").set_index("label")["tokens_per_second"]
     loss = short_twins()[UNCHANGED]
+    long_steps = load("generate-long-h100").query("context == 131072").set_index("label")["step_milliseconds"]
+    token = f"{long_steps['sdpa+static'] / long_steps[f'{INT8}-static']:.1f}x as fast"
     flash, plain, ours = "FlashAttention-3, bf16", "SDPA, 16-bit cache", "`balanced+int4`"
     long = f"{prefill['32K']:.2f}x as fast; isolated {isolated['32K']:.2f}x"
     serving = f"{speed[INT4] / speed['sdpa']:.1f}x the tokens/s"
@@ -406,6 +424,7 @@ def results() -> str:
         ["Prefill of 32K tokens", "prefill", "`balanced`", flash, long],
         ["Prefill of 1K tokens", "prefill", "`balanced`", flash, f"{prefill['1K']:.2f}x as fast"],
         ["Decoding step over 128K keys", "decode", ours, plain, f"{step['128K']:.2f}x as fast"],
+        ["Token of `generate` after 128K, 8B model, H100", "serving", name(INT8), plain, token],
         ["Cache size at 32K tokens", "decode", ours, plain, f"{size['32K']:.2f}x"],
         ["32 requests of 2,048 + 64 tokens, 8B model", "serving", ours, "SDPA in `generate_batch`", serving],
         ["Perplexity", "quality", f"`balanced`, {ours}", "SDPA", changes],
@@ -439,6 +458,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "cache-rotation": cache_rotation,
     "generate": generate,
     "serve": serve,
+    "replicas": replicas,
     "quality": quality,
     "quality-twins": lambda: kl(short_twins()),
     "quality-variants": quality_variants,
