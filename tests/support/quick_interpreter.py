@@ -1,8 +1,9 @@
-"""Remove redundant work from Triton's interpreter, which takes half of its tests' time.
+"""Remove redundant work from Triton's interpreter, which takes most of its tests' time.
 
 At each call of a device function the interpreter patches all members of the language's modules again, although the
 calling kernel has patched them. It also repeats integer arithmetic in 64 bits to find overflows that it reports only in
-debug mode. Checked with Triton 3.6 and 3.9.
+debug mode. Each operation builds its result's type and shape anew, although a kernel has a few dozen of them. Checked
+with Triton 3.6 and 3.9.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from triton.runtime import interpreter
 
 
 def make_quick() -> None:
-    """Patch the language once per kernel, and disable overflow checks."""
+    """Patch the language once per kernel, disable overflow checks, and build each type once."""
+    _share_types()
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
     patch = interpreter._patch_lang
@@ -50,3 +52,42 @@ def make_quick() -> None:
 def _languages(function: Callable[..., Any]) -> frozenset[ModuleType]:
     """Return the language modules in a function's scope, as the interpreter finds them."""
     return frozenset(value for value in function.__globals__.values() if value is language or value is language.core)
+
+
+def _share_types() -> None:
+    """Return the same object for equal block types, and share what a tensor derives from its type."""
+    core = language.core
+    block_type, tensor = core.block_type, core.tensor
+    init_type, init_tensor, numpy_dtype = block_type.__init__, tensor.__init__, interpreter._get_np_dtype
+    types: dict[Any, Any] = {}
+
+    def new_type(cls: type, element_ty: Any, shape: Any, *others: Any) -> Any:
+        if cls is not block_type:  # Gluon's have a layout
+            return object.__new__(cls)
+        key = (id(element_ty), *(size.value if isinstance(size, core.constexpr) else size for size in shape))
+        return types.get(key) or types.setdefault(key, object.__new__(cls))
+
+    def init_type_once(self: Any, element_ty: Any, shape: Any) -> None:
+        if not hasattr(self, "numel"):
+            init_type(self, element_ty, shape)
+
+    def init_tensor_from_type(self: Any, handle: Any, type: Any) -> None:
+        derived = type.__dict__.get("of_tensors")
+        if derived is None:
+            init_tensor(self, handle, type)
+            type.of_tensors = {name: value for name, value in vars(self).items() if name != "handle"}
+        else:
+            self.handle = handle
+            self.__dict__.update(derived)
+
+    dtypes: dict[str, Any] = {}
+
+    def numpy_dtype_once(type: Any) -> Any:
+        name = type.scalar.name
+        if name not in dtypes:
+            dtypes[name] = numpy_dtype(type)
+        return dtypes[name]
+
+    block_type.__new__, block_type.__init__ = new_type, init_type_once
+    tensor.__init__ = init_tensor_from_type
+    interpreter._get_np_dtype = numpy_dtype_once
