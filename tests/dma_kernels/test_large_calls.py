@@ -69,23 +69,37 @@ def test_offsets_beyond_32_bits_give_the_results_of_contiguous_tensors(
     assert torch.equal(attention(**tensors, recipe=RECIPE, backend="triton"), expected)
 
 
+STEP = Case(kv_len=512, q_len=3, q_heads=4, head_dim=32, padding=(0, 5))
+
+
+def step_tensors() -> dict[str, Tensor]:
+    query, key, value = STEP.inputs(torch.float16, "cpu")
+    return {"query": query, "key": key[:, :, -3:], "value": value[:, :, -3:]}
+
+
+def step(tensors: dict[str, Tensor]) -> list[Tensor]:
+    """Return the output of a step, and the keys and values that are stored after it."""
+    _, key, value = STEP.inputs(torch.float16, "cpu")
+    storage = STEP.storage("int8", torch.float16, "cpu", is_filled=False)
+    storage.append(key[:, :, :-3], value[:, :, :-3])
+    out = cached_attention(**tensors, storage=storage, backend="triton")
+    return [out, *restore(storage, storage.lengths - 512, 512)]
+
+
+@pytest.fixture(scope="module")
+def contiguous_step() -> list[Tensor]:
+    return step(step_tensors())
+
+
 @pytest.mark.parametrize("dimension", DIMENSIONS)
 @pytest.mark.parametrize("name", ["query", "key", "value"])
 def test_a_step_with_offsets_beyond_32_bits_equals_that_of_contiguous_tensors(
-    name: str, dimension: str, tmp_path: Path
+    name: str, dimension: str, tmp_path: Path, contiguous_step: list[Tensor]
 ) -> None:
     """A step over quantized, residual and sink KV, whose new keys complete a tile."""
-    case = Case(kv_len=512, q_len=3, q_heads=4, head_dim=32, padding=(0, 5))
-    query, key, value = case.inputs(torch.float16, "cpu")
-    tensors = {"query": query, "key": key[:, :, -3:], "value": value[:, :, -3:]}
-    results = []
-    for _ in range(2):
-        storage = case.storage("int8", torch.float16, "cpu", is_filled=False)
-        storage.append(key[:, :, :-3], value[:, :, :-3])
-        out = cached_attention(**tensors, storage=storage, backend="triton")
-        results.append((out, *restore(storage, storage.lengths - 512, 512)))
-        tensors[name] = spread(tensors[name], list(DIMENSIONS).index(dimension), tmp_path / name)
-    for actual, expected in zip(*results, strict=True):
+    tensors = step_tensors()
+    tensors[name] = spread(tensors[name], list(DIMENSIONS).index(dimension), tmp_path / name)
+    for actual, expected in zip(step(tensors), contiguous_step, strict=True):
         assert torch.equal(actual, expected)
 
 
