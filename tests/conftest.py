@@ -10,6 +10,7 @@ import pytest
 # As the command line does, whose output tests read; libraries look when they are imported, tqdm with torch.
 for variable in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
     os.environ.setdefault(variable, "1")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's, for small matrices, as in one_thread below
 
 import torch  # noqa: E402
 
