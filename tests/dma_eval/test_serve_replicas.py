@@ -351,21 +351,38 @@ def test_tokens_that_a_busy_replica_generates_meanwhile_are_sent_together(monkey
             await send({"type": "http.response.body", "body": b"%d" % index, "more_body": index < 8})
             await asyncio.sleep(0.001)
 
-    async def read():
+    async def failing(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise RuntimeError("it failed")
+
+    def read(application):
         model = object.__new__(replicas.Model)
         model._gate = Gate(application)
         scope = {"method": "POST", "path": "/", "query_string": b"", "headers": []}
-        return [part async for part in model.answer(scope, b"")]
+        parts = []
 
-    alone = asyncio.run(read())
-    monkeypatch.setattr(replicas, "SECONDS_PER_PART", 0.1)
-    busy = asyncio.run(read())
+        async def collect():
+            async for part in model.answer(scope, b""):
+                parts.append(part)
+
+        try:
+            asyncio.run(collect())
+        except RuntimeError as error:
+            return parts, error
+        return parts, None
+
+    alone, _ = read(application)
+    monkeypatch.setattr(replicas, "SECONDS_PER_PART", 0.5)
+    busy, _ = read(application)
     for parts in (alone, busy):
         first, *others = (message for part in parts for message in part)
         assert first["type"] == "http.response.start"
         assert len(parts[0]) > 1  # another replica can take over until a text is sent
         assert b"".join(message["body"] for message in others) == b"012345678"
     assert len(busy) == 2 < len(alone)
+    parts, error = read(failing)
+    assert parts == []  # none without a text
+    assert str(error) == "it failed"
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ class Model:
                     part = []
                     if message.get("more_body", False):
                         await asyncio.sleep(SECONDS_PER_PART * self._gate.open_requests)
-            if part:
+            if part and part[-1]["type"] == "http.response.body":
                 yield part
             await running
         finally:
