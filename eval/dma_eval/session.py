@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from accelerate.state import PartialState
@@ -17,12 +17,14 @@ from accelerate.utils import broadcast_object_list, gather_object
 
 from . import console
 from .backends import Backend
-from .commands.options import LoadOptions
 from .environment import versions
 from .errors import UserError
 from .files import Store
 from .models import LoadedModel, load_model
 from .progress import Progress
+
+if TYPE_CHECKING:
+    from .commands.options import LoadOptions
 
 COMPUTING = ("dma-hf", "lm-eval", "transformers", "torch")
 """Packages whose versions affect results."""

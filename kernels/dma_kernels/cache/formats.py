@@ -87,7 +87,7 @@ def stored_format(name: str) -> CacheFormat:
 
 
 @dataclass(frozen=True)
-class QuantizedTensor:
+class AffineQuantizedTensor:
     """A quantized tensor, ``x ~= zero_point + scale * code``."""
 
     code: Tensor  # uint8, in the shape of ``x``
@@ -106,21 +106,21 @@ class QuantizedTensor:
         return zero_point + scale * self.code.float()
 
 
-def quantize_keys(x: Tensor, format: CacheFormat, tokens: int = TILE) -> QuantizedTensor:
+def quantize_keys(x: Tensor, format: CacheFormat, tokens: int = TILE) -> AffineQuantizedTensor:
     """Quantize tiles of keys ``[..., 128, D]`` with one scale per channel and group of ``tokens``."""
     return _quantize(x, format.max_code, -2, tokens)
 
 
-def quantize_values(x: Tensor, format: CacheFormat, channels: int = VALUE_GROUP) -> QuantizedTensor:
+def quantize_values(x: Tensor, format: CacheFormat, channels: int = VALUE_GROUP) -> AffineQuantizedTensor:
     """Quantize values ``[..., T, Dv]`` with one scale per token and group of ``channels``."""
     return _quantize(x, format.max_code, -1, channels)
 
 
-def _quantize(x: Tensor, max_code: int, dim: int, group_size: int) -> QuantizedTensor:
+def _quantize(x: Tensor, max_code: int, dim: int, group_size: int) -> AffineQuantizedTensor:
     groups = torch.tensor_split(x.float(), list(range(group_size, x.shape[dim], group_size)), dim)
     results = [_quantize_group(group, max_code, dim) for group in groups]
     code, scale, zero_point = (torch.cat(pieces, dim) for pieces in zip(*results, strict=True))
-    return QuantizedTensor(code, scale, zero_point, dim, group_size)
+    return AffineQuantizedTensor(code, scale, zero_point, dim, group_size)
 
 
 def _quantize_group(x: Tensor, max_code: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:

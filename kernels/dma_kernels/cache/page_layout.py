@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from ..numerics.formats import TILE
 from ..numerics.transforms import hadamard_size, hadamard_transform
-from .formats import VALUE_GROUP, CacheFormat, QuantizedTensor, quantize_keys, quantize_values
+from .formats import VALUE_GROUP, AffineQuantizedTensor, CacheFormat, quantize_keys, quantize_values
 
 ROWS = 32
 """Rows of a block of codes; channels are padded to a multiple of it."""
@@ -81,7 +81,7 @@ class PageLayout:
         block = torch.cat([section.contiguous().view(torch.uint8).flatten(1) for section in sections], 1)
         return block.view(*leading, self.nbytes)
 
-    def unpack(self, block: Tensor) -> tuple[QuantizedTensor, QuantizedTensor]:
+    def unpack(self, block: Tensor) -> tuple[AffineQuantizedTensor, AffineQuantizedTensor]:
         """Return the keys ``[..., 128, D]`` and values ``[..., 128, Dv]`` of page blocks, still rotated."""
         leading = block.shape[:-1]
         sections = torch.split_with_sizes(block.reshape(-1, self.nbytes), self.section_bytes, 1)
@@ -91,10 +91,10 @@ class PageLayout:
 
         keys = _unpack_codes(sections[0], self.format.bits, are_keys=True), *map(_unpack_channels, sections[1:3])
         code, scale, zero_point = (batched(x[..., : self.head_dim]) for x in keys)
-        key = QuantizedTensor(code, scale, zero_point, -2, TILE)
+        key = AffineQuantizedTensor(code, scale, zero_point, -2, TILE)
         code = _unpack_codes(sections[3], self.format.bits, are_keys=False)[..., : self.value_dim]
         code, scale, zero_point = map(batched, (code, *_unpack_tokens(sections[4], self.value_groups)))
-        return key, QuantizedTensor(code, scale, zero_point, -1, VALUE_GROUP)
+        return key, AffineQuantizedTensor(code, scale, zero_point, -1, VALUE_GROUP)
 
     def decode(self, block: Tensor) -> tuple[Tensor, Tensor]:
         """Dequantize page blocks ``[..., nbytes]`` to keys ``[..., 128, D]`` and values ``[..., 128, Dv]``, fp32."""

@@ -11,8 +11,8 @@ import torch
 from dma_kernels.cache.formats import (
     CACHE_FORMATS,
     EQUALIZED_FORMATS,
+    AffineQuantizedTensor,
     CacheFormat,
-    QuantizedTensor,
     cache_format,
     quantize_keys,
     quantize_values,
@@ -131,7 +131,7 @@ def test_rescaling_key_channels_changes_no_code(format, exponents, seed) -> None
     assert torch.equal(codes.dequantize() * powers, rescaled.dequantize())
 
 
-def assert_equal_quantized(actual: QuantizedTensor, expected: QuantizedTensor) -> None:
+def assert_equal_quantized(actual: AffineQuantizedTensor, expected: AffineQuantizedTensor) -> None:
     for name in ("code", "scale", "zero_point"):
         assert torch.equal(getattr(actual, name), getattr(expected, name)), name
 
