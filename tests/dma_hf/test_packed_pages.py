@@ -206,12 +206,12 @@ def test_requests_finish_after_a_non_blocking_stop(families, parts):
 @pytest.mark.slow
 def test_many_short_requests_leave_no_pages_in_use(families, parts):
     """With cancellations and evictions; all tokens are correct."""
-    count = 200
+    count = 1000
     model = families["llama"].build(dma_hf.NAME, num_hidden_layers=1)
     dma_hf.configure(model, "balanced", cache="int4")
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(250, 256, (count,), generator=generator).tolist()
-    new_tokens = torch.randint(1, 30, (count,), generator=generator).tolist()
+    new_tokens = torch.randint(1, 20, (count,), generator=generator).tolist()
     cancelled = [str(index) for index in torch.randperm(count, generator=generator)[: count // 10].tolist()]
     settings = GenerationConfig(max_new_tokens=20, do_sample=False, pad_token_id=0, bos_token_id=1)
     # 19 slots leave memory for 11 pages; each request needs one, for the tile after the sink.
