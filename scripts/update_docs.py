@@ -198,24 +198,24 @@ def served() -> pd.DataFrame:
     return load(*SERVE).drop_duplicates(["requests", "label"], keep="last")
 
 
-def waiting(frame: pd.DataFrame, key: str, form: str, unit: str) -> pd.Series:
+def median_and_p99(frame: pd.DataFrame, key: str, form: str, unit: str) -> pd.Series:
     """Return the median and the 99th percentile of a time."""
     return show(frame[key], form, unit) + " (" + show(frame[f"{key}_p99"], form, unit) + ")"
 
 
 def replicas() -> str:
     """New tokens per second of one and two replicas, and waiting times; two runs of each."""
-    runs = [(count, seed) for count in (1, 2) for seed in (2, 3)]
-    frame = pd.DataFrame([read(f"replicas-{count}-seed-{seed}-h100.json")["results"][0] for count, seed in runs])
-    frame.index = pd.Index([f"{count}, prompts {seed}" for count, seed in runs])
-    alone = frame["tokens_per_second"].iloc[[0, 1, 0, 1]].to_numpy()
+    runs = pd.MultiIndex.from_product([(1, 2), (2, 3)], names=["replicas", "seed"])
+    rows = [read(f"replicas-{count}-seed-{seed}-h100.json")["results"][0] for count, seed in runs]
+    frame = pd.DataFrame(rows, index=runs)
+    speed = frame["tokens_per_second"]
     cells = {
-        "new tokens/s": show(frame["tokens_per_second"], ",.0f"),
-        "over one replica": show(frame["tokens_per_second"] / alone, ".2f", "x"),
-        "first token, median (99 %)": waiting(frame, "first_token_seconds", ".2f", " s"),
-        "between pieces of text": waiting(frame, "between_tokens_milliseconds", ".1f", " ms"),
+        "new tokens/s": show(speed, ",.0f"),
+        "over one replica": show(speed / speed.groupby("seed").transform("first"), ".2f", "x"),
+        "first token, median (99 %)": median_and_p99(frame, "first_token_seconds", ".2f", " s"),
+        "between pieces of text": median_and_p99(frame, "between_tokens_milliseconds", ".1f", " ms"),
     }
-    return markdown(pd.DataFrame(cells))
+    return markdown(pd.DataFrame(cells).set_axis([f"{count}, prompts {seed}" for count, seed in runs]))
 
 
 def serve() -> str:
@@ -227,8 +227,8 @@ def serve() -> str:
         "backend": frame["label"].map(name),
         "new tokens/s": show(frame["tokens_per_second"], ",.0f"),
         "over the first": show(frame["tokens_per_second"] / first, ".2f", "x"),
-        "first token, median (99 %)": waiting(frame, "first_token_seconds", ".2f", " s"),
-        "between tokens": waiting(frame, "between_tokens_milliseconds", ".1f", " ms"),
+        "first token, median (99 %)": median_and_p99(frame, "first_token_seconds", ".2f", " s"),
+        "between tokens": median_and_p99(frame, "between_tokens_milliseconds", ".1f", " ms"),
         "layers": show(frame["layers"], ".0f"),
         "pages": show(frame["cache_gib"], "g", " GiB"),
         "most at once": show(frame["most_at_once"], ".0f"),

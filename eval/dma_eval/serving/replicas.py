@@ -43,7 +43,7 @@ POLL_SECONDS = 0.1
 CANCEL_SECONDS = 2.0  # for the errors of requests that are cut off at the end of a drain
 FIRST_TOKEN_BUCKETS = [0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60]
 SECONDS_PER_PART = 0.002
-"""Mean time between two parts of answers from a replica to the gateway, which takes some 0.3 ms for one.
+"""Mean time between two parts of answers from a replica, each of which costs the gateway CPU time.
 
 With 32 open requests a client gets new text every 64 ms: as a rule several tokens.
 """
