@@ -17,7 +17,7 @@ from statistics import fmean
 from typing import Any
 
 import pandas as pd
-from dma_eval.pages import MISSING, format_kl, number
+from dma_eval.pages import MISSING, fidelity_page, format_kl, number
 from dma_eval.render import table
 from dma_eval.results import BackendResult, PerplexitySection, read_report
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 BLOCK = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- end table -->)", re.DOTALL)
 SKIPPING = ("2048-cpu", "4096-cpu", "8192-h100", "32768-h100")
-SERVE = ("serve-h200", "serve-packed-h200", "serve-long-h200", "serve-many-h200")
+SERVE = ("serve-h200", "serve-packed-h200", "serve-long-h200", "serve-many-h200", "serve-h100")
 BALANCED, INT8, INT4 = "dma_mxfp:balanced", "dma_mxfp:balanced+int8", "dma_mxfp:balanced+int4"
 UNCHANGED, HARD_TWINS = "as it is", ("keys x 32", "key biases", "values x 32")
 NAMES = {
@@ -130,9 +130,9 @@ def markdown(cells: pd.DataFrame) -> str:
     return table(["", *cells.columns], [[str(index), *row] for index, row in rows])
 
 
-def prefill() -> str:
+def prefill(file: str) -> str:
     """The time of FlashAttention-3, and how many times faster others are, quantization counted."""
-    frame = load("prefill-h200")
+    frame = load(file)
     frame["is_special"] = frame["case"].str.contains(",")  # other heads, or bidirectional
     frame = frame.sort_values(["is_special", "shape.batch", "shape.length"], kind="stable")
     cells = times_faster(frame, "fa3").apply(show, form=".2f", unit="x").rename(columns=name)
@@ -155,7 +155,7 @@ def prefill_errors() -> str:
 
 def prefill_real() -> str:
     """Speed over FlashAttention-3 on a model's own inputs: interleaved, isolated, share of low tiles skipped."""
-    frame = load("prefill-real-32k-h100", "prefill-real-8kx4-h100")
+    frame = load("prefill-real-32k-h100", "prefill-real-8kx4-h100", "prefill-real-128k-h100")
     cells = times_faster(frame, "fa3", "milliseconds").T.apply(show, form=".2f", unit="x")
     isolated = times_faster(frame, "fa3", "sustained_milliseconds").T
     skipped = pivot(frame, "skipped_share").T
@@ -194,8 +194,8 @@ def generate() -> str:
 
 
 def served() -> pd.DataFrame:
-    """Return what answered each set of requests; of what several files have, that of the last one."""
-    return load(*SERVE).drop_duplicates(["requests", "label"], keep="last")
+    """Return what answered each set of requests; of what several files of a GPU have, that of the last one."""
+    return load(*SERVE).drop_duplicates(["device", "requests", "label"], keep="last")
 
 
 def median_and_p99(frame: pd.DataFrame, key: str, form: str, unit: str) -> pd.Series:
@@ -221,9 +221,9 @@ def replicas() -> str:
 def serve() -> str:
     """New tokens per second, waiting times and memory."""
     frame = served()
-    first = frame.groupby("requests")["tokens_per_second"].transform("first")
-
+    first = frame.groupby(["device", "requests"])["tokens_per_second"].transform("first")
     cells = {
+        "GPU": frame["device"],
         "backend": frame["label"].map(name),
         "new tokens/s": show(frame["tokens_per_second"], ",.0f"),
         "over the first": show(frame["tokens_per_second"] / first, ".2f", "x"),
@@ -343,6 +343,13 @@ def needles() -> str:
     return table(["", *(f"{length:,}" for length in lengths)], rows)
 
 
+def continuations() -> str:
+    """How many tokens of greedy continuations equal the reference's."""
+    (section,) = read_report(BENCHMARKS / "quality/smollm2-continuations-cpu-fp32").fidelity
+    *_, shown = fidelity_page(section).tables
+    return table(shown.headers, [[name(label), *cells] for label, *cells in shown.rows])
+
+
 def cache_rotation() -> str:
     """Microseconds of a step, of one that completes a tile, and of appending a prompt; change since the base."""
     frame = pd.DataFrame(read("cache-rotation-h100.json")["results"])
@@ -412,7 +419,8 @@ def results() -> str:
     prefills, decodes = load("prefill-h200"), load("decode-h200")
     prefill, isolated = (times_faster(prefills, "fa3", key)[BALANCED] for key in ("ms", "sustained_milliseconds"))
     step, size = times_faster(decodes, "sdpa")[INT4], pivot(decodes, "bytes_ratio")[INT4]
-    speed = served().query("requests == '32x2048+64'").set_index("label")["tokens_per_second"]
+    short = served().query("device == 'H200' and requests == '32x2048+64'")
+    speed = short.set_index("label")["tokens_per_second"]
     loss = short_twins()[UNCHANGED]
     long_steps = load("generate-long-h100").query("context == 131072").set_index("label")["step_milliseconds"]
     token = f"{long_steps['sdpa+static'] / long_steps[f'{INT8}-static']:.1f}x as fast"
@@ -450,10 +458,12 @@ def files() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "results": results,
-    "prefill": prefill,
+    "prefill": lambda: prefill("prefill-h200"),
+    "prefill-h100": lambda: prefill("prefill-h100"),
     "prefill-errors": prefill_errors,
     "prefill-real": prefill_real,
     "decode": lambda: steps("decode-h200", "decode-wide-h200"),
+    "decode-h100": lambda: steps("decode-h100", "decode-wide-h100"),
     "decode-peers": lambda: steps("decode-peers-h200"),
     "cache-rotation": cache_rotation,
     "generate": generate,
@@ -465,6 +475,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "quality-long": quality_long,
     "quality-positions": quality_positions,
     "needles": needles,
+    "continuations": continuations,
     "cache-formats": cache_formats,
     "cache-rounding": cache_rounding,
     "skipping": skipping,
