@@ -42,6 +42,9 @@ def measure_fidelity(session: Session, text: Text, part: FidelityPart) -> Fideli
     how = PerplexityPart(max_windows=part.max_windows, batch_size=part.batch_size)
     reading = cut(loaded, text, how, part.context)
     windows, context = reading.windows, reading.context
+    prompt_tokens = context // 2
+    if part.prompts:
+        loaded.check_positions(prompt_tokens + part.new_tokens, "half of --context with --new-tokens")
     reference_model = in_fp32(loaded.model)
     runs = [REFERENCE, *session.backends]
     tokens = compare(session, reading, runs, place=("fidelity",), reference_model=reference_model)
@@ -50,7 +53,6 @@ def measure_fidelity(session: Session, text: Text, part: FidelityPart) -> Fideli
     full = [reading.input_ids[window.begin : window.end] for window in windows if window.length == context]
     measured = full[: part.head_windows] if working else []
     heads = head_errors(session, reference_model, measured, working) if measured else []
-    prompt_tokens = context // 2
     halves = [ids[begin : begin + prompt_tokens] for begin in (0, prompt_tokens) for ids in full]
     starts = halves[: part.prompts]  # also the second halves if there are few windows
     edges = bucket_edges(tokens.position_edges)

@@ -59,6 +59,20 @@ class LoadedModel:
         """Return the maximum number of positions in the configuration, if it has one."""
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
+    def check_positions(self, count: int, option: str) -> None:
+        """Check that the model has as many positions as an option requests.
+
+        Raises:
+            UserError: It has fewer. The message names a factor of YaRN that suffices.
+        """
+        limit = self.max_context
+        if limit is not None and count > limit:
+            factor = math.ceil(count * (self.yarn or 1) / limit)
+            raise UserError(
+                f"{option}: {self.name} takes {limit:,} positions, got {count:,}; lower it, or extend the positions "
+                f"with --yarn {factor}"
+            )
+
     @property
     def files(self) -> list[list[Any]]:
         """Return name, size and modification time of each file of a local model, to detect replaced files."""

@@ -114,9 +114,7 @@ def cut(loaded: LoadedModel, text: Text, part: PerplexityPart, context: int | No
     windows = make_windows(
         len(input_ids), context, part.stride, part.max_windows, skip=part.skip_windows, spread=part.spread
     )
-    limit = loaded.max_context
-    if limit is not None and context > limit:
-        raise UserError(f"--context {context:,} is larger than the model's maximum of {limit:,} positions; lower it")
+    loaded.check_positions(context, "--context")
     vocabulary = loaded.model.get_input_embeddings().num_embeddings
     largest = int(input_ids.max())
     if largest >= vocabulary:

@@ -53,9 +53,7 @@ def measure_retrieval(session: Session, kind: str, text: Text | None, part: Retr
     depths = sorted(set(part.depths))
     if kind not in KINDS:
         raise UserError(f"--kind must be one of {', '.join(KINDS)}; got {kind!r}")
-    longest, limit = lengths[-1], loaded.max_context
-    if limit is not None and longest > limit:
-        raise UserError(f"--lengths: {longest:,} is more than the model's maximum of {limit:,} positions")
+    loaded.check_positions(lengths[-1], "--lengths")
     if not depths:
         raise UserError("--depths needs at least one value")
     for backend in session.backends:

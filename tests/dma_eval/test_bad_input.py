@@ -117,7 +117,7 @@ class TestWindows:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["--context", 513], "--context 513 is larger than the model's maximum of 512 positions; lower it"),
+            (["--context", 513], "takes 512 positions, got 513; lower it, or extend the positions with --yarn 2"),
             (
                 ["--context", 1],
                 "'--context' / '-c': Input should be greater than or equal to 2, got '1'",

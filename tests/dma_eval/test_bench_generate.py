@@ -248,4 +248,6 @@ def test_a_context_beyond_the_positions_is_refused(run, model_folder, text_file)
     arguments = ["--model", model_folder, "--data", text_file, "--context", 505, "--new-tokens", 8]
     result = run("bench", "generate", "--device", "cpu", "--dtype", "float32", *arguments, "--run", "sdpa+dynamic")
     assert result.exit_code == 2
-    assert "takes 512 positions, got 513; --yarn 2 rescales" in " ".join(result.output.split())
+    output = " ".join(result.output.split())
+    assert "--context with --new-tokens: " in output
+    assert "takes 512 positions, got 513; lower it, or extend the positions with --yarn 2" in output

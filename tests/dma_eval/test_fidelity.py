@@ -166,8 +166,12 @@ class TestComparison:
         assert fidelity_page(section).warnings
 
     def test_refused(self, fidelity: Fidelity) -> None:
-        with pytest.raises(UserError, match="larger than the model's maximum of 512"):
+        with pytest.raises(UserError, match=r"--context: .* takes 512 positions, got 1,024"):
             fidelity("sdpa", context=1024)
+
+    def test_continuations_beyond_the_positions_are_refused(self, fidelity: Fidelity) -> None:
+        with pytest.raises(UserError, match=r"half of --context with --new-tokens: .* takes 512 positions, got 513"):
+            fidelity("sdpa", context=128, prompts=1, new_tokens=449)
 
 
 class TestBuckets:

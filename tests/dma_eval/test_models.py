@@ -53,6 +53,10 @@ class TestYarn:
         path = {"folder": model_folder, "gguf": gguf_file}[kind]
         longer = load_model(str(path), device="cpu", yarn=4)
         assert (loaded.max_context, longer.max_context, longer.info.yarn) == (512, 2048, 4)
+        longer.check_positions(2048, "--context")
+        message = r"--context: .* takes 2,048 positions, got 2,049; .* with --yarn 5"
+        with pytest.raises(UserError, match=message):
+            longer.check_positions(2049, "--context")
         config = copy.deepcopy(loaded.model.config)
         config.max_position_embeddings = 2048
         rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}

@@ -115,7 +115,7 @@ def test_default_lengths(limit: int | None, lengths: list[int] | None) -> None:
     [
         (["--kind", "haystack"], "--kind must be one of needle, kv; got 'haystack'"),
         (["--kind", "needle"], "--data: needles are hidden in a text; name one"),
-        (["--lengths", "4096"], "--lengths: 4,096 is more than the model's maximum of 512 positions"),
+        (["--lengths", "4096"], "takes 512 positions, got 4,096"),
         (["--depths", "1.5"], "'--depths': Input should be less than or equal to 1, got '1.5'"),
         (["--depths", "nan"], "'--depths': Input should be less than or equal to 1, got 'nan'"),
         (["--lengths", "8"], "--lengths: 8 tokens are too few for a prompt; the minimum is"),

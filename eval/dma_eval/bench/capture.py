@@ -42,19 +42,6 @@ def choose_layers(model: PreTrainedModel, count: int | None) -> list[int]:
     return [full[round(place)] for place in np.linspace(0, len(full) - 1, count or len(full))]
 
 
-def check_length(loaded: LoadedModel, length: int, option: str = "--length") -> None:
-    """Check that the model has enough positions for the length that an option requests.
-
-    Raises:
-        UserError: It does not.
-    """
-    if loaded.max_context is not None and length > loaded.max_context:
-        raise UserError(
-            f"{option}: {loaded.name} takes {loaded.max_context:,} positions, got {length:,}; --yarn "
-            f"{-(-length // loaded.max_context)} rescales its rotary embedding"
-        )
-
-
 def text_windows(tokens: Tensor, batch: int, length: int) -> Tensor:
     """Return the first ``batch`` windows of ``length`` tokens of a text, ``[batch, length]``.
 
@@ -106,7 +93,7 @@ def captured_calls(
     )
     lengths = sorted(set(lengths))
     for length in lengths:
-        check_length(loaded, length)
+        loaded.check_positions(length, "--length")
     windows = {length: text_windows(tokens, batch, length) for length in lengths}
     for length in lengths:
         with console.working(f"Capturing {len(chosen)} layers at {length:,} tokens"):
@@ -132,9 +119,8 @@ def capture_layers(loaded: LoadedModel, input_ids: Tensor, layers: Sequence[int]
     the attention that it ran before. ``input_ids`` is ``[B, T]``.
 
     Raises:
-        UserError: A layer computes something other than plain causal attention, or the model takes fewer positions.
+        UserError: A layer computes something other than plain causal attention.
     """
-    check_length(loaded, input_ids.shape[1])
     model = loaded.model
     found: dict[int, Inputs] = {}
 

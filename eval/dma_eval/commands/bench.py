@@ -178,7 +178,7 @@ def time_generate(args: GenerateOptions) -> int:
     dma-hf bench generate --json generate.json --plot generate.png
     dma-hf bench generate --context 32768 --run sdpa+static dma_mxfp+int8-static dma_mxfp+int4-static --longest
     dma-hf bench generate --context 131072 --run sdpa+static dma_mxfp+int4-static --weights fp8 --steps-only
-    dma-hf bench generate --model HuggingFaceTB/SmolLM2-135M --data book.txt --yarn 4 --context 32768
+    dma-hf bench generate --model HuggingFaceTB/SmolLM2-135M --data book.txt --yarn 4 --context 32000
     dma-hf bench generate --device cpu --shape tiny --dtype float32 --run sdpa+dynamic dma_mxfp+int4
     """
     options.prepare_files(**_files(args))
@@ -189,7 +189,6 @@ def time_generate(args: GenerateOptions) -> int:
         raise UserError("--model needs --data, a text for the prompts, and excludes --shape")
     with console.starting():
         from dma_eval.bench import generate
-        from dma_eval.bench.capture import check_length
         from dma_eval.bench.shown import generate_tables, plot_generate
 
     runs = generate.parse_runs(args.runs or generate.DEFAULT_RUNS)
@@ -204,7 +203,7 @@ def time_generate(args: GenerateOptions) -> int:
     else:
         loaded, text = _load_reader(args, name)
         for context in contexts:
-            check_length(loaded, context + args.new_tokens, "--context")
+            loaded.check_positions(context + args.new_tokens, "--context with --new-tokens")
         model = generate.never_stopping(loaded.model)
     parameters = model.num_parameters()
     if args.weights is not None:
