@@ -85,6 +85,19 @@ def test_a_run_that_fails_leaves_the_others(model, monkeypatch):
     assert second.speedup is None  # there is nothing to compare with
 
 
+def test_an_attention_that_the_model_cannot_run_leaves_the_others(model, monkeypatch):
+    def switch(name):
+        if name == "eager":
+            raise ValueError("no eager attention")
+        switched(name)
+
+    switched = model.set_attn_implementation
+    monkeypatch.setattr(model, "set_attn_implementation", switch)
+    first, second = measure(model, [20], parse_runs(["eager+dynamic", "sdpa+dynamic"]), batch=1, new_tokens=8)
+    assert first.failure == "LlamaForCausalLM cannot run attention 'eager': no eager attention"
+    assert second.failure is None
+
+
 def test_an_interruption_keeps_what_there_is(tmp_path, run, monkeypatch):
     def interrupted(*arguments: object, **options: object) -> None:
         calls.append(arguments)
@@ -198,6 +211,13 @@ def test_command(tmp_path, run):
     assert files["--plot"].read_bytes().startswith(b"\x89PNG")
 
 
+def test_steps_over_filled_caches_are_labelled(run):
+    arguments = ["--device", "cpu", "--shape", "tiny", "--dtype", "float32", "--context", "40", "--new-tokens", "10"]
+    common = [*arguments, "--run", "sdpa+dynamic"]
+    assert "caches filled with random keys" in run("bench", "generate", *common, "--steps-only").stdout
+    assert "caches filled" not in run("bench", "generate", *common).stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -241,6 +261,14 @@ def test_a_real_model_reads_windows_of_a_text(tmp_path, run, model_folder, text_
 def test_options_of_a_real_model_belong_together(arguments, message, run):
     result = run("bench", "generate", "--device", "cpu", *arguments)
     assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
+
+
+def test_a_text_that_is_too_short_for_the_prompts_is_refused(run, model_folder, text_file):
+    arguments = ["--model", model_folder, "--data", text_file, "--context", 400, "--batch", 1000]
+    result = run("bench", "generate", "--device", "cpu", "--dtype", "float32", *arguments, "--run", "sdpa+dynamic")
+    assert result.exit_code == 2
+    message = "too few for 1000 x 400; give a longer text, or a smaller --context or --batch"
     assert message in " ".join(result.output.split())
 
 

@@ -110,10 +110,10 @@ class TestCapture:
         assert inputs.query.shape == (1, 2, 600, 32)
 
     def test_every_sequence_reads_another_window(self) -> None:
-        windows = text_windows(torch.arange(20), 3, 5)
+        windows = text_windows(torch.arange(20), 3, 5, "--length")
         assert windows.tolist() == [list(range(begin, begin + 5)) for begin in (0, 5, 10)]
         with pytest.raises(UserError, match="--data: the text has 20 tokens, too few for 3 x 7"):
-            text_windows(torch.arange(20), 3, 7)
+            text_windows(torch.arange(20), 3, 7, "--length")
 
 
 def test_the_plot_counts_every_layer() -> None:

@@ -42,8 +42,10 @@ def choose_layers(model: PreTrainedModel, count: int | None) -> list[int]:
     return [full[round(place)] for place in np.linspace(0, len(full) - 1, count or len(full))]
 
 
-def text_windows(tokens: Tensor, batch: int, length: int) -> Tensor:
+def text_windows(tokens: Tensor, batch: int, length: int, option: str) -> Tensor:
     """Return the first ``batch`` windows of ``length`` tokens of a text, ``[batch, length]``.
+
+    ``option`` is the one that gives the length.
 
     Raises:
         UserError: The text is shorter.
@@ -51,7 +53,7 @@ def text_windows(tokens: Tensor, batch: int, length: int) -> Tensor:
     if len(tokens) < batch * length:
         raise UserError(
             f"--data: the text has {len(tokens):,} tokens, too few for {batch} x {length:,}; give a longer text, or a "
-            "smaller --length or --batch"
+            f"smaller {option} or --batch"
         )
     return tokens[: batch * length].view(batch, length)
 
@@ -94,7 +96,7 @@ def captured_calls(
     lengths = sorted(set(lengths))
     for length in lengths:
         loaded.check_positions(length, "--length")
-    windows = {length: text_windows(tokens, batch, length) for length in lengths}
+    windows = {length: text_windows(tokens, batch, length, "--length") for length in lengths}
     for length in lengths:
         with console.working(f"Capturing {len(chosen)} layers at {length:,} tokens"):
             own = capture_layers(loaded, windows[length], chosen)

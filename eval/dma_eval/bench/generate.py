@@ -144,7 +144,7 @@ def measure(
     prompts = {
         context: torch.randint(model.config.vocab_size, (batch, context))
         if text is None
-        else text_windows(text, batch, context)
+        else text_windows(text, batch, context, "--context")
         for context in contexts
     }
     return measure_each(

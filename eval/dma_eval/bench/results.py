@@ -197,7 +197,7 @@ class ServeResult(SpeedResult):
     seconds: float | None = None  # until the last token of the last request
     tokens_per_second: float | None = None  # new tokens of all requests
     # Seconds until a request's first token, its waiting counted, and milliseconds between two of its tokens: median and
-    # 99th percentile, over the requests that were never evicted.
+    # 99th percentile, over the requests that were never evicted. vLLM gives the mean between the tokens of a request.
     first_token_seconds: float | None = None
     first_token_seconds_p99: float | None = None
     between_tokens_milliseconds: float | None = None

@@ -117,7 +117,7 @@ def _measure_one(
             result = replace(result, **_sizes(manager.batch_processor.cache))
             _answer(manager, warm)
             return replace(result, **_answer(manager, drawn))
-    except (*FAILURES, UserError) as error:
+    except FAILURES as error:
         return replace(result, failure=one_line(error))
 
 

@@ -31,7 +31,7 @@ CONNECT_SECONDS = 10.0
 class Answer:
     """The result of a request."""
 
-    sent: float  # seconds since the first was sent, as all times
+    sent: float  # seconds since the client started, as all times
     times: list[float]  # when pieces of text arrived
     prompt_tokens: int = 0
     new_tokens: int = 0
@@ -155,7 +155,7 @@ def summarize(requests: RequestSet, rate: float, answers: Sequence[Answer]) -> U
         return result
     first = [answer.times[0] - answer.sent for answer in right]
     between = [1e3 * (b - a) for answer in right for a, b in itertools.pairwise(answer.times)]
-    seconds = max(answer.times[-1] for answer in right)
+    seconds = max(answer.times[-1] for answer in right) - min(answer.sent for answer in answers)
     measured: dict[str, Any] = figures(seconds, result.new_tokens, first, between)
     return replace(result, **measured)
 

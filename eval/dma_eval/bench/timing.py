@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from dma_eval import console
-from dma_eval.errors import one_line
+from dma_eval.errors import UserError, one_line
 
 from .results import DeviceFacts, SpeedResult
 
@@ -32,8 +32,9 @@ Case = TypeVar("Case")
 Name = TypeVar("Name", bound=Hashable)
 Compared = TypeVar("Compared")
 Result = TypeVar("Result", bound=SpeedResult)
-FAILURES = (RuntimeError, ValueError, TypeError, AssertionError, ImportError, MemoryError)
-"""What an implementation raises if it cannot compute a call. ``torch.OutOfMemoryError`` is a ``RuntimeError``."""
+FAILURES = (RuntimeError, ValueError, TypeError, AssertionError, ImportError, MemoryError, UserError)
+"""What an implementation raises if it cannot compute a call. ``torch.OutOfMemoryError`` is a ``RuntimeError``. Models
+that cannot run an attention raise ``UserError``."""
 
 _READS = 4
 """Reads before a run. They take about 280 us on an H200, longer than the launches of any run here."""

@@ -122,9 +122,9 @@ def _check_inputs(args: PrefillOptions) -> None:
 
 
 def _given(args: BenchOptions, *names: str) -> list[str]:
-    """Return those of the options that are on the command line."""
-    values = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
-    return [name for name, value in values.items() if value is not None and value is not False and value != []]
+    """Return those of the options that differ from their defaults."""
+    given = (name for name in names if getattr(args, name) != getattr(type(args)(), name))
+    return [f"--{name.replace('_', '-')}" for name in given]
 
 
 def _load_reader(args: PrefillOptions | GenerateOptions, name: str) -> tuple[LoadedModel, torch.Tensor]:
@@ -231,7 +231,8 @@ def time_generate(args: GenerateOptions) -> int:
             longest.append(generate.longest_context(model, each, args.batch))
         recorder.write()
     weights = f"{args.weights or args.dtype} weights of {weight_bytes / 2**30:.1f} GiB"
-    title = f"{portable(name)}, {weights}, batch {args.batch}, {facts.name}"
+    filled = ", caches filled with random keys" if args.steps_only else ""
+    title = f"{portable(name)}, {weights}, batch {args.batch}{filled}, {facts.name}"
     tables = generate_tables(results, longest, title)
     return _finish(args, results, tables, lambda r: f"{r.context:,} tokens", plot_generate, title)
 
@@ -242,9 +243,10 @@ def time_serve(args: ServeOptions) -> int:
     Transformers' continuous batching answers them, as in `generate_batch` and `dma-hf serve --continuous-batching`.
     Random weights are as fast as trained ones. Eight warm-up requests before each run are not counted. In the table,
     "first" is the time to the first token, including waiting, and "between" is the time between two tokens. Both are
-    medians and 99th percentiles. "at once" is the largest number of requests that had pages at the same time. "per
-    token" is the memory of a token in pages, and "per request" the memory of a request outside of pages. The JSON file
-    is written after every run. Exit code 1 if a backend failed, 2 for invalid input.
+    medians and 99th percentiles. vLLM reports only the mean "between" of each request. "at once" is the largest number
+    of requests that had pages at the same time. "per token" is the memory of a token in pages, and "per request" the
+    memory of a request outside of pages. The JSON file is written after every run. Exit code 1 if a backend failed, 2
+    for invalid input.
 
     Examples:
     dma-hf bench serve --json serve.json --plot serve.png
@@ -257,7 +259,7 @@ def time_serve(args: ServeOptions) -> int:
     options.prepare_files(**_files(args))
     if args.url is not None:
         return _time_url(args)
-    if given := _given(args, "rate", "tokenizer"):
+    if given := _given(args, "rate", "tokenizer", "extra_body"):
         raise UserError(f"{', '.join(given)}: only with --url")
     check_names(args.attn)
     if args.model is not None and (args.shape or args.layers):
@@ -305,7 +307,7 @@ def _time_url(args: ServeOptions) -> int:
     Raises:
         UserError: An option is only for models in this process, or openai is not installed.
     """
-    if given := _given(args, "shape", "layers", "cache_gib", "plot"):
+    if given := _given(args, "shape", "layers", "cache_gib", "plot", "attn", "dtype", "device"):
         raise UserError(f"--url excludes {', '.join(given)}: the server has its own model")
     if find_spec("openai") is None:
         raise UserError("--url needs openai, not installed here: pip install 'dma-hf[serve]'")
@@ -324,7 +326,7 @@ def _time_url(args: ServeOptions) -> int:
     results = recorder.gather(target.measure(sets, args.rate or [math.inf], args.seed))
     console.print_table(url_table(results, f"{target.model} at {args.url}"))
     for message, count in sum((Counter(result.errors) for result in results), Counter()).items():
-        console.print_warning(f"{count} requests failed: {message}")
+        console.print_warning(f"{count} request{'s' * (count > 1)} failed: {message}")
     if args.json is not None:
         console.print_wrote(args.json)
     return console.FAILED if any(result.errors for result in results) else 0
