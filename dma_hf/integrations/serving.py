@@ -6,7 +6,6 @@ are checked when this module is imported, which only the server does.
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 from .versions import check_parameters, private_imports
@@ -16,7 +15,6 @@ with private_imports():
     from transformers.cli.serving.completion import CompletionHandler
     from transformers.cli.serving.model_manager import ModelManager
     from transformers.cli.serving.response import ResponseHandler
-    from transformers.cli.serving.server import build_server
     from transformers.cli.serving.utils import (
         BaseGenerateManager,
         GenerationState,
@@ -30,19 +28,12 @@ __all__ = [
     "GenerationState",
     "ModelManager",
     "ResponseHandler",
-    "build_app",
     "get_response_template",
     "response_events_to_chunks",
 ]
 
 _MODELS = "device dtype trust_remote_code attn_implementation"
-_HANDLERS = "model_manager chat_handler completion_handler response_handler transcription_handler"
 _PARAMETERS: tuple[tuple[Any, ...], ...] = (
-    (
-        build_server,
-        f"{_HANDLERS} generation_state enable_cors",
-        f"{_HANDLERS} systemone_handler generation_state enable_cors",
-    ),
     (ChatCompletionHandler.__init__, "model_manager generation_state chat_template_kwargs"),
     *((each.handle_request, "body request_id") for each in (ChatCompletionHandler, CompletionHandler, ResponseHandler)),
     (
@@ -51,12 +42,10 @@ _PARAMETERS: tuple[tuple[Any, ...], ...] = (
         f"{_MODELS} continuous_batching quantization model_timeout force_model",
     ),
     (ModelManager.load_model_and_processor, "model_id_and_revision progress_callback tqdm_class gguf_file"),
-    (ModelManager.load_model_streaming, "model_id_and_revision", "model_id_and_revision gguf_file"),
     (ModelManager.process_model_name, "model_id"),
     (GenerationState.__init__, "continuous_batching compile cb_config"),
     (GenerationState.use_continuous_batching, "model modality"),
     (GenerationState.get_manager, "model_id use_cb"),
-    (GenerationState.is_cb_alive, ""),
     (BaseGenerateManager.init_cb, "model gen_config"),
     (BaseGenerateManager.generate_streaming, "model processor inputs gen_config request_id response_parser"),
     (BaseGenerateManager.generate_non_streaming, "model processor inputs gen_config request_id"),
@@ -65,13 +54,3 @@ _PARAMETERS: tuple[tuple[Any, ...], ...] = (
 )
 for _function, *_known in _PARAMETERS:
     check_parameters(_function, *_known)
-
-
-def build_app(*arguments: Any, systemone_handler: Any, **options: Any) -> Any:
-    """Return Transformers' FastAPI application. The arguments are those of its ``build_server``.
-
-    Transformers before 5.20 has no ``systemone_handler``.
-    """
-    if "systemone_handler" in inspect.signature(build_server).parameters:
-        options["systemone_handler"] = systemone_handler
-    return build_server(*arguments, **options)

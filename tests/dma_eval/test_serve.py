@@ -29,7 +29,7 @@ from transformers import GenerationConfig
 pytest.importorskip("transformers.generation.continuous_batching.cache_allocators", reason="before Transformers 5.23")
 from dma_eval.serving.checks import CompletionRequest
 from dma_eval.serving.gate import Gate, register
-from dma_eval.serving.jobs import Batched, Job
+from dma_eval.serving.jobs import Batched, Job, StopFilter
 
 ROOT = Path(__file__).parents[2]
 DEMO_MODEL = ROOT / "eval" / "dma_eval" / "assets" / "demo_model"
@@ -225,7 +225,24 @@ CHAT = [{"role": "user", "content": "The captain"}]
             {"top_k": 5},
             {"model": "another"},
             {"generation_config": "{"},
-            {"generation_config": '{"num_beams": 2}'},
+            {"generation_config": "[" * 100_000},
+        ]),
+        *(("responses", {"input": "word", "generation_config": text}, f"generation_config.{name}") for text, name in [
+            ('{"num_beams": 2}', "num_beams"),
+            ('{"num_return_sequences": 3}', "num_return_sequences"),
+            ('{"cache_implementation": "static"}', "cache_implementation"),
+            ('{"prompt_lookup_num_tokens": 3}', "prompt_lookup_num_tokens"),
+            ('{"validate": 1}', "validate"),
+            ('{"eos_token_id": "x"}', "eos_token_id"),
+            ('{"max_new_tokens": "5"}', "max_new_tokens"),
+            ('{"temperature": NaN}', "temperature"),
+        ]),
+        *(("responses", {"input": "word", "chat_template_kwargs": fields}, f"chat_template_kwargs.{next(iter(fields))}")
+          for fields in [
+            {"chat_template": "{% for i in range(9) %}{% endfor %}"},
+            {"padding": "max_length"},
+            {"max_length": 1_000_000_000},
+            {"return_assistant_tokens_mask": True},
         ]),
         *(("completions", fields, param) for fields, param in [
             ({}, "prompt"),
@@ -233,6 +250,8 @@ CHAT = [{"role": "user", "content": "The captain"}]
             ({"prompt": ["one", "two"]}, "prompt"),
             ({"prompt": [5, 6]}, "prompt"),
             ({"prompt": "word " * 5000}, "prompt"),
+            ({"prompt": "word", "logit_bias": {"9" * 5000: 1}}, f"logit_bias.{'9' * 5000}"),
+            ({"prompt": "word", "logit_bias": {"-1": 1}}, "logit_bias.-1"),
             ({"prompt": "word", "max_tokens": -3}, "max_tokens"),
             ({"prompt": "word", "echo": True}, "echo"),
             ({"prompt": "word", "suffix": "s"}, "suffix"),
@@ -276,6 +295,40 @@ def test_a_body_that_is_no_object(client):
     assert "expected a JSON object" in json.load(refused.value)["error"]["message"]
 
 
+def test_a_body_that_is_nested_too_deeply(client):
+    nested = json.loads('{"a":' * 900 + "1" + "}" * 900)
+    status, error = client.refused("/v1/chat/completions", messages=CHAT, chat_template_kwargs=nested)
+    assert (status, error["message"]) == (400, "the body: its values are nested too deeply")
+
+
+def test_a_text_far_too_long_is_refused_without_counting_all_its_tokens(client):
+    status, error = client.refused("/v1/completions", prompt="word " * 1_000_000)
+    assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", "prompt")
+    assert "the prompt has more than 8192 tokens" in error["message"]
+
+
+def test_a_name_that_is_no_text_is_refused(client):
+    assert client.refused("/load_model", model=5)[1]["message"] == "model: expected a name"
+    assert client.refused("/load_model")[0] == 400
+
+
+def test_a_method_that_a_route_lacks(client):
+    with pytest.raises(HTTPError) as refused:
+        client.get("/v1/completions")
+    assert (refused.value.code, refused.value.headers["Allow"]) == (405, "POST")
+
+
+def test_each_answer_has_the_id_of_its_request(client):
+    headers = {"Content-Type": "application/json", "x-request-id": "mine"}
+    for path, body in (("/load_model", b'{"model": "m"}'), ("/nowhere", b"")):
+        try:
+            response = client._open(Request(client._address + path, body, headers), timeout=TIMEOUT)
+        except HTTPError as error:
+            response = error
+        assert response.headers["x-request-id"] == "mine"
+        response.close()
+
+
 def test_an_unknown_route(client):
     assert client.refused("/v1/embeddings", input="word")[0] == 404
     assert client.refused("/v1/systemone", input="word")[0] == 404
@@ -289,6 +342,9 @@ def test_sampling(client, question):
     assert say(**hot) == say(**hot)
     assert say(**hot) != say(**hot | {"seed": 2})
     assert say(**hot, top_p=0) == say(temperature=0) == say()
+    assert (
+        say(temperature=1e-300, seed=1) == say(generation_config='{"do_sample": true, "temperature": 1e-300}') == say()
+    )
     assert say(logit_bias={"5": 100}) == say(logit_bias={"5": 100}, presence_penalty=2) != say()
     assert say(logit_bias={"5": 3.5}, frequency_penalty=2) != say(logit_bias={"5": 3.5})
 
@@ -416,12 +472,13 @@ def test_continuous_batching(suffix, folder, expected, question):
         stop = expected[suffix].split()[3]
         stopped = client.post("/v1/completions", **body, stop=stop)["choices"][0]
         hot = client.post("/v1/completions", **body | {"temperature": 2})["choices"][0]["text"]
+        cold = client.post("/v1/completions", **body | {"temperature": 1e-300})["choices"][0]["text"]
         for field in ({"seed": 1, "temperature": 1}, {"logit_bias": {"5": 1}}, {"presence_penalty": 1}):
             assert client.refused("/v1/completions", **body | field)[1]["param"] == next(iter(field))
     assert [answer["choices"][0]["text"] for answer in answers] == [expected[suffix]] * 3
     assert "".join(event["choices"][0]["text"] for event in events) == expected[suffix]
     assert (stopped["text"], stopped["finish_reason"]) == (expected[suffix].partition(stop)[0], "stop")
-    assert hot != expected[suffix]
+    assert hot != expected[suffix] == cold
 
 
 async def _ask(gate, path):
@@ -484,6 +541,23 @@ def test_stopping_ends_a_request_that_began_before_others_ended():
         return failed.result()
 
     assert asyncio.run(stop()).status == 503
+
+
+def test_a_path_cannot_write_lines_into_the_log(caplog):
+    async def application(scope, receive, send):
+        await send({"type": "http.response.start", "status": 404, "headers": []})
+        await send({"type": "http.response.body"})
+
+    caplog.set_level("INFO", "dma_eval.serving")
+    asyncio.run(_ask(Gate(application), "/a\n\x1b[31mb"))
+    (record,) = caplog.records
+    assert record.getMessage().startswith("GET /a%0A%1B%5B31mb 404")
+
+
+def test_stop_strings_of_any_length():
+    stops = StopFilter(["aab", "a" * 1_000_000])
+    assert [stops.feed(text) for text in ("xa", "a", "a", "c", "aa", "b")] == ["x", "", "", "aaac", "", ""]
+    assert (stops.is_found, stops.flush()) == (True, "")
 
 
 def test_requests_that_lose_their_pages_are_counted(question):

@@ -1,7 +1,7 @@
-"""The server: Transformers' application with one loaded model.
+"""The server: an application with one loaded model, and the process that serves it.
 
 ``transformers serve`` accepts only the attention implementations that are built into Transformers. So the model is
-loaded and switched first, and the routes of the application use this one model.
+loaded and switched first, and Transformers' handlers of the routes use this one model.
 """
 
 from __future__ import annotations
@@ -11,16 +11,15 @@ import os
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import suppress
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -28,60 +27,27 @@ from transformers.utils import logging as transformers_logging
 from dma_eval.backends import Backend, activate, parse_backends
 from dma_eval.errors import UserError, one_line
 from dma_eval.models import LoadedModel, batching_settings, load_model
-from dma_hf.integrations.serving import ModelManager, build_app
+from dma_hf.integrations.serving import ModelManager
 
 from .checks import ApiError
 from .gate import Gate, start_log
 from .jobs import Batched, Engine, Sequential
-from .routes import Absent, Chat, Complete, Respond
+from .routes import SSE, Chat, Complete, Respond
 from .settings import Settings
 
 GRACE_SECONDS = 1  # for open answers after the server is stopped
 
 
 class OneModel(ModelManager):  # type: ignore[misc]
-    """A manager of one loaded model, which it never unloads or loads again.
+    """A manager of one loaded model, which it never unloads or loads again."""
 
-    A request may name this model or none.
-    """
-
-    def __init__(self, loaded: LoadedModel, attention: str) -> None:
+    def __init__(self, loaded: LoadedModel) -> None:
         super().__init__(model_timeout=-1)
         self._loaded = loaded
-        self._attention = attention
-        self._created = int(time.time())
-        self.force_model = loaded.name
 
     def load_model_and_processor(self, *arguments: Any, **options: Any) -> tuple[PreTrainedModel, Any]:
         """Return the model and its tokenizer. A request for another model was refused before."""
         return self._loaded.model, self._loaded.tokenizer
-
-    async def load_model_streaming(self, model_id_and_revision: str, **options: Any) -> AsyncIterator[str]:
-        """Yield an event: the model is loaded, or another one is not available."""
-        event = {"status": "ready", "model": model_id_and_revision, "cached": True}
-        if model_id_and_revision != self.process_model_name(self._loaded.name):
-            message = f"this server has {self._loaded.name} alone"
-            event = {"status": "error", "model": model_id_and_revision, "message": message}
-        yield f"data: {json.dumps(event)}\n\n"
-
-    def list_models(self, *arguments: Any) -> list[dict[str, Any]]:
-        """Return the one model, instead of the contents of the Hub's cache."""
-        model = self._loaded.model
-        return [
-            {
-                "id": self._loaded.name,
-                "object": "model",
-                "created": self._created,
-                "owned_by": "",
-                "status": {"value": "loaded"},
-                "max_model_len": self._loaded.max_context,
-                "attention": self._attention,
-                "dtype": str(model.dtype).removeprefix("torch."),
-                "device": str(model.device),
-            }
-        ]
-
-    get_gen_models = list_models  # its name before Transformers 5.24
 
 
 class _Server(uvicorn.Server):
@@ -113,42 +79,76 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def build(loaded: LoadedModel, engine: Engine, attention: str) -> FastAPI:
-    """Return the application: Transformers', with our routes and OpenAI's format of errors."""
-    models = OneModel(loaded, attention)
-    absent = Absent()
-    app: FastAPI = build_app(
-        models,
-        Chat(models, loaded, engine),
-        completion_handler=Complete(models, loaded, engine),
-        response_handler=Respond(models, loaded, engine),
-        transcription_handler=absent,
-        systemone_handler=absent,
-        generation_state=SimpleNamespace(is_cb_alive=engine.is_alive),  # for /health
-    )
+    """Return the application: the routes of ``transformers serve`` for one model, and OpenAI's format of errors."""
+    app = FastAPI(exception_handlers=ERROR_HANDLERS)
+    models = OneModel(loaded)
+    routes = {"/v1/chat/completions": Chat, "/v1/completions": Complete, "/v1/responses": Respond}
+    for path, route in routes.items():
+        app.add_api_route(path, route(models, loaded, engine).answer, methods=["POST"], response_model=None)
+    entry = {
+        "id": loaded.name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "",
+        "status": {"value": "loaded"},
+        "max_model_len": loaded.max_context,
+        "attention": attention,
+        "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        "device": str(loaded.model.device),
+    }
+
+    @app.get("/v1/models")
+    @app.options("/v1/models")
+    def list_models() -> dict[str, Any]:
+        return {"object": "list", "data": [entry]}
 
     @app.get("/v1/models/{name:path}")
     def show_model(name: str) -> dict[str, Any]:
-        (entry,) = models.list_models()
-        if name != entry["id"]:
+        if name != loaded.name:
             raise ApiError(f"no such model: {name!r}", param="model", code="model_not_found", status=404)
         return entry
 
-    for kind, handler in ERROR_HANDLERS.items():
-        app.add_exception_handler(kind, handler)
+    @app.post("/load_model")
+    def load_model(fields: dict[str, Any]) -> StreamingResponse:
+        """Answer ``transformers chat``, which asks for a model before it talks to it."""
+        model = fields.get("model")
+        if not isinstance(model, str):
+            raise ApiError("model: expected a name", param="model")
+        event = {"status": "ready", "model": models.process_model_name(model), "cached": True}
+        if event["model"] != models.process_model_name(loaded.name):
+            event |= {"status": "error", "message": f"this server has {loaded.name} alone"}
+        return StreamingResponse([f"data: {json.dumps(event)}\n\n"], media_type=SSE)
+
+    @app.post("/reset")
+    def reset() -> dict[str, str]:
+        """Answer as Transformers' server, which unloads its models."""
+        return {"status": "ok"}
+
+    @app.get("/health")
+    def show_health() -> JSONResponse:
+        if engine.is_alive():
+            return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "unhealthy", "reason": "cb_worker_dead"}, 503)
+
     return app
 
 
 async def _tell(request: Request, error: Exception) -> JSONResponse:
+    headers = getattr(error, "headers", None)  # such as the methods that a route allows
     if isinstance(error, HTTPException):
         error = ApiError(str(error.detail), status=error.status_code)
+    elif isinstance(error, RecursionError):
+        error = ApiError("the body: its values are nested too deeply")
     elif isinstance(error, RequestValidationError):
         error = ApiError(f"the body: expected a JSON object: {error.errors()[0]['msg']}")
     elif not isinstance(error, ApiError):
         error = ApiError(f"the server failed: {one_line(error)}", status=500)
-    return JSONResponse(error.body, error.status)
+    return JSONResponse(error.body, error.status, headers)
 
 
-ERROR_HANDLERS: dict[Any, Any] = dict.fromkeys((ApiError, HTTPException, RequestValidationError, Exception), _tell)
+ERROR_HANDLERS: dict[Any, Any] = dict.fromkeys(
+    (ApiError, HTTPException, RequestValidationError, RecursionError, Exception), _tell
+)
 """What answers errors in OpenAI's format."""
 
 

@@ -8,11 +8,22 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Json,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import from_json
 
-INT64 = 2**63 - 1
+INT32, INT64 = 2**31 - 1, 2**63 - 1
 
 
 class ApiError(Exception):
@@ -31,6 +42,10 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _as_tokens(value: Any) -> Any:
+    return [value] if isinstance(value, int) else value
+
+
 def _as_parts(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
@@ -46,8 +61,8 @@ def _as_text(value: Any) -> Any:
 
 def _check_object(text: str) -> str:
     try:
-        is_object = isinstance(json.loads(text), dict)
-    except json.JSONDecodeError:
+        is_object = isinstance(from_json(text), dict)
+    except ValueError:
         is_object = False
     if not is_object:
         raise ValueError("expected a JSON object, as text")
@@ -168,6 +183,48 @@ class ResponseTool(_Model):
     parameters: dict[str, Any] | None = None
 
 
+class TemplateOptions(_Model):
+    """Variables of a chat template. The template, and how its text becomes tokens, are the server's choice."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    absent = {
+        "chat_template": (),
+        "padding": (False,),
+        "truncation": (False,),
+        "max_length": (),
+        "tokenizer_kwargs": (),
+        "return_assistant_tokens_mask": (False,),
+    }
+
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=0, le=INT32)]
+Token = Annotated[int, Field(ge=-1, le=INT32)]  # -1 is none
+
+
+class GenerationOptions(_Model):
+    """Fields of Transformers' ``GenerationConfig`` for one sampled answer. Others choose caches, beams and helpers."""
+
+    absent = {"use_cache": (True,)}
+    do_sample: bool | None = None
+    temperature: float | None = Field(None, gt=0, le=2)
+    top_k: Count | None = None
+    top_p: Share | None = None
+    min_p: Share | None = None
+    typical_p: float | None = Field(None, gt=0, le=1)
+    epsilon_cutoff: Share | None = None
+    eta_cutoff: Share | None = None
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
+    no_repeat_ngram_size: Count | None = None
+    max_new_tokens: int | None = Field(None, ge=1)
+    min_new_tokens: Count | None = None
+    eos_token_id: Annotated[list[Token], BeforeValidator(_as_tokens)] | None = None
+    # Fields without an effect on an answer.
+    bos_token_id: Token | None = Field(None, exclude=True)
+    pad_token_id: Token | None = Field(None, exclude=True)
+    transformers_version: str | None = Field(None, exclude=True)
+
+
 class Request(_Model):
     """The fields that all routes share."""
 
@@ -184,7 +241,7 @@ class Request(_Model):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-INT64, le=INT64)
-    generation_config: JsonObject | None = None  # Transformers' own, as JSON
+    generation_config: Json[GenerationOptions] | None = None  # Transformers' own, as JSON
     # Fields of OpenAI's service, without an effect on an answer.
     user: str | None = None
     safety_identifier: str | None = None
@@ -197,6 +254,11 @@ class Request(_Model):
         """The field that limits new tokens, and its value."""
         name = next((name for name in self.limits if getattr(self, name) is not None), self.limits[0])
         return name, getattr(self, name)
+
+    @property
+    def text(self) -> str:
+        """The prompt, without what a chat template adds."""
+        raise NotImplementedError
 
     @property
     def stops(self) -> list[str]:
@@ -215,7 +277,7 @@ class Request(_Model):
 
     def passed_on(self) -> dict[str, Any]:
         """The fields that Transformers' handler reads."""
-        names = {"messages", "prompt", "input", "instructions", "tools", "chat_template_kwargs", "generation_config"}
+        names = {"messages", "prompt", "input", "instructions", "tools", "chat_template_kwargs"}
         fields = self.model_dump(exclude_none=True, include=names)
         if getattr(self, "tool_choice", None) == "none":
             fields.pop("tools", None)
@@ -223,7 +285,11 @@ class Request(_Model):
 
 
 Bias = Annotated[float, Field(ge=-100, le=100)]
-TokenId = Annotated[str, Field(pattern=r"^\d+$")]
+TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+
+
+def _text_of(messages: Sequence[Message | Item]) -> str:
+    return "\n".join(part.text for message in messages for part in message.content or ())
 
 
 class _TextRequest(Request):
@@ -282,7 +348,11 @@ class ChatRequest(_TextRequest):
     max_completion_tokens: int | None = Field(None, ge=1)
     tools: list[Tool] | None = None
     tool_choice: Literal["auto", "none"] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None  # Transformers' own
+    chat_template_kwargs: TemplateOptions | None = None  # Transformers' own
+
+    @property
+    def text(self) -> str:
+        return _text_of(self.messages)
 
 
 class CompletionRequest(_TextRequest):
@@ -296,6 +366,10 @@ class CompletionRequest(_TextRequest):
         "suffix": (),
     }
     prompt: Annotated[str, BeforeValidator(_as_text)]
+
+    @property
+    def text(self) -> str:
+        return self.prompt
 
 
 class Item(_Model):
@@ -360,7 +434,11 @@ class ResponseRequest(Request):
     max_output_tokens: int | None = Field(None, ge=1)
     tools: list[ResponseTool] | None = None
     tool_choice: Literal["auto", "none"] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+
+    @property
+    def text(self) -> str:
+        return _text_of(self.input)
 
 
 Body = TypeVar("Body", bound=Request)
@@ -376,7 +454,8 @@ def check(kind: type[Body], body: dict[str, Any]) -> Body:
         return kind.model_validate(body)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-    param = re.sub(r"\.(\d+)", r"[\1]", ".".join(str(each) for each in first["loc"] if each != "[key]"))
+    names = [f"[{each}]" if isinstance(each, int) else f".{each}" for each in first["loc"] if each != "[key]"]
+    param = "".join(names).lstrip(".")
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
         message = "unknown field"

@@ -6,9 +6,11 @@ import asyncio
 import hmac
 import logging
 import time
+import uuid
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
+from urllib.parse import quote
 
 from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect, Request
@@ -19,6 +21,7 @@ from .jobs import Job
 
 MOST_BYTES = 32 << 20  # of a request's body
 CLIENT_GONE = 499  # in the log, as nginx has it
+REQUEST_ID = b"x-request-id"
 log = logging.getLogger("dma_eval.serving")
 
 
@@ -86,12 +89,15 @@ class Gate:
             await self._app(scope, receive, send)
             return
         start = time.perf_counter()
+        request_id = dict(scope["headers"]).get(REQUEST_ID) or str(uuid.uuid4()).encode()
         exchange = _Exchange()
         _current.set(exchange)
 
         async def send_on(message: Message) -> None:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
+                if not any(name == REQUEST_ID for name, _ in message["headers"]):  # a replica may have set it
+                    message["headers"] = [*message["headers"], (REQUEST_ID, request_id)]
             else:
                 exchange.is_sent = not message.get("more_body", False)
             await send(message)
@@ -114,7 +120,7 @@ class Gate:
         if (job := exchange.job) is not None:
             tokens = f", {job.prompt_tokens} + {job.total_tokens} tokens, {job.finish_reason or 'unfinished'}"
         seconds = time.perf_counter() - start
-        log.info("%s %s %d%s, %.2f s", scope["method"], scope["path"], exchange.status, tokens, seconds)
+        log.info("%s %s %d%s, %.2f s", scope["method"], quote(scope["path"]), exchange.status, tokens, seconds)
 
     def _admit(self, scope: Scope) -> None:
         if scope["path"] == "/health":

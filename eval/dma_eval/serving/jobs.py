@@ -50,10 +50,15 @@ class StopFilter:
             self.is_found = True
             self._held = ""
             return held[: min(found)]
-        sizes = [size for stop in self._stops for size in range(1, len(stop)) if held.endswith(stop[:size])]
-        shown = len(held) - max(sizes, default=0)
+        shown = len(held) - max((self._begun(stop, held) for stop in self._stops), default=0)
         self._held = held[shown:]
         return held[:shown]
+
+    @staticmethod
+    def _begun(stop: str, text: str) -> int:
+        """Return how many characters at the end of a text may begin a stop string."""
+        sizes = range(min(len(stop) - 1, len(text)), 0, -1)
+        return next((size for size in sizes if stop.startswith(text[-size:])), 0)
 
     def flush(self) -> str:
         """Return the text that was held back, at the end of the stream."""
@@ -251,8 +256,7 @@ class Sequential(Engine):
     def start(self, job: Job, inputs: Any, config: GenerationConfig, body: Request) -> None:
         future = job.loop.run_in_executor(self._thread, self._generate, job, inputs, config, body)
         job.on_cancel = future.cancel  # a waiting call never begins, and the flag stops a running one
-        is_own = body.generation_config is not None  # given by the client, so it may be invalid
-        future.add_done_callback(lambda done: self._settle(job, done, is_own))
+        future.add_done_callback(lambda done: self._settle(job, done))
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -287,14 +291,12 @@ class Sequential(Engine):
             raise _Cancelled
 
     @staticmethod
-    def _settle(job: Job, done: asyncio.Future[None], is_own: bool) -> None:
+    def _settle(job: Job, done: asyncio.Future[None]) -> None:
         if done.cancelled():
             return
         error = done.exception()
         if error is None:
             job.finish()
-        elif is_own and isinstance(error, ValueError):
-            job.fail(ApiError(f"generation_config: {one_line(error)}", param="generation_config"))
         else:
             job.fail(ApiError(f"generation failed: {one_line(error)}", status=500))
 
@@ -310,8 +312,9 @@ class _BreakTies(LogitsProcessor):  # type: ignore[misc]
         return scores.scatter(-1, best, torch.nextafter(value, torch.full_like(value, torch.inf)))
 
 
-CHOICES = {"do_sample", "temperature", "top_p", "top_k", "max_new_tokens", "eos_token_id"}
-"""Fields of a request's ``generation_config`` that continuous batching honours."""
+ALONE = {"min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"}
+ALONE |= {"repetition_penalty", "no_repeat_ngram_size", "min_new_tokens"}
+"""Fields of a request's ``generation_config`` that continuous batching lacks."""
 
 
 class Batched(Engine):
@@ -417,9 +420,8 @@ class Batched(Engine):
     def _refuse(self, config: GenerationConfig, body: Request) -> None:
         lacking = {"logit_bias": bool(body.bias), "seed": body.seed is not None and config.do_sample}
         lacking |= {"frequency_penalty": bool(body.penalties[0]), "presence_penalty": bool(body.penalties[1])}
-        if body.generation_config is not None:
-            given = config.to_diff_dict().keys() - CHOICES - {"transformers_version", "use_cache"}
-            lacking |= {f"generation_config.{name}": True for name in sorted(given)}
+        for name in sorted(ALONE):
+            lacking[f"generation_config.{name}"] = getattr(body.generation_config, name, None) is not None
         for param, is_asked in lacking.items():
             if is_asked:
                 message = f"{param}: continuous batching does not support it; serve without --continuous-batching"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from jinja2 import TemplateError
 from transformers import GenerationConfig
 
@@ -27,6 +28,8 @@ from .gate import register
 from .jobs import Batched, Engine, Job
 
 SSE = "text/event-stream"
+GREEDY_TEMPERATURE = 1e-5  # and below: logits would overflow
+SAMPLE = 64  # characters for each token of the server's limit
 
 
 class _Generation(GenerationState):  # type: ignore[misc]
@@ -89,10 +92,10 @@ class _Generation(GenerationState):  # type: ignore[misc]
         name, limit = body.limit
         if room is not None and prompt_tokens + (limit or 1) > room:
             asked = f"{prompt_tokens} tokens" + (f" and {name} is {limit}" if limit is not None else "")
-            message = f"this server takes {room} tokens, prompt and answer together; the prompt has {asked}"
-            raise ApiError(
-                message, param=self._param if prompt_tokens >= room else name, code="context_length_exceeded"
-            )
+            raise too_long(room, asked, self._param if prompt_tokens >= room else name)
+        if body.generation_config is not None:
+            for option, value in body.generation_config.model_dump(exclude_none=True).items():
+                setattr(config, option, value)
         config.max_new_tokens = limit or config.max_new_tokens
         if room is not None:
             config.max_new_tokens = min(config.max_new_tokens or room, room - prompt_tokens)
@@ -100,17 +103,25 @@ class _Generation(GenerationState):  # type: ignore[misc]
         if any(token >= vocabulary for token in body.bias):
             raise ApiError(f"logit_bias: the model has {vocabulary} tokens", param="logit_bias")
         if body.temperature is not None or body.top_p is not None:
-            config.do_sample = body.temperature != 0
-        if body.temperature:
+            config.do_sample = True
+        if body.temperature is not None:
             config.temperature = body.temperature
         if body.top_p is not None:
             config.top_p = body.top_p
+        if config.temperature is not None and config.temperature < GREEDY_TEMPERATURE:
+            config.do_sample = False
         if getattr(body, "ignore_eos", None):
             config.eos_token_id = -1  # no token
         if not config.do_sample:
             config.temperature = config.top_p = config.top_k = None
         elif config.top_k is None:
             config.top_k = 0  # none, where Transformers' default would be 50
+
+
+def too_long(room: int, asked: str, param: str) -> ApiError:
+    """Return the error of a request that asks for more tokens than there is room for."""
+    message = f"this server takes {room} tokens, prompt and answer together; the prompt has {asked}"
+    return ApiError(message, param=param, code="context_length_exceeded")
 
 
 class Route:
@@ -123,23 +134,24 @@ class Route:
     def __init__(self, models: ModelManager, loaded: LoadedModel, engine: Engine) -> None:
         self._models, self._loaded, self._engine = models, loaded, engine
 
-    async def handle_request(self, fields: dict[str, Any], request_id: str) -> Any:
+    async def answer(self, fields: dict[str, Any]) -> Response:
         """Answer a request, at once or as a stream.
 
         Raises:
             ApiError: It cannot be answered.
         """
         body = check(self.body_type, fields)
-        if body.model not in (None, self._models.force_model):
-            message = f"this server is pinned to {self._models.force_model!r}; requested {body.model!r}"
+        if body.model not in (None, self._loaded.name):
+            message = f"this server is pinned to {self._loaded.name!r}; requested {body.model!r}"
             raise ApiError(message, param="model", code="model_not_found")
         self._check_template(body)
+        await self._check_length(body.text)
         generation = _Generation(self._loaded, self._engine, body, self.param)
         handler = self.handler(self._models, generation)
-        passed = body.passed_on() | {"stream": self._is_streamed(body)}
+        passed = body.passed_on() | {"model": self._loaded.name, "stream": self._is_streamed(body)}
         try:
             answer = await handler.handle_request(passed, self.name_answer())
-        except (ValueError, TypeError, TemplateError) as error:  # of the template, or of generation_config
+        except (ValueError, TypeError, TemplateError) as error:  # of the template
             raise ApiError(one_line(error), param=self.param) from error
         return await self._finish(answer, generation, body)
 
@@ -163,7 +175,15 @@ class Route:
         ):
             raise ApiError("tools: the model's chat template has none", param="tools")
 
-    async def _finish(self, answer: Any, generation: _Generation, body: Request) -> Any:
+    async def _check_length(self, text: str) -> None:
+        """Refuse a text that is far too long on another thread, because the handler counts tokens on the event loop."""
+        room = self._engine.room()
+        if room is not None and len(text) > 4 * room:
+            ids = await asyncio.to_thread(self._loaded.tokenizer.encode, text[: SAMPLE * room])
+            if len(ids) > 2 * room:
+                raise too_long(room, f"more than {2 * room} tokens", self.param)
+
+    async def _finish(self, answer: Any, generation: _Generation, body: Request) -> Response:
         chunks = _chunks(answer, generation)
         if body.stream:
             options = getattr(body, "stream_options", None)
@@ -222,22 +242,10 @@ class Respond(Route):
     def _is_streamed(self, body: Request) -> bool:
         return bool(body.stream)
 
-    async def _finish(self, answer: Any, generation: _Generation, body: Request) -> Any:
+    async def _finish(self, answer: Response, generation: _Generation, body: Request) -> Response:
         if isinstance(answer, StreamingResponse):
             answer.body_iterator = _events(answer.body_iterator, generation)
         return answer
-
-
-class Absent:
-    """A route of Transformers' server that a text model does not support."""
-
-    async def handle_request(self, *arguments: Any) -> Any:
-        """Refuse.
-
-        Raises:
-            ApiError: Always.
-        """
-        raise ApiError("this server has a model of text, and no such route", status=404)
 
 
 async def _chunks(answer: Any, generation: _Generation) -> AsyncIterator[dict[str, Any]]:
