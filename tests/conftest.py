@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import wraps
+from typing import Any
 
 import pytest
 
@@ -21,6 +23,11 @@ if not torch.cuda.is_available():
     from quick_interpreter import make_quick
 
     make_quick()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--nan-memory``, which shows reads of memory that was not written."""
+    parser.addoption("--nan-memory", action="store_true", help="Fill what torch.empty returns with NaN, or all ones.")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -45,3 +52,23 @@ def one_thread() -> Iterator[None]:
         patch.setenv("OMP_NUM_THREADS", "1")  # for the processes that tests start
         yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def nan_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill uninitialized memory if ``--nan-memory`` is given. All bits are one: NaN in every floating-point format."""
+    if not request.config.getoption("--nan-memory"):
+        return
+
+    def filled(allocate: Any) -> Any:
+        @wraps(allocate)
+        def call(*args: Any, **kwargs: Any) -> torch.Tensor:
+            tensor: torch.Tensor = allocate(*args, **kwargs)
+            if type(tensor) is torch.Tensor and tensor.device.type in ("cpu", "cuda"):
+                tensor.untyped_storage().fill_(255)
+            return tensor
+
+        return call
+
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, filled(getattr(owner, name)))
