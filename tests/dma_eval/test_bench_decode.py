@@ -14,8 +14,7 @@ import torch
 from dma_eval.bench import decode
 from dma_eval.bench.decode import filled_storage, measure_shape, parse_implementations, prepare
 from dma_eval.bench.results import DecodeReport, DecodeResult, DecodeShape
-from dma_eval.bench.shapes import decode_shapes
-from dma_eval.commands.bench_options import DECODE_HEADS, HEAD_DIMS, SIZES
+from dma_eval.commands.bench_options import SIZES, DecodeOptions
 from dma_eval.errors import UserError
 from transformers import QuantizedCache
 
@@ -125,7 +124,7 @@ def test_the_packed_cache_holds_what_the_shape_says() -> None:
 
 
 def test_default_shapes_vary_one_thing_at_a_time() -> None:
-    shapes = decode_shapes(SIZES, DECODE_HEADS, HEAD_DIMS)
+    shapes = DecodeOptions().shapes_on(torch.device("cuda"))
     families = {(s.query_heads, s.kv_heads, s.head_dim) for s in shapes}
     assert families == {(32, 8, 128), (32, 8, 64), (32, 32, 128), (9, 3, 128)}
     assert len(shapes) == 4 * len(SIZES)

@@ -16,10 +16,10 @@ from dma_eval.bench.inputs import Inputs, exact_rows
 from dma_eval.bench.peers import PACKAGES, Prepared, causal_block_mask
 from dma_eval.bench.prefill import default_names, measure_shape, parse_implementations, prepare
 from dma_eval.bench.results import PrefillReport, PrefillResult, PrefillShape
-from dma_eval.bench.shapes import prefill_shapes
+from dma_eval.bench.shapes import parse_shape
 from dma_eval.bench.shown import failures, plot_prefill, prefill_tables
 from dma_eval.bench.timing import Timing
-from dma_eval.commands.bench_options import HEAD_DIMS, LENGTHS, MASKS, PREFILL_HEADS
+from dma_eval.commands.bench_options import LENGTHS, PrefillOptions
 from PIL import Image
 from torch.nn import functional as F
 
@@ -177,18 +177,17 @@ class TestCommand:
 
 class TestShapes:
     def test_default_departs_in_one_option_at_a_time(self) -> None:
-        shapes = prefill_shapes(LENGTHS, HEAD_DIMS, PREFILL_HEADS, MASKS, 1, every_combination=False)
+        shapes = PrefillOptions().shapes_on(torch.device("cuda"))
         assert len(shapes) == 4 * len(LENGTHS)
         assert len({shape.family for shape in shapes}) == 4
 
     def test_every_combination(self) -> None:
-        assert len(prefill_shapes([64], HEAD_DIMS, PREFILL_HEADS, MASKS, 1, every_combination=True)) == 8
+        assert len(PrefillOptions(length=[64], every_combination=True).shapes_on(CPU)) == 8
 
     def test_flops(self) -> None:
-        (shape,) = prefill_shapes([100], [64], ["4/2"], ["full"], 2, every_combination=False)
+        shape = parse_shape("2x100:4/2:64:full")
         assert shape.flops == 2 * 4 * 2 * 2 * 100 * 100 * 64  # batch, heads, products, a multiply and an add
-        (half,) = prefill_shapes([100], [64], ["4/2"], ["causal"], 2, every_combination=False)
-        assert 2 * half.flops == shape.flops
+        assert 2 * parse_shape("2x100:4/2:64").flops == shape.flops
 
 
 class TestMeasuring:
@@ -258,11 +257,11 @@ class TestReport:
 
     def test_failures_are_reported_once(self) -> None:
         results = [*(result("b", n, failure="no unit") for n in (64, 128, 256)), result("a", 64)]
-        found = failures(results, lambda each: each.shape)
+        found = failures(results)
         assert found == ["b did not run: no unit (64 tokens, head_dim 64, 4/2 heads, causal and 2 more)"]
 
     def test_what_cannot_be_a_graph_is_reported(self) -> None:
-        found = failures([result("b", 64, graph_failure="it waits"), result("a", 64)], lambda each: each.shape)
+        found = failures([result("b", 64, graph_failure="it waits"), result("a", 64)])
         assert found == ["b cannot be a CUDA graph: it waits (64 tokens, head_dim 64, 4/2 heads, causal)"]
 
     def test_plot_of_failures_alone(self, tmp_path: Path) -> None:

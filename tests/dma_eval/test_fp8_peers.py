@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from dma_eval.bench import cudnn_fp8 as module
-from dma_eval.bench.cudnn_fp8 import PROBABILITY_SCALE, cudnn_fp8
+from dma_eval.bench import peers
 from dma_eval.bench.fp8_quantizer import dequantize_fp8, quantize_fp8
 from dma_eval.bench.inputs import Inputs
-from dma_eval.bench.peers import CUDNN_MODULE, PREQUANTIZED
+from dma_eval.bench.peers import CUDNN_MODULE, PREQUANTIZED, PROBABILITY_SCALE, cudnn_fp8
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -116,9 +115,9 @@ def fake_cudnn(monkeypatch: pytest.MonkeyPatch) -> Any:
     fake.heur_mode = SimpleNamespace(A=0)
     fake.set_stream = lambda **_: None
     monkeypatch.setitem(sys.modules, CUDNN_MODULE, fake)
-    monkeypatch.setattr(module, "_handle", lambda device: None)
+    monkeypatch.setattr(peers, "_cudnn_handle", lambda device: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
-    module._plan.cache_clear()
+    peers._cudnn_plan.cache_clear()
     return fake
 
 

@@ -13,7 +13,6 @@ from dma_kernels.cache.storage import LayerStorage
 from dma_kernels.numerics.formats import TILE
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend
 from transformers import LlamaConfig
 
 from dma_eval import console
@@ -27,8 +26,8 @@ from .peers import FLASH_3, flash_attention_3_step, sdpa
 from .results import DecodeResult, DecodeShape
 from .timing import FAILURES, Run, captured, stored_bytes, time_interleaved
 
-PREALLOCATED: dict[str, SDPBackend | None] = {"sdpa": None, "sdpa:flash": SDPBackend.FLASH_ATTENTION}
-"""SDPA on preallocated keys and values: the lower bound of a 16-bit cache. ``sdpa`` is PyTorch's choice."""
+PREALLOCATED = ("sdpa", "sdpa:flash")
+"""SDPA on preallocated keys and values: the lower bound of a 16-bit cache."""
 DYNAMIC = "sdpa:dynamic"
 """SDPA after Transformers' ``DynamicCache`` concatenates the old keys and the new one."""
 QUANTIZED = tuple(f"sdpa{suffix}" for suffix in PEER_SUFFIXES)
@@ -70,7 +69,7 @@ def prepare(backend: Backend, shape: DecodeShape, device: torch.device, dtype: t
     stored = key.nbytes + value.nbytes
     if backend.label == DYNAMIC:
         return lambda: attend(torch.cat((key, new), 2), torch.cat((value, new_value), 2)), stored
-    return sdpa(PREALLOCATED[backend.label], query, key, value), stored
+    return sdpa(backend.label, query, key, value), stored
 
 
 def filled_storage(config: DMAConfig, shape: DecodeShape, device: torch.device, dtype: torch.dtype) -> LayerStorage:

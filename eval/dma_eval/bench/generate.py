@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, Cache, DynamicCache, LlamaConfig,
 from transformers.generation.streamers import BaseStreamer
 
 import dma_hf
+from dma_eval import console
 from dma_eval.backends import Backend, activate, parse_backends, refuse_repeats
 from dma_eval.errors import UserError, one_line
 from dma_eval.models import head_dim_of
@@ -160,7 +161,8 @@ def longest_context(model: PreTrainedModel, run: GenerateRun, batch: int) -> Lon
     sizes = [model.config.max_position_embeddings]  # descending
     while sizes[-1] > 1:
         sizes.append(sizes[-1] * 15 // 16)
-    found = bisect.bisect_left(sizes, True, key=lambda context: _fits(model, run, batch, context))
+    with console.working(f"Looking for the longest context of {run.label}"):
+        found = bisect.bisect_left(sizes, True, key=lambda context: _fits(model, run, batch, context))
     return LongestContext(label=run.label, tokens=sizes[found] if found < len(sizes) else 0)
 
 

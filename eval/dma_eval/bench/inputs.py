@@ -39,6 +39,11 @@ class Inputs:
         return self.query, self.key, self.value
 
     @property
+    def options(self) -> dict[str, Any]:
+        """Scale and mask, as ``attention`` of this package takes them."""
+        return {"is_causal": self.is_causal, "scale": self.scale, "mask": self.mask}
+
+    @property
     def nbytes(self) -> int:
         """Bytes of query, key and value."""
         return sum(each.nbytes for each in self.tensors)

@@ -15,7 +15,6 @@ from dma_kernels.prefill.plan import quantize_operands
 from dma_kernels.runtime.chip import device_arch, resolve_backend
 from dma_kernels.runtime.compute_path import select_compute_path
 from torch import Tensor
-from torch.nn.attention import SDPBackend
 
 import dma_hf
 from dma_eval import console
@@ -23,12 +22,13 @@ from dma_eval.backends import Backend, parse_compared
 from dma_eval.errors import one_line
 from dma_eval.names import DMA
 
-from .cudnn_fp8 import cudnn_fp8
 from .inputs import Inputs, exact_rows, random_inputs, with_outlying_channels
 from .peers import (
     FLASHINFER,
     PREQUANTIZED,
+    SDPA,
     Prepared,
+    cudnn_fp8,
     flash_attention_3,
     flash_attention_4,
     flashinfer,
@@ -39,24 +39,17 @@ from .peers import (
 from .results import PrefillResult, PrefillShape
 from .timing import FAILURES, Run, capture, captured, extra_memory, time_interleaved, time_isolated
 
-SDPA_BACKENDS: dict[str, SDPBackend | None] = {
-    "sdpa": None,
-    "sdpa:flash": SDPBackend.FLASH_ATTENTION,
-    "sdpa:cudnn": SDPBackend.CUDNN_ATTENTION,
-}
-"""``sdpa`` is PyTorch's own choice."""
 SAMPLED_ROWS = 64
 GRAPH_LIMIT = 2.0
 """Milliseconds. Longer calls hide their launches, and are not timed as CUDA graphs."""
 
 
 def _sdpa(label: str, inputs: Inputs) -> Prepared:
-    options: dict[str, Any] = {"is_causal": inputs.is_causal, "scale": inputs.scale, "mask": inputs.mask}
-    return Prepared(sdpa(SDPA_BACKENDS[label], *inputs.tensors, **options))
+    return Prepared(sdpa(label, *inputs.tensors, **inputs.options))
 
 
 PEERS: dict[str, Callable[[Inputs], Prepared]] = {
-    **{label: partial(_sdpa, label) for label in SDPA_BACKENDS},
+    **{label: partial(_sdpa, label) for label in SDPA},
     "flex": flex,
     **{label: partial(flash_attention_3, label) for label in ("fa3", "fa3:fp8", f"fa3:fp8{PREQUANTIZED}")},
     "fa4": flash_attention_4,
@@ -77,8 +70,7 @@ def prepare(backend: Backend, inputs: Inputs) -> Prepared:
         return PEERS[backend.label](inputs)
     recipe, on = backend.config.recipe, backend.config.backend
     query, key, value = inputs.tensors
-    options: dict[str, Any] = {"is_causal": inputs.is_causal, "scale": inputs.scale, "mask": inputs.mask}
-    call = partial(attention, query, key, value, recipe, **options, backend=on)
+    call = partial(attention, query, key, value, recipe, **inputs.options, backend=on)
     if resolve_backend(on, query.device, query.dtype) != "triton" or inputs.documents > 1:
         return Prepared(call)
     geometry = AttentionGeometry(key.shape[2], 0, 0, None, is_causal=inputs.is_causal)
@@ -88,7 +80,7 @@ def prepare(backend: Backend, inputs: Inputs) -> Prepared:
 
 def default_names() -> list[str]:
     """Everything that can be compared without other packages; the first is what others are compared with."""
-    return [*SDPA_BACKENDS, "flex", *(f"{DMA}:{preset}" for preset in dma_hf.PRESETS)]
+    return [*SDPA, "flex", *(f"{DMA}:{preset}" for preset in dma_hf.PRESETS)]
 
 
 def parse_implementations(names: Sequence[str]) -> list[Backend]:
@@ -223,8 +215,8 @@ def _skipped_shares(implementation: Backend, layers: Sequence[Inputs]) -> dict[s
     counts = []
     for inputs in layers:
         tile_counts = torch.zeros(inputs.query.shape[1], 2, dtype=torch.int64, device=inputs.query.device)
-        options: dict[str, Any] = {"is_causal": inputs.is_causal, "scale": inputs.scale, "mask": inputs.mask}
-        attention_with_lse(*inputs.tensors, config.recipe, **options, backend=config.backend, tile_counts=tile_counts)
+        options = inputs.options | {"backend": config.backend, "tile_counts": tile_counts}
+        attention_with_lse(*inputs.tensors, config.recipe, **options)
         counts.append(tile_counts.sum(0).tolist())
     shares = [skipped / max(seen, 1) for skipped, seen in counts]
     skipped, seen = (sum(numbers) for numbers in zip(*counts, strict=True))

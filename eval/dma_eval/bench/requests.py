@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from dma_eval.backends import refuse_repeats
 from dma_eval.errors import UserError
 
+WARM_REQUESTS, WARM_TOKENS = 8, 8
 _FORM = re.compile(r"(\d+)x(\d+)(?:-(\d+))?\+(\d+)(?:-(\d+))?")
 
 
@@ -36,6 +37,11 @@ class RequestSet:
     def longest(self) -> int:
         """Tokens of the longest request."""
         return self.prompt[1] + self.new[1]
+
+    @property
+    def rehearsal(self) -> RequestSet:
+        """Requests of the longest prompt, in which kernels are compiled and recorded. They are not counted."""
+        return replace(self, count=WARM_REQUESTS, prompt=(self.prompt[1],) * 2, new=(WARM_TOKENS,) * 2)
 
     def draw(self, seed: int, vocabulary: int) -> list[Request]:
         """Return the requests: of one seed always the same, and with no common beginning that pages could share."""

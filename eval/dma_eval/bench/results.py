@@ -190,18 +190,25 @@ class LongestContext:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeResult(SpeedResult):
-    """One attention and cache on one set of requests, which arrive at the same time."""
+class RequestFigures:
+    """Times of a set of requests: their medians and 99th percentiles."""
 
     requests: str  # the set, as ``COUNTxPROMPT+NEW``; a length may be a range
-    seconds: float | None = None  # until the last token of the last request
+    seconds: float | None = None  # from the first request to the last token of the last one
     tokens_per_second: float | None = None  # new tokens of all requests
-    # Seconds until a request's first token, its waiting counted, and milliseconds between two of its tokens: median and
-    # 99th percentile, over the requests that were never evicted. vLLM gives the mean between the tokens of a request.
-    first_token_seconds: float | None = None
+    first_token_seconds: float | None = None  # from sending a request, its waiting counted
     first_token_seconds_p99: float | None = None
-    between_tokens_milliseconds: float | None = None
+    between_tokens_milliseconds: float | None = None  # between two tokens of a request
     between_tokens_milliseconds_p99: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeResult(RequestFigures, SpeedResult):
+    """One attention and cache on one set of requests, which arrive at the same time.
+
+    Times of tokens are those of requests that were never evicted. vLLM gives only the mean between the tokens of each.
+    """
+
     most_at_once: int | None = None  # requests that had pages at once; evicted ones counted from when they came back
     evicted: int | None = None  # requests that lost their pages to others, and were computed again
     cache_bytes: int | None = None  # of the paged cache
@@ -210,21 +217,17 @@ class ServeResult(SpeedResult):
 
 
 @dataclass(frozen=True, kw_only=True)
-class UrlResult:
-    """A server on one set of requests, which arrive at one rate. Figures are of the completed requests."""
+class UrlResult(RequestFigures):
+    """A server on one set of requests, which arrive at one rate. Figures are of the completed requests.
 
-    requests: str  # the set, as ``COUNTxPROMPT+NEW``
+    Times are of pieces of text, which are tokens for most servers.
+    """
+
     rate: float | None  # requests per second, the mean of a Poisson process; null if all are sent at once
     completed: int  # requests without an error
     errors: dict[str, int]  # number of requests, by message
     prompt_tokens: int  # of all requests, as the server counts them
     new_tokens: int  # likewise
-    seconds: float | None = None  # from the first request to the last token; null if none was completed
-    tokens_per_second: float | None = None  # new tokens of all requests
-    first_token_seconds: float | None = None  # from sending a request to its first text; median
-    first_token_seconds_p99: float | None = None
-    between_tokens_milliseconds: float | None = None  # between two pieces of text; median
-    between_tokens_milliseconds_p99: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,8 +28,6 @@ from .timing import FAILURES, measure_each
 from .vllm_engine import VLLM
 from .vllm_engine import answer as answer_with_vllm
 
-WARM_REQUESTS, WARM_TOKENS = 8, 8
-"""Of the longest prompt: kernels are compiled and recorded in them, and they are not counted."""
 POLL_SECONDS = 1.0  # between two looks at whether the generation loop still runs
 STOP_SECONDS = 30.0
 
@@ -92,19 +90,18 @@ def _measure_one(
         torch.cuda.empty_cache()
     result = ServeResult(label=backend.label, config=backend.info["config"], requests=requests.name)
     vocabulary = model.config.get_text_config().vocab_size
-    rehearsal = replace(requests, count=WARM_REQUESTS, prompt=(requests.prompt[1],) * 2, new=(WARM_TOKENS,) * 2)
-    drawn, warm = requests.draw(seed, vocabulary), rehearsal.draw(seed + 1, vocabulary)
+    drawn, warm = requests.draw(seed, vocabulary), requests.rehearsal.draw(seed + 1, vocabulary)
     config = batching_settings(model, cache_gib)
     if cache_gib is None and model.device.type == "cpu":  # whose free memory is not for one program
         config.num_blocks = requests.count * (requests.longest // config.page_size + 4)  # a slot is two
     hints = WorkloadHints(
         max_prompt_length=requests.prompt[1],
-        max_generated_length=max(requests.new[1], WARM_TOKENS),
+        max_generated_length=max(requests.new[1], requests.rehearsal.new[1]),
         num_requests=requests.count,
     )
     try:
         if backend.label in VLLM:
-            longest = max(requests.longest, rehearsal.longest)
+            longest = max(requests.longest, requests.rehearsal.longest)
             found = answer_with_vllm(model, backend.label, warm, drawn, longest=longest, seed=seed, cache_gib=cache_gib)
             return replace(result, **found)
         activate(model, backend)
@@ -114,9 +111,9 @@ def _measure_one(
             workload_hints=hints,
             timeout=STOP_SECONDS,
         ) as manager:
-            result = replace(result, **_sizes(manager.batch_processor.cache))
+            sizes = _sizes(manager.batch_processor.cache)
             _answer(manager, warm)
-            return replace(result, **_answer(manager, drawn))
+            return replace(result, **sizes, **_answer(manager, drawn))
     except FAILURES as error:
         return replace(result, failure=one_line(error))
 

@@ -17,12 +17,10 @@ from openai import APIConnectionError, AsyncOpenAI, OpenAI, OpenAIError
 from transformers import AutoTokenizer
 
 from dma_eval.errors import UserError, one_line
-from dma_eval.pages import Columns, Table, of
 
 from .requests import RequestSet, figures
 from .results import UrlResult
 
-WARM_REQUESTS, WARM_TOKENS = 8, 8
 TIMEOUT_SECONDS = 3600.0  # of one request: waiting is what is measured
 CONNECT_SECONDS = 10.0
 
@@ -77,8 +75,7 @@ class Target:
         A rate is the mean of a Poisson process, in requests per second. An infinite rate sends all at the same time.
         """
         for requests in sets:
-            warm = replace(requests, count=WARM_REQUESTS, new=(WARM_TOKENS,) * 2)
-            asyncio.run(self._send(self._draw(warm, seed + 1), math.inf, seed + 1))
+            asyncio.run(self._send(self._draw(requests.rehearsal, seed + 1), math.inf, seed + 1))
             asked = self._draw(requests, seed)
             for rate in rates:
                 yield summarize(requests, rate, asyncio.run(self._send(asked, rate, seed)))
@@ -158,22 +155,3 @@ def summarize(requests: RequestSet, rate: float, answers: Sequence[Answer]) -> U
     seconds = max(answer.times[-1] for answer in right) - min(answer.sent for answer in answers)
     measured: dict[str, Any] = figures(seconds, result.new_tokens, first, between)
     return replace(result, **measured)
-
-
-def url_table(results: Sequence[UrlResult], title: str) -> Table:
-    """Return the table of all results."""
-    columns: Columns = {
-        "requests": lambda r: r.requests,
-        "rate": lambda r: "all at once" if r.rate is None else f"{r.rate:g}/s",
-        "completed": lambda r: str(r.completed),
-        "errors": lambda r: str(sum(r.errors.values())),
-        "prompt tokens": lambda r: f"{r.prompt_tokens:,}",
-        "new tokens": lambda r: f"{r.new_tokens:,}",
-        "tokens/s": of("tokens_per_second", ",.1f"),
-        "first": of("first_token_seconds", ".2f", " s"),
-        "first 99 %": of("first_token_seconds_p99", ".2f", " s"),
-        "between": of("between_tokens_milliseconds", ".1f", " ms"),
-        "between 99 %": of("between_tokens_milliseconds_p99", ".1f", " ms"),
-    }
-    rows = [[cell(result) for cell in columns.values()] for result in results]
-    return Table(tuple(columns), rows, title)

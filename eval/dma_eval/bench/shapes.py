@@ -5,49 +5,34 @@ from __future__ import annotations
 import itertools
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
+from typing import Any
 
 from dma_eval.errors import UserError
 
-from .results import DecodeShape, PrefillShape
+from .results import PrefillShape
 
 DOCUMENTS = 8
 """Documents of a packed sequence."""
 
 
-def prefill_shapes(
-    lengths: Sequence[int],
-    head_dims: Sequence[int],
-    heads: Sequence[str],
-    masks: Sequence[str],
-    batch: int,
-    *,
-    every_combination: bool,
-) -> list[PrefillShape]:
-    """Return the shapes to measure, longest last within each family.
+def combinations(*options: Iterable[Any], every: bool = False) -> list[tuple[Any, ...]]:
+    """Return combinations of the options' values: all, or those that differ from the first in at most one option."""
+    found = list(dict.fromkeys(itertools.product(*options)))
+    return [each for each in found if every or sum(map(operator.ne, each, found[0])) <= 1]
 
-    A family has a head dimension, heads and a mask. Without ``every_combination`` it differs from the first family in
-    at most one of them.
 
-    Raises:
-        UserError: A number of heads is invalid.
-    """
-    families = list(dict.fromkeys(itertools.product(head_dims, map(parse_heads, heads), masks)))
-    if not every_combination:
-        families = [family for family in families if sum(map(operator.ne, family, families[0])) <= 1]
-    return [
-        PrefillShape(
-            length=length,
-            head_dim=head_dim,
-            query_heads=query_heads,
-            kv_heads=kv_heads,
-            is_causal=mask != "full",
-            batch=batch,
-            documents=DOCUMENTS if mask == "documents" else 1,
-        )
-        for head_dim, (query_heads, kv_heads), mask in families
-        for length in sorted(set(lengths))
-    ]
+def prefill_shape(batch: int, length: int, heads: tuple[int, int], head_dim: int, mask: str) -> PrefillShape:
+    """Return the shape with these query and kv heads, and a mask of ``--mask``."""
+    return PrefillShape(
+        length=length,
+        head_dim=head_dim,
+        query_heads=heads[0],
+        kv_heads=heads[1],
+        is_causal=mask != "full",
+        batch=batch,
+        documents=DOCUMENTS if mask == "documents" else 1,
+    )
 
 
 def parse_shape(value: str) -> PrefillShape:
@@ -62,23 +47,7 @@ def parse_shape(value: str) -> PrefillShape:
             f"--shape: expected BATCHxTOKENS:QUERY/KV:HEAD_DIM[:MASK], such as 8x4096:32/8:128, got {value!r}"
         )
     batch, length, heads, head_dim, mask = found.groups("causal")
-    (shape,) = prefill_shapes([int(length)], [int(head_dim)], [heads], [mask], int(batch), every_combination=True)
-    return shape
-
-
-def decode_shapes(sizes: Sequence[str], heads: Sequence[str], head_dims: Sequence[int]) -> list[DecodeShape]:
-    """Return the shapes to measure: all sizes with the first values of heads and head dimension, or one other value.
-
-    Raises:
-        UserError: A value is invalid. The message names the option.
-    """
-    pairs = [parse_heads(value) for value in heads]
-    families = [(pairs[0], head_dim) for head_dim in head_dims] + [(pair, head_dims[0]) for pair in pairs[1:]]
-    return [
-        DecodeShape(length=length, batch=batch, head_dim=head_dim, query_heads=query_heads, kv_heads=kv_heads)
-        for (query_heads, kv_heads), head_dim in dict.fromkeys(families)
-        for batch, length in map(_parse_size, sizes)
-    ]
+    return prefill_shape(int(batch), int(length), parse_heads(heads), int(head_dim), mask)
 
 
 def parse_heads(value: str) -> tuple[int, int]:
@@ -93,7 +62,12 @@ def parse_heads(value: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def _parse_size(value: str) -> tuple[int, int]:
+def parse_size(value: str) -> tuple[int, int]:
+    """Return sequences and keys of each.
+
+    Raises:
+        UserError: The value is not of the form ``BATCHxKEYS``.
+    """
     found = re.fullmatch(r"0*([1-9]\d*)x0*([1-9]\d*)", value)
     if found is None:
         raise UserError(f"--size: expected BATCHxKEYS, such as 8x32768, got {value!r}")

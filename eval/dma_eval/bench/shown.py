@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,12 +13,20 @@ from matplotlib.ticker import FuncFormatter
 from dma_eval.pages import MISSING, Columns, Table, make_table, number, of
 from dma_eval.plots import WIDTH, legend_below, line_styles, make_figure, save, tidy
 
-from .results import DecodeResult, GenerateResult, LongestContext, PrefillResult, ServeResult, SpeedResult
+from .results import DecodeResult, GenerateReport, GenerateResult, PrefillResult, ServeResult, SpeedResult, UrlResult
 
 PANEL_HEIGHT = 3.6  # inches
+TFLOPS = "TFLOP/s, quantization counted"
 GIB = 1 << 30
 Result = TypeVar("Result", bound=SpeedResult)
-Key = TypeVar("Key", bound=Hashable)
+Panel = Callable[[Axes], None]
+WAITING: Columns = {
+    "first": of("first_token_seconds", ".2f", " s"),
+    "first 99 %": of("first_token_seconds_p99", ".2f", " s"),
+    "between": of("between_tokens_milliseconds", ".1f", " ms"),
+    "between 99 %": of("between_tokens_milliseconds_p99", ".1f", " ms"),
+}
+"""Columns of how long requests wait."""
 
 
 def prefill_tables(results: Sequence[PrefillResult]) -> list[Table]:
@@ -37,7 +46,7 @@ def prefill_tables(results: Sequence[PrefillResult]) -> list[Table]:
         "extra memory": lambda r: MISSING if r.extra_bytes is None else f"{r.extra_bytes / r.input_bytes:.2f} of QKV",
     }
     tables = []
-    for family, members in grouped(results, lambda r: r.shape.family).items():
+    for family, members in _families(results).items():
         is_random = members[0].shape.inputs is None
         left_out = set() if is_random else {"key outliers"}
         left_out |= {"skipped"} if all(r.skipped_share is None for r in members) else set()
@@ -58,11 +67,10 @@ def decode_tables(results: Sequence[DecodeResult]) -> list[Table]:
         "of 16 bit": of("bytes_ratio", ".3f"),
         "speed": of("speedup", ".2f", "x"),
     }
-    families = grouped(results, lambda r: r.shape.family)
-    return [make_table(columns, members, family) for family, members in families.items()]
+    return [make_table(columns, members, family) for family, members in _families(results).items()]
 
 
-def generate_tables(results: Sequence[GenerateResult], longest: Sequence[LongestContext], title: str) -> list[Table]:
+def generate_tables(report: GenerateReport, title: str) -> list[Table]:
     """Return the table of all runs, and that of the longest contexts if they were looked for."""
     columns: Columns = {
         "run": lambda r: r.label,
@@ -74,37 +82,56 @@ def generate_tables(results: Sequence[GenerateResult], longest: Sequence[Longest
         "cache": of("cache_bytes", ",.2f", " GiB", factor=1 / GIB),
         "peak": of("peak_bytes", ",.2f", " GiB", factor=1 / GIB),
     }
-    reached = Table(("run", "tokens"), [[each.label, f"{each.tokens:,}"] for each in longest], "Longest context")
-    return [make_table(columns, results, title), *([reached] if longest else [])]
+    reached = Table(("run", "tokens"), [[each.label, f"{each.tokens:,}"] for each in report.longest], "Longest context")
+    return [make_table(columns, report.results, title), *([reached] if report.longest else [])]
 
 
-def serve_tables(results: Sequence[ServeResult], title: str) -> list[Table]:
+def serve_table(results: Sequence[ServeResult], title: str) -> Table:
     """Return the table of all runs."""
     columns: Columns = {
         "requests": lambda r: r.requests,
         "backend": lambda r: r.label,
         "tokens/s": of("tokens_per_second", ",.1f"),
         "speed": of("speedup", ".2f", "x"),
-        "first": of("first_token_seconds", ".2f", " s"),
-        "first 99 %": of("first_token_seconds_p99", ".2f", " s"),
-        "between": of("between_tokens_milliseconds", ".1f", " ms"),
-        "between 99 %": of("between_tokens_milliseconds_p99", ".1f", " ms"),
+        **WAITING,
         "at once": of("most_at_once", ",.0f"),
         "evicted": of("evicted", ",.0f"),
         "per token": of("cache_bytes_per_token", ",.1f", " KiB", factor=1 / 1024),
         "per request": of("cache_bytes_per_request", ",.1f", " MiB", factor=1 / (1 << 20)),
     }
-    return [make_table(columns, results, title)]
+    return make_table(columns, results, title)
 
 
-def failures(results: Sequence[Result], place: Callable[[Result], object]) -> list[str]:
+def url_table(results: Sequence[UrlResult], title: str) -> Table:
+    """Return the table of all sets of requests and rates."""
+    columns: Columns = {
+        "requests": lambda r: r.requests,
+        "rate": lambda r: "all at once" if r.rate is None else f"{r.rate:g}/s",
+        "completed": lambda r: str(r.completed),
+        "errors": lambda r: str(sum(r.errors.values())),
+        "prompt tokens": lambda r: f"{r.prompt_tokens:,}",
+        "new tokens": lambda r: f"{r.new_tokens:,}",
+        "tokens/s": of("tokens_per_second", ",.1f"),
+        **WAITING,
+    }
+    return Table(tuple(columns), [[cell(result) for cell in columns.values()] for result in results], title)
+
+
+def place_of(result: Any) -> str:
+    """Return what a result was measured on: its shape, context or set of requests."""
+    if isinstance(result, GenerateResult):
+        return f"{result.context:,} tokens"
+    return result.requests if isinstance(result, ServeResult) else str(result.shape)
+
+
+def failures(results: Sequence[SpeedResult]) -> list[str]:
     """Return what did not run, or cannot be a CUDA graph, and why, once for all shapes that share the reason."""
-    reasons: dict[tuple[str, str, str], list[object]] = {}
+    reasons: dict[tuple[str, str, str], list[str]] = {}
     for result in results:
         graph = getattr(result, "graph_failure", None)
         for what, reason in (("did not run", result.failure), ("cannot be a CUDA graph", graph)):
             if reason is not None:
-                reasons.setdefault((result.label, what, reason), []).append(place(result))
+                reasons.setdefault((result.label, what, reason), []).append(place_of(result))
     return [
         f"{label} {what}: {reason} ({places[0]}{f' and {len(places) - 1} more' if len(places) > 1 else ''})"
         for (label, what, reason), places in reasons.items()
@@ -117,68 +144,40 @@ def plot_prefill(results: Sequence[PrefillResult], title: str, path: Path) -> No
     If there is none, each family has a panel. Short calls are drawn as CUDA graphs: called from Python, some of them
     take as long as their launches.
     """
-    every = grouped(results, lambda r: r.shape.family)
+    every = _families(results)
     families = {name: of for name, of in every.items() if len({r.shape.length for r in of}) > 1} or every
-    columns = 1 if len(families) == 1 else 2
-    rows = -(-len(families) // columns)
-    figure = make_figure(PANEL_HEIGHT * rows + 0.6)
-    axes = figure.subplots(rows, columns, squeeze=False).flatten()
-    styles = line_styles(r.label for r in results)
-    for ax, (family, members) in zip(axes, families.items(), strict=False):
-        _lines(ax, members, styles, lambda r: r.shape.length, _tflops)
-        _dress(ax, family.replace(", inputs of", "\ninputs of"), {r.shape.length for r in members}, "Tokens")
-        ax.set_ylabel("TFLOP/s, quantization counted", fontsize=9)
-    for ax in axes[len(families) :]:
-        ax.set_visible(False)
-    legend_below(figure, axes[0])
-    save(figure, title, path)
+    lines = partial(_lines, x_of=lambda r: r.shape.length, y_of=_tflops, labels=("Tokens", TFLOPS))
+    panels = {name.replace(", inputs of", "\ninputs of"): partial(lines, results=of) for name, of in families.items()}
+    columns = min(len(panels), 2)
+    _draw(panels, title, path, columns=columns, height=PANEL_HEIGHT * -(-len(panels) // columns) + 0.6)
 
 
 def plot_generate(results: Sequence[GenerateResult], title: str, path: Path) -> None:
     """Draw tokens per second, time to the first token and cache size over the context."""
-    panels: dict[str, Callable[[GenerateResult], float | None]] = {
-        "Tokens per second": lambda r: r.tokens_per_second,
-        "Seconds to the first token": lambda r: r.first_token_seconds,
-        "Cache in GiB": lambda r: None if r.cache_bytes is None else r.cache_bytes / GIB,
+    lines = partial(_lines, results=results, x_of=lambda r: r.context, labels=("Tokens of context", ""))
+    panels: dict[str, Panel] = {
+        "Tokens per second": partial(lines, y_of=lambda r: r.tokens_per_second),
+        "Seconds to the first token": partial(lines, y_of=lambda r: r.first_token_seconds),
+        "Cache in GiB": partial(lines, y_of=lambda r: None if r.cache_bytes is None else r.cache_bytes / GIB),
     }
-    figure = make_figure(4.2, 1.5 * WIDTH)
-    axes = figure.subplots(1, len(panels))
-    for ax, (heading, read) in zip(axes, panels.items(), strict=True):
-        _lines(ax, results, line_styles(r.label for r in results), lambda r: r.context, read)
-        _dress(ax, heading, {r.context for r in results}, "Tokens of context")
-    legend_below(figure, axes[0])
-    save(figure, title, path)
+    _draw(panels, title, path, columns=len(panels), width=1.5 * WIDTH)
 
 
 def plot_serve(results: Sequence[ServeResult], title: str, path: Path) -> None:
     """Draw what was measured of each set of requests as bars, one for each backend."""
-    panels: dict[str, Callable[[ServeResult], float | None]] = {
-        "New tokens per second": lambda r: r.tokens_per_second,
-        "Seconds to the first token": lambda r: r.first_token_seconds,
-        "Milliseconds between tokens": lambda r: r.between_tokens_milliseconds,
-        "Most requests at once": lambda r: r.most_at_once,
+    panels: dict[str, Panel] = {
+        "New tokens per second": partial(_bars, results=results, field="tokens_per_second"),
+        "Seconds to the first token": partial(_bars, results=results, field="first_token_seconds"),
+        "Milliseconds between tokens": partial(_bars, results=results, field="between_tokens_milliseconds"),
+        "Most requests at once": partial(_bars, results=results, field="most_at_once"),
     }
-    sets, styles = list(dict.fromkeys(r.requests for r in results)), line_styles(r.label for r in results)
-    figure = make_figure(4.2, 2 * WIDTH)
-    axes = figure.subplots(1, len(panels))
-    for ax, (heading, read) in zip(axes, panels.items(), strict=True):
-        for index, (label, (color, _)) in enumerate(styles.items()):
-            bars = {sets.index(r.requests): read(r) for r in results if r.label == label}
-            places = [place + (index - (len(styles) - 1) / 2) * 0.8 / len(styles) for place in bars]
-            ax.bar(places, [value or 0 for value in bars.values()], 0.8 / len(styles), color=color, label=label)
-        ax.set_title(heading, fontsize=10)
-        ax.set_xticks(range(len(sets)), sets, fontsize=8)
-        tidy(ax)
-    legend_below(figure, axes[0])
-    save(figure, title, path)
+    _draw(panels, title, path, columns=len(panels), width=2 * WIDTH)
 
 
-def grouped(items: Iterable[Any], key: Callable[[Any], Key]) -> dict[Key, list[Any]]:
-    """Return the items by their key, in the order in which keys come first."""
-    groups: dict[Key, list[Any]] = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
-    return groups
+def _families(results: Sequence[Any]) -> dict[str, list[Any]]:
+    """Return the results of each family of shapes."""
+    names = dict.fromkeys(r.shape.family for r in results)
+    return {name: [r for r in results if r.shape.family == name] for name in names}
 
 
 def _tflops(result: PrefillResult) -> float | None:
@@ -188,26 +187,50 @@ def _tflops(result: PrefillResult) -> float | None:
     return result.tflops * result.milliseconds / (result.graph_milliseconds or result.milliseconds)
 
 
+def _draw(
+    panels: Mapping[str, Panel], title: str, path: Path, *, columns: int, height: float = 4.2, width: float = WIDTH
+) -> None:
+    """Draw each panel below its heading, with one legend."""
+    figure = make_figure(height, width)
+    axes = figure.subplots(-(-len(panels) // columns), columns, squeeze=False).flatten()
+    for ax, (heading, draw) in zip(axes, panels.items(), strict=False):
+        draw(ax)
+        ax.set_title(heading, fontsize=10)
+        tidy(ax)
+    for ax in axes[len(panels) :]:
+        ax.set_visible(False)
+    legend_below(figure, axes[0])
+    save(figure, title, path)
+
+
 def _lines(
     ax: Axes,
     results: Sequence[Result],
-    styles: Mapping[str, tuple[str, str]],
     x_of: Callable[[Result], float],
     y_of: Callable[[Result], float | None],
+    labels: tuple[str, str],
 ) -> None:
-    for label, (color, line) in styles.items():
+    """Draw a line for each implementation over a number of tokens. ``labels`` are those of the axes."""
+    for label, (color, line) in line_styles(r.label for r in results).items():
         points = sorted((x_of(r), y) for r in results if r.label == label and (y := y_of(r)) is not None)
         if points:
             ax.plot(*zip(*points, strict=True), line, color=color, marker="o", markersize=4, label=label)
-
-
-def _dress(ax: Axes, title: str, lengths: set[int], xlabel: str) -> None:
-    ax.set_title(title, fontsize=10)
     ax.set_xscale("log", base=2)
-    ax.set_xticks(sorted(lengths))
+    ax.set_xticks(sorted({x_of(r) for r in results}))
     tokens = FuncFormatter(lambda value, _: f"{value:.0f}" if round(value) % 1024 else f"{value / 1024:.0f}K")
     ax.xaxis.set_major_formatter(tokens)
     ax.minorticks_off()
     ax.set_ylim(bottom=0)
-    ax.set_xlabel(xlabel)
-    tidy(ax)
+    ax.set_xlabel(labels[0])
+    ax.set_ylabel(labels[1], fontsize=9)
+
+
+def _bars(ax: Axes, results: Sequence[ServeResult], field: str) -> None:
+    """Draw a bar for each backend on each set of requests."""
+    sets, styles = list(dict.fromkeys(r.requests for r in results)), line_styles(r.label for r in results)
+    width = 0.8 / len(styles)
+    for index, (label, (color, _)) in enumerate(styles.items()):
+        bars = {sets.index(r.requests): getattr(r, field) or 0 for r in results if r.label == label}
+        places = [place + (index - (len(styles) - 1) / 2) * width for place in bars]
+        ax.bar(places, list(bars.values()), width, color=color, label=label)
+    ax.set_xticks(range(len(sets)), sets, fontsize=8)

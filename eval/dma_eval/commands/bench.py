@@ -7,23 +7,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from dma_eval import console
-from dma_eval.bench.results import (
-    DecodeReport,
-    DeviceFacts,
-    GenerateReport,
-    LongestContext,
-    PrefillReport,
-    ServeReport,
-    SpeedResult,
-    UrlReport,
-)
+from dma_eval.bench.results import DecodeReport, GenerateReport, PrefillReport, ServeReport, UrlReport
 from dma_eval.commands import options
 from dma_eval.commands.bench_options import (
     CPU_REQUESTS,
@@ -34,7 +26,7 @@ from dma_eval.commands.bench_options import (
     PrefillOptions,
     ServeOptions,
 )
-from dma_eval.environment import command_line, need_transformers, portable
+from dma_eval.environment import need_transformers, portable
 from dma_eval.errors import UserError
 from dma_eval.files import parse, write_json
 from dma_eval.names import check_names
@@ -46,7 +38,9 @@ if TYPE_CHECKING:
     from dma_eval.models import LoadedModel
     from dma_eval.pages import Table
 
-Result = TypeVar("Result")
+Report = PrefillReport | DecodeReport | GenerateReport | ServeReport
+Plot = Callable[[Any, str, Path], None]
+"""Draws results below a title, and writes the file."""
 
 
 def time_prefill(args: PrefillOptions) -> int:
@@ -74,9 +68,7 @@ def time_prefill(args: PrefillOptions) -> int:
     with console.starting():
         from dma_eval.bench import prefill
         from dma_eval.bench.capture import captured_calls
-        from dma_eval.bench.shown import failures, plot_prefill, prefill_tables
-        from dma_eval.pages import Page
-        from dma_eval.render import page_to_markdown
+        from dma_eval.bench.shown import plot_prefill, prefill_tables
 
     backends = prefill.parse_implementations(args.attn or prefill.default_names())
     reader = None if args.inputs is None else _load_reader(args, args.inputs)
@@ -89,15 +81,10 @@ def time_prefill(args: PrefillOptions) -> int:
     else:
         shapes = args.shapes_on(device)
         found = (prefill.measure_shape(s, backends, device, dtype, seconds=args.seconds) for s in shapes)
-    recorder = _Recorder(args, PrefillReport, dtype=args.dtype, device=facts)
-    results = recorder.gather(chain.from_iterable(found))
-    title = f"Prefill attention on {facts.name}, {args.dtype}"
-    tables = prefill_tables(results)
-    if args.markdown is not None:
-        warnings = failures(results, lambda r: r.shape)
-        page = Page(title, tables, [f"Command: `{command_line()}`."], warnings)
-        args.markdown.write_text(page_to_markdown(page), encoding="utf-8")
-    return _finish(args, results, tables, lambda r: r.shape, plot_prefill, title)
+    report = PrefillReport(**facts, results=[])
+    _record(args, report, report.results, chain.from_iterable(found))
+    title = f"Prefill attention on {report.device.name}, {args.dtype}"
+    return _finish(args, report, title, prefill_tables(report.results), plot_prefill)
 
 
 def _check_dtype(args: BenchOptions) -> None:
@@ -162,10 +149,10 @@ def time_decode(args: DecodeOptions) -> int:
     backends = decode.parse_implementations(args.cache or decode.default_names())
     device, dtype, facts = _look(args)
     shapes = args.shapes_on(device)
-    recorder = _Recorder(args, DecodeReport, dtype=args.dtype, device=facts)
     found = (decode.measure_shape(shape, backends, device, dtype, seconds=args.seconds) for shape in shapes)
-    results = recorder.gather(chain.from_iterable(found))
-    return _finish(args, results, decode_tables(results), lambda r: r.shape)
+    report = DecodeReport(**facts, results=[])
+    _record(args, report, report.results, chain.from_iterable(found))
+    return _finish(args, report, "", decode_tables(report.results))
 
 
 def time_generate(args: GenerateOptions) -> int:
@@ -209,32 +196,26 @@ def time_generate(args: GenerateOptions) -> int:
     if args.weights is not None:
         with console.working("Quantizing the weights"):
             generate.quantize_weights(model)
-    weight_bytes = generate.weight_bytes(model)
-    longest: list[LongestContext] = []
-    recorder = _Recorder(
-        args,
-        GenerateReport,
-        dtype=args.dtype,
-        device=facts,
-        model=name,
-        **{key: getattr(args, key) for key in ("data", "yarn", "weights", "steps_only", "batch", "new_tokens")},
+    report = GenerateReport(
+        **facts,
+        model=portable(name),
+        data=None if args.data is None else portable(args.data),
+        **{key: getattr(args, key) for key in ("yarn", "weights", "steps_only", "batch", "new_tokens")},
         parameters=parameters,
-        weight_bytes=weight_bytes,
-        longest=longest,
+        weight_bytes=generate.weight_bytes(model),
+        results=[],
+        longest=[],
     )
     found = generate.measure(
         model, contexts, runs, batch=args.batch, new_tokens=args.new_tokens, text=text, steps_only=args.steps_only
     )
-    results = recorder.gather(found)
-    for each in runs if args.longest else ():
-        with console.working(f"Looking for the longest context of {each.label}"):
-            longest.append(generate.longest_context(model, each, args.batch))
-        recorder.write()
-    weights = f"{args.weights or args.dtype} weights of {weight_bytes / 2**30:.1f} GiB"
+    _record(args, report, report.results, found)
+    if args.longest:
+        _record(args, report, report.longest, (generate.longest_context(model, each, args.batch) for each in runs))
+    weights = f"{args.weights or args.dtype} weights of {report.weight_bytes / 2**30:.1f} GiB"
     filled = ", caches filled with random keys" if args.steps_only else ""
-    title = f"{portable(name)}, {weights}, batch {args.batch}{filled}, {facts.name}"
-    tables = generate_tables(results, longest, title)
-    return _finish(args, results, tables, lambda r: f"{r.context:,} tokens", plot_generate, title)
+    title = f"{report.model}, {weights}, batch {args.batch}{filled}, {report.device.name}"
+    return _finish(args, report, title, generate_tables(report, title), plot_generate)
 
 
 def time_serve(args: ServeOptions) -> int:
@@ -269,7 +250,7 @@ def time_serve(args: ServeOptions) -> int:
         from dma_eval.bench import serve
         from dma_eval.bench.generate import build_model, weight_bytes
         from dma_eval.bench.requests import parse_requests
-        from dma_eval.bench.shown import plot_serve, serve_tables
+        from dma_eval.bench.shown import plot_serve, serve_table
         from dma_eval.models import load_model
 
     backends = serve.parse_served(args.attn)
@@ -282,23 +263,21 @@ def time_serve(args: ServeOptions) -> int:
         else:
             model = load_model(name, dtype=args.dtype, device=str(device)).model
     serve.check(model, sets, args.cache_gib)
-    layers = model.config.get_text_config().num_hidden_layers
-    recorder = _Recorder(
-        args,
-        ServeReport,
-        dtype=args.dtype,
-        device=facts,
-        model=name,
-        layers=layers,
+    report = ServeReport(
+        **facts,
+        model=portable(name),
+        layers=model.config.get_text_config().num_hidden_layers,
         parameters=model.num_parameters(),
         weight_bytes=weight_bytes(model),
         cache_gib=args.cache_gib,
+        results=[],
     )
-    results = recorder.gather(serve.measure(model, sets, backends, seed=args.seed, cache_gib=args.cache_gib))
+    found = serve.measure(model, sets, backends, seed=args.seed, cache_gib=args.cache_gib)
+    _record(args, report, report.results, found)
     room = "" if args.cache_gib is None else f", cache of {args.cache_gib:g} GiB"
-    title = f"{portable(name)}, {layers} layers, {args.dtype}, {facts.name}{room}"
-    code = _finish(args, results, serve_tables(results, title), lambda r: r.requests, plot_serve, title)
-    return console.FAILED if any(result.failure is not None for result in results) else code
+    title = f"{report.model}, {report.layers} layers, {args.dtype}, {report.device.name}{room}"
+    code = _finish(args, report, title, [serve_table(report.results, title)], plot_serve)
+    return console.FAILED if any(result.failure is not None for result in report.results) else code
 
 
 def _time_url(args: ServeOptions) -> int:
@@ -317,19 +296,22 @@ def _time_url(args: ServeOptions) -> int:
         raise UserError(f"--extra-body: expected a JSON object, got {args.extra_body!r}") from error
     with console.starting():
         from dma_eval.bench.requests import parse_requests
-        from dma_eval.bench.serve_url import Target, url_table
+        from dma_eval.bench.serve_url import Target
+        from dma_eval.bench.shown import url_table
 
     sets = parse_requests(args.requests or REQUESTS)
     assert args.url is not None
     target = Target(args.url, args.model, args.tokenizer, extra_body)
-    recorder = _Recorder(args, UrlReport, url=args.url, model=target.model, extra_body=extra_body)
-    results = recorder.gather(target.measure(sets, args.rate or [math.inf], args.seed))
-    console.print_table(url_table(results, f"{target.model} at {args.url}"))
-    for message, count in sum((Counter(result.errors) for result in results), Counter()).items():
+    report = UrlReport(
+        **here_and_now(), seed=args.seed, url=args.url, model=portable(target.model), extra_body=extra_body, results=[]
+    )
+    _record(args, report, report.results, target.measure(sets, args.rate or [math.inf], args.seed))
+    console.print_table(url_table(report.results, f"{target.model} at {args.url}"))
+    for message, count in sum((Counter(result.errors) for result in report.results), Counter()).items():
         console.print_warning(f"{count} request{'s' * (count > 1)} failed: {message}")
     if args.json is not None:
         console.print_wrote(args.json)
-    return console.FAILED if any(result.errors for result in results) else 0
+    return console.FAILED if any(result.errors for result in report.results) else 0
 
 
 def _files(args: BenchOptions) -> dict[str, Path | None]:
@@ -337,8 +319,8 @@ def _files(args: BenchOptions) -> dict[str, Path | None]:
     return {name: getattr(args, name, None) for name in ("json", "markdown", "plot")}
 
 
-def _look(args: BenchOptions) -> tuple[torch.device, torch.dtype, DeviceFacts]:
-    """Seed PyTorch, and return the device, the dtype, and facts about the device."""
+def _look(args: BenchOptions) -> tuple[torch.device, torch.dtype, dict[str, Any]]:
+    """Seed PyTorch, and return the device, the dtype, and the first fields of the report."""
     import torch
 
     from dma_eval.bench.timing import look_at
@@ -347,50 +329,33 @@ def _look(args: BenchOptions) -> tuple[torch.device, torch.dtype, DeviceFacts]:
     device = parse_device(args.device)
     torch.manual_seed(args.seed)
     with console.working("Looking at the device"):
-        return device, getattr(torch, args.dtype), look_at(device)
+        facts = {"dtype": args.dtype, "device": look_at(device), "seed": args.seed}
+        return device, getattr(torch, args.dtype), facts | here_and_now()
 
 
-class _Recorder:
-    """Collects the results of a benchmark, and writes the report after each."""
-
-    def __init__(self, args: BenchOptions, kind: Callable[..., Results], **fields: Any) -> None:
-        self._results: list[Any] = []
-        self._file, self._kind = args.json, kind
-        names = {key: portable(value) for key, value in fields.items() if isinstance(value, str)}
-        self._fields = fields | names | here_and_now() | {"seed": args.seed}
-
-    def gather(self, found: Iterable[Result]) -> list[Result]:
-        """Return all results."""
-        for result in found:
-            self._results.append(result)
-            self.write()
-        return self._results
-
-    def write(self) -> None:
-        """Write the results so far."""
-        if self._file is not None:
-            write_json(self._kind(results=self._results, **self._fields), self._file, indent=1)
+def _record(args: BenchOptions, report: Results, results: list[Any], found: Iterable[Any]) -> None:
+    """Append what is found to a list of the report, and write the report after each."""
+    for result in found:
+        results.append(result)
+        if args.json is not None:
+            write_json(report, args.json, indent=1)
 
 
-def _finish(
-    args: BenchOptions,
-    results: Sequence[SpeedResult],
-    tables: Sequence[Table],
-    place: Callable[[Any], object],
-    plot: Callable[[Any, str, Path], None] | None = None,
-    title: str = "",
-) -> int:
-    """Show tables and failures, draw, and name the files. Return 1 if nothing ran on some shape, else 0."""
-    from dma_eval.bench.shown import failures
+def _finish(args: BenchOptions, report: Report, title: str, tables: list[Table], plot: Plot | None = None) -> int:
+    """Show tables and failures, write and draw them, and name the files. Return 1 if nothing ran somewhere, else 0."""
+    from dma_eval.bench.shown import failures, place_of
+    from dma_eval.pages import Page
+    from dma_eval.render import page_to_markdown
 
     files = _files(args)
+    page = Page(title, tables, warnings=failures(report.results))
+    if files["markdown"] is not None:
+        text = page_to_markdown(replace(page, notes=[f"Command: `{report.command}`."]))
+        files["markdown"].write_text(text, encoding="utf-8")
     if plot is not None and files["plot"] is not None:
-        plot(results, title, files["plot"])
-    for table in tables:
-        console.print_table(table)
-    for line in failures(results, place):
-        console.print_warning(line)
+        plot(report.results, title, files["plot"])
+    console.print_page(page)
     for path in filter(None, files.values()):
         console.print_wrote(path)
-    ran = {place(result) for result in results if result.failure is None}
-    return 0 if all(place(result) in ran for result in results) else console.FAILED
+    ran = {place_of(result) for result in report.results if result.failure is None}
+    return 0 if all(place_of(result) in ran for result in report.results) else console.FAILED

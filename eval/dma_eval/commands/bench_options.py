@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from dma_eval.bench.results import DecodeShape, PrefillShape
-from dma_eval.bench.shapes import DOCUMENTS, decode_shapes, parse_shape, prefill_shapes
+from dma_eval.bench.shapes import DOCUMENTS, combinations, parse_heads, parse_shape, parse_size, prefill_shape
 from dma_eval.command import option
 from dma_eval.commands import options
 
@@ -30,18 +30,11 @@ DEFAULT_MODEL, CPU_MODEL = "llama-3.1-8b", "tiny"
 
 INPUTS = "Inputs of a model, not random ones"
 shape_option, inputs_option = (partial(option, panel=name) for name in ("Shapes", INPUTS))
+Mask = StrEnum("Mask", ["causal", "full", "documents"])
 url_option = partial(option, panel="A server, measured from outside")
 heads_option = partial(shape_option, metavar="QUERY/KV...", help="Query and kv heads.")
 head_dim_option = partial(shape_option, metavar="DIM...", min=1, help="Head dimensions.")
 seconds_option = partial(option, min=0, help="About how long one shape is measured, without compilation.")
-
-
-class Mask(StrEnum):
-    """Masks of random inputs."""
-
-    CAUSAL = "causal"
-    FULL = "full"
-    DOCUMENTS = "documents"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,15 +136,17 @@ class PrefillOptions(BenchOptions):
     plot: Path | None = options.plot_option()
 
     def shapes_on(self, device: torch.device) -> list[PrefillShape]:
-        """The shapes to measure, with the defaults for a device."""
-        return [parse_shape(value) for value in self.shape] or prefill_shapes(
-            self.length or (LENGTHS if device.type == "cuda" else CPU_LENGTHS),
-            self.head_dim or HEAD_DIMS,
-            self.heads or PREFILL_HEADS,
-            self.mask or MASKS,
-            self.batch,
-            every_combination=self.every_combination,
-        )
+        """The shapes to measure, with the defaults for a device, longest last in each family."""
+        if self.shape:
+            return [parse_shape(value) for value in self.shape]
+        pairs, every = map(parse_heads, self.heads or PREFILL_HEADS), self.every_combination
+        families = combinations(self.head_dim or HEAD_DIMS, pairs, self.mask or MASKS, every=every)
+        lengths = sorted(set(self.length or (LENGTHS if device.type == "cuda" else CPU_LENGTHS)))
+        return [
+            prefill_shape(self.batch, length, heads, head_dim, mask)
+            for head_dim, heads, mask in families
+            for length in lengths
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +178,11 @@ class DecodeOptions(BenchOptions):
     def shapes_on(self, device: torch.device) -> list[DecodeShape]:
         """The shapes to measure, with the defaults for a device."""
         sizes = self.size or (SIZES if device.type == "cuda" else CPU_SIZES)
-        return decode_shapes(sizes, self.heads, self.head_dim)
+        return [
+            DecodeShape(length=length, batch=batch, head_dim=head_dim, query_heads=heads[0], kv_heads=heads[1])
+            for heads, head_dim in combinations(map(parse_heads, self.heads), self.head_dim)
+            for batch, length in map(parse_size, sizes)
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
