@@ -63,15 +63,14 @@ class LoadedModel:
         """Check that the model has as many positions as an option requests.
 
         Raises:
-            UserError: It has fewer. The message names a factor of YaRN that suffices.
+            UserError: It has fewer. The message names a factor of YaRN that suffices, if the model can use one.
         """
         limit = self.max_context
         if limit is not None and count > limit:
-            factor = math.ceil(count * (self.yarn or 1) / limit)
-            raise UserError(
-                f"{option}: {self.name} takes {limit:,} positions, got {count:,}; lower it, or extend the positions "
-                f"with --yarn {factor}"
-            )
+            message = f"{option}: {self.name} takes {limit:,} positions, got {count:,}; lower it"
+            if self.yarn is not None or can_rescale(self.model.config):
+                message += f", or extend the positions with --yarn {math.ceil(count * (self.yarn or 1) / limit)}"
+            raise UserError(message)
 
     @property
     def files(self) -> list[list[Any]]:
@@ -216,11 +215,17 @@ def _quantization(source: ModelSource, revision: str | None, config: Any) -> str
     return None if most in ("F64", "F32", "F16", "BF16") else most
 
 
+def can_rescale(config: Any) -> bool:
+    """Return whether a model has one rotary embedding that is not rescaled."""
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    return bool(rope.get("rope_type") == "default")
+
+
 def rescale(config: Any, factor: float) -> None:
     """Extend a model's positions by ``factor`` with Transformers' YaRN."""
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
-    if rope.get("rope_type") != "default" or not 1 < factor < math.inf:
+    if not can_rescale(config) or not 1 < factor < math.inf:
         raise UserError(
             f"--yarn: expected a factor above 1, and a model with one rotary embedding that is not rescaled; got "
             f"{factor:g} and {config.model_type} with {rope or 'none'}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from dma_eval import models
 from dma_eval.errors import UserError
 from dma_eval.models import LoadedModel, ModelSource, load_model, parse_device, parse_source, rescale
 from gguf_files import write_gguf
-from transformers import GPT2Config, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 
 @pytest.fixture
@@ -67,6 +68,11 @@ class TestYarn:
         with torch.inference_mode():
             torch.testing.assert_close(longer.model(ids).logits, expected(ids).logits, rtol=1e-5, atol=1e-5)
             assert not torch.allclose(longer.model(ids).logits, loaded.model(ids).logits, rtol=1e-2)
+
+    def test_is_not_advised_to_a_model_that_cannot_use_it(self, loaded: LoadedModel) -> None:
+        model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, n_positions=32, vocab_size=8))
+        with pytest.raises(UserError, match=r"--context: .* takes 32 positions, got 33; lower it$"):
+            replace(loaded, model=model).check_positions(33, "--context")
 
     def test_refused(self, model_folder: Path) -> None:
         for factor in (0.5, math.inf, math.nan):
