@@ -257,7 +257,10 @@ def fidelity_page(section: FidelitySection) -> Page:
             whole = f"{same.count(section.new_tokens)} of {prompts}"
             equal = (share(each.equal_share[n], ".1f") for n in horizons)
             rows.append([each.label, f"{np.median(same):.0f}", str(min(same)), whole, *equal])
-        caption = f"Greedy continuations of {section.new_tokens} tokens: first difference, and share of equal tokens"
+        caption = (
+            f"Greedy continuations of {section.new_tokens:,} tokens after prompts of {section.prompt_tokens:,}: first "
+            "difference, and share of equal tokens"
+        )
         lengths = [f"equal of {int(n):,}" for n in horizons]
         tables.append(Table(("backend", "median first", "least", "identical", *lengths), rows, caption))
     return Page("Fidelity to SDPA in fp32", tables, _lines("fidelity", section), warnings(section.tokens))
@@ -302,13 +305,13 @@ def stress_page(section: StressSection) -> Page:
         ratios = (number(ratio, ",.1f") for ratio in (twin.key_ratio, twin.query_ratio))
         for table, column, facts in ((kl, "KL / token", ratios), (change, "change", ())):
             cells = (COLUMNS[column](results[label]) if label in results else MISSING for label in labels)
-            table.append([twin.name, *facts, *cells])
+            table.append([twin.title, *facts, *cells])
     tables += [
         Table(("twin", "key ratio", "query ratio", *labels), kl, f"KL per token from the twin's own {reference}"),
         Table(("twin", *labels), change, f"Change of perplexity against the twin's own {reference}"),
         *map(_threshold_table, section.thresholds),
     ]
-    notes = _lines("stress", section) + [verdict(study) for study in section.thresholds]
+    notes = _lines("stress", section, measured[0][1]) + [verdict(study) for study in section.thresholds]
     return Page(
         "Stress: twins of the model", tables, notes, _lines("stress_warnings", section, worst, HELD, IMPLAUSIBLE)
     )

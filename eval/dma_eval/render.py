@@ -74,7 +74,8 @@ def _drawings(report: Report) -> Iterator[Drawing]:
         yield positions, f"positions-{section.context}", caption, section, where, section
     timed = [section for section in report.perplexity if section.backends[0].tokens_per_second is not None]
     if any(len(section.backends) > 1 for section in timed):
-        yield plots.plot_tradeoff, "tradeoff", "Quality against speed", timed, name, None
+        caption = "Quality against speed; a line has no comparable speed (a cache or a simulation)"
+        yield plots.plot_tradeoff, "tradeoff", caption, timed, name, None
     for tasks in report.tasks:
         if len(tasks.backends) > 1 and any(task.metrics for task in tasks.tasks):
             yield plots.plot_tasks, "tasks", "Difference of accuracy, with 95 % intervals", tasks, name, tasks

@@ -323,6 +323,11 @@ class TwinResult:
     # The results of the backends; null if the twin was refused. The first backend is exact on the same twin.
     tokens: PerplexitySection | None = None
 
+    @property
+    def title(self) -> str:
+        """Its name on pages and plots."""
+        return "unchanged" if self.name == "as it is" else self.name
+
 
 @dataclass(frozen=True, kw_only=True)
 class ThresholdStudy:

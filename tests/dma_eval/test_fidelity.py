@@ -221,6 +221,8 @@ def test_command(run: Run, model_folder: Path, text_file: Path, tmp_path: Path) 
     result = run("fidelity", *arguments)
     assert result.exit_code == 0, result.output
     assert "worst heads" in result.stdout
+    assert "2 windows of 256 tokens (non-overlapping), 510 tokens predicted by every backend" in result.stdout
+    assert "Greedy continuations of 4 tokens after prompts of 128" in result.stdout
     section = read_report(tmp_path / "run/results.json").fidelity[0]
     assert [heads.label for heads in section.heads] == ["sdpa", "dma_mxfp:fp4"]
     for name in ("heads.png", "fidelity.png", "report.md", "configs/fp4.toml"):

@@ -120,6 +120,8 @@ def test_command_stress(run, wild_folder, text_file, tmp_path):
     output = " ".join(result.output.split())
     assert "model.layers.1.self_attn; presets were tested up to 43x; run dma-hf equalize first" in output
     assert "largest query channel" not in output
+    assert "1 window of 256 tokens (non-overlapping), 255 tokens predicted by every backend" in output
+    assert "as it is" not in output
     assert (tmp_path / "run/stress.png").is_file()
     again = run("stress", *arguments, "--attn", "sdpa", "dma_mxfp:balanced", "--out", tmp_path / "run")
     assert "stress: taken from the folder" in again.output
@@ -213,6 +215,7 @@ def test_command_equalize(run, wild_folder, text_file, tmp_path):
     result = run(*arguments)
     assert result.exit_code == 0, result.output
     assert "Largest key channel over the median one" in result.stdout
+    assert "Ranges are measured over " in result.stdout
     tokens = _tokens(200)[None]
     plain, equal = (AutoModelForCausalLM.from_pretrained(folder) for folder in (wild_folder, tmp_path / "folder"))
     assert torch.equal(plain(input_ids=tokens).logits, equal(input_ids=tokens).logits)
@@ -222,6 +225,9 @@ def test_command_equalize(run, wild_folder, text_file, tmp_path):
 
 def test_command_equalize_refuses(run, refused, model_folder, text_file, tmp_path):
     common = ("equalize", "-m", model_folder, "-d", text_file, "--device", "cpu", "--out", tmp_path / "folder")
-    assert "at least 1,024 elements to measure ranges over, got 100" in refused(run(*common, "--tokens", 100))
+    assert "'--tokens': Input should be greater than or equal to 1024" in refused(run(*common, "--tokens", 100))
+    (tmp_path / "short.txt").write_text("the sea", encoding="utf-8")
+    message = "--data: the text has 2 tokens, too few to equalize; at least 1,024"
+    assert message in refused(run(*common, "-d", tmp_path / "short.txt"))
     assert "load the model unquantized, in float32 or bfloat16" in refused(run(*common, "--dtype", "float16"))
     assert not (tmp_path / "folder").exists()

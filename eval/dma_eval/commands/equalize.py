@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class EqualizeOptions(options.ModelOptions, options.TextOptions):
     """The model, the number of tokens, and the output folder."""
 
-    tokens: int = option(4096, "--tokens", min=1, help="Read this many tokens of the text.")
+    tokens: int = option(4096, "--tokens", min=1024, help="Read at most this many tokens of the text.")
     out: Path = options.out_option(REQUIRED, "Folder for the model. It loads in plain Transformers.")
 
 
@@ -42,12 +42,15 @@ def equalize(args: EqualizeOptions) -> int:
         from dma_eval.pages import Table
         from dma_eval.session import load
         from dma_eval.stress import channel_ranges
+        from dma_hf.equalize import MIN_TOKENS
     if (args.out / "config.json").exists():
         raise UserError(f"--out: {args.out} holds a model already; name another folder")
     check_folder(args.out)
     text = load_text(args.data, split=args.split, column=args.column)
     loaded = load(args)
     ids = tokenize(loaded.tokenizer, text.content)[: args.tokens]
+    if len(ids) < MIN_TOKENS:
+        raise UserError(f"--data: the text has {len(ids):,} tokens, too few to equalize; at least {MIN_TOKENS:,}")
     with console.working("Equalizing"):
         try:
             before = channel_ranges(loaded.model, ids)
@@ -65,6 +68,7 @@ def equalize(args: EqualizeOptions) -> int:
     for index, of in enumerate(("key", "query")):
         first, then = (max(each.ratio for each in ranges[index]) for ranges in (before, after))
         console.print_line(f"Largest {of} channel over the median one: {first:,.1f} before, {then:,.1f} after")
+    console.print_line(f"Ranges are measured over {len(ids):,} tokens of the text")
     save(loaded.model, loaded.tokenizer, args.out)
     console.print_wrote("the model", folder=args.out)
     return 0
