@@ -77,6 +77,8 @@ def load_text(data: str, *, split: str | None = None, column: str = "text") -> T
     if path.is_file() and path.suffix in BUILDERS:
         text = _load_dataset(data, BUILDERS[path.suffix], None, split or "train", column, data_files=str(path))
     elif path.is_file():
+        if split is not None or column != "text":
+            raise UserError(f"--split, --column: {data} is plain text, which has neither; leave them out")
         try:
             text = Text(content=path.read_text(encoding="utf-8"), name=data)
         except UnicodeDecodeError as error:

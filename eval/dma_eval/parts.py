@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
+from enum import StrEnum
 from functools import partial
 from importlib import resources
 from pathlib import Path
@@ -33,7 +34,11 @@ context_option = partial(
 )
 batch_size_option = partial(window, 1, "--batch-size", min=1, help="Windows per forward pass.")
 limit_option = partial(task, None, "--limit", min=1, shown="all", help="Use the first samples of each task.")
-sequences_option = partial(task, 8, "--batch-size", min=1, help="Sequences per forward pass.")
+
+
+def sequences_option(default: int | None = 8, shown: str | bool = True) -> Any:
+    """How many sequences of a task to read at once."""
+    return task(default, "--batch-size", min=1, shown=shown, help="Sequences per forward pass.")
 
 
 def max_windows_option(default: int | None = None) -> Any:
@@ -99,12 +104,19 @@ class TasksPart:
     chat_template: bool = task(False, "--apply-chat-template", help="Format prompts with the model's chat template.")
 
 
+class RetrievalKind(StrEnum):
+    """What is hidden in a long prompt."""
+
+    NEEDLE = "needle"
+    KV = "kv"
+
+
 @dataclass(frozen=True, kw_only=True)
 class RetrievalPart:
     """Retrieval from long prompts."""
 
-    kinds: list[str] = prompt(
-        ["kv"],
+    kinds: list[RetrievalKind] = prompt(
+        [RetrievalKind.KV],
         "--kind",
         metavar="KIND...",
         help="needle hides a sentence in the text of --data; kv hides a pair among key-value pairs.",
@@ -115,7 +127,7 @@ class RetrievalPart:
         "--lengths",
         metavar="TOKENS...",
         min=1,
-        shown="1024, 2048, 4096 and 8192, up to the model's maximum",
+        shown="the four largest powers of two from 1024 to the model's maximum",
         help="Tokens per prompt, including the answer.",
     )
     depths: list[float] = prompt(
@@ -131,7 +143,7 @@ class RetrievalPart:
     @property
     def needs_text(self) -> bool:
         """Whether needles are measured, which need a text."""
-        return "needle" in self.kinds
+        return RetrievalKind.NEEDLE in self.kinds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +223,8 @@ def parse_suite(name: str, values: Mapping[str, Any]) -> Suite:
     suite = parse(Suite, {**values, "name": name})
     for key, each in ((part, each) for part in asked for each in fields(PARTS[part])):
         declared, value = each.metadata.get(KEY), getattr(getattr(suite, key), each.name)
+        if value == [] and (each.default_factory is MISSING or each.default_factory()):
+            raise ValueError(f"[{key}] {each.name}: expected at least one value")
         least, most = (getattr(declared, name, None) for name in ("min", "max"))
         for one in value if isinstance(value, list) else [value]:
             if least is not None and one is not None and not least <= one <= (math.inf if most is None else most):

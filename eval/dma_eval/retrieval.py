@@ -23,7 +23,6 @@ from .reading import NonFiniteLogitsError, log_likelihood, origin, read
 from .results import RetrievalBackend, RetrievalCell, RetrievalSection
 from .session import Session, share, united
 
-KINDS = ("needle", "kv")
 SHORTEST = 1024
 PLACES = ("Oslo", "Lima", "Cairo", "Delhi", "Paris", "Quito", "Tokyo", "Dakar")
 NEEDLE = "\n\nThe secret number of {place} is"
@@ -40,7 +39,7 @@ class Prompt:
 
 
 def default_lengths(max_context: int | None) -> list[int]:
-    """Return 1,024, 2,048, 4,096 and 8,192 tokens, up to the model's maximum."""
+    """Return the four largest powers of two from 1,024 to the model's maximum, or that if it is less."""
     limit = max_context or 4 * SHORTEST
     lengths = [SHORTEST * 2**i for i in range(12) if SHORTEST * 2**i <= limit]
     return lengths[-4:] or [limit]
@@ -51,11 +50,7 @@ def measure_retrieval(session: Session, kind: str, text: Text | None, part: Retr
     loaded = session.loaded
     lengths = sorted(set(part.lengths)) or default_lengths(loaded.max_context)
     depths = sorted(set(part.depths))
-    if kind not in KINDS:
-        raise UserError(f"--kind must be one of {', '.join(KINDS)}; got {kind!r}")
     loaded.check_positions(lengths[-1], "--lengths")
-    if not depths:
-        raise UserError("--depths needs at least one value")
     for backend in session.backends:
         activate(loaded.model, backend)
     prompts = _Prompts(loaded.tokenizer, kind, text, lengths[-1])

@@ -83,13 +83,17 @@ class Run:
             settings |= {"part": asdict(part), "text": None if text is None else text.sha256}
             return name, partial(measure, text=text, part=part), settings
 
+        def fits(name: str, part: Any) -> bool:
+            lengths = [] if part is None else [part.context or default_context(self._session.loaded)]
+            return bool(_fitting(name, lengths, limit))
+
         if suite.perplexity is not None:
             contexts = suite.perplexity.contexts or [default_context(self._session.loaded)]
             for context in _fitting("perplexity", contexts, limit):
                 name = f"perplexity, {context:,}"
                 measure = partial(measure_perplexity, context=context, name=name)
                 yield piece(name, suite.perplexity, measure, context=context)
-        if suite.fidelity is not None:
+        if fits("fidelity", suite.fidelity):
             yield piece("fidelity", suite.fidelity, measure_fidelity)
         if suite.tasks is not None:
             from .tasks import measure_tasks
@@ -101,7 +105,7 @@ class Run:
             for kind in dict.fromkeys(asked.kinds if lengths or not suite.retrieval.lengths else ()):
                 ask = partial(measure_retrieval, kind=kind)
                 yield piece(f"retrieval, {kind}", asked, ask, reads=kind == "needle", seed=seed)
-        if suite.stress is not None:
+        if fits("stress", suite.stress):
             yield piece("stress", suite.stress, measure_stress, seed=seed)
 
     def _section(self, name: str, measure: Callable[..., Any], settings: dict[str, Any]) -> Any:

@@ -117,6 +117,7 @@ class TestWindows:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
+            (["--context", 100_000], "takes 512 positions, got 100,000; lower it"),  # also if the text is shorter
             (["--context", 513], "takes 512 positions, got 513; lower it, or extend the positions with --yarn 2"),
             (
                 ["--context", 1],
@@ -255,6 +256,10 @@ class TestOutput:
         assert message in refused(ppl(option, text_file / "r.png"))
         message = f"{option}: cannot create the folder {text_file}/a/b: {text_file} is a file"
         assert message in refused(ppl(option, text_file / "a/b/r.png"))
+
+    def test_one_file_of_two_kinds(self, ppl: Run, refused: Refused, tmp_path: Path) -> None:
+        message = "--json, --markdown, --plot: expected different files, got one twice"
+        assert message in refused(ppl("--json", tmp_path / "r", "--markdown", tmp_path / "r"))
 
     def test_format_of_the_plot(self, ppl: Run, refused: Refused, tmp_path: Path) -> None:
         path = tmp_path / "new/r.bmp"

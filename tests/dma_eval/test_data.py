@@ -58,6 +58,12 @@ class TestLoadText:
         with pytest.raises(UserError, match=message):
             load_text(str(rows_file), column=column)
 
+    @pytest.mark.parametrize("options", [{"column": "content"}, {"split": "train"}])
+    def test_plain_text_has_neither_split_nor_column(self, tmp_path: Path, options: dict[str, str]) -> None:
+        (tmp_path / "a.txt").write_text("abc", encoding="utf-8")
+        with pytest.raises(UserError, match=r"--split, --column: .*a.txt is plain text, which has neither"):
+            load_text(str(tmp_path / "a.txt"), **options)
+
     def test_unknown_split(self, rows_file: Path) -> None:
         with pytest.raises(UserError, match="Unknown split"):
             load_text(str(rows_file), column="content", split="validation")

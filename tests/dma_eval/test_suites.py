@@ -32,6 +32,7 @@ new_tokens = 4
 [tasks]
 names = ["tiny_choice"]
 limit = 4
+batch_size = 3
 [retrieval]
 kinds = ["kv"]
 lengths = [128, 1024]
@@ -133,6 +134,10 @@ class TestFiles:
             ("[fidelity]\nnew_tokens = 0", r"\[fidelity\] new_tokens: expected at least 1, got 0"),
             ("[retrieval]\ndepths = [0.5, 1.5]", r"\[retrieval\] depths: expected 0 to 1, got 1.5"),
             ("[retrieval]\ndepths = [nan]", r"\[retrieval\] depths: expected 0 to 1, got nan"),
+            ("[retrieval]\ndepths = []", r"\[retrieval\] depths: expected at least one value"),
+            ("[retrieval]\nkinds = []", r"\[retrieval\] kinds: expected at least one value"),
+            ("[retrieval]\nkinds = ['hay']", "retrieval.kinds[0]: Input should be 'needle' or 'kv', got 'hay'"),
+            ("[tasks]\nnames = []", r"\[tasks\] names: expected at least one value"),
             ("[tasks]\nname = 1", r"\[tasks\] unknown key 'name'; valid: names, limit, num_fewshot"),
             ("[tasks]", "tasks.names: Field required"),
             ("[tasks]\nnames = 'arc_easy'", "tasks.names: Input should be a valid array, got 'arc_easy'"),
@@ -162,13 +167,31 @@ class TestFiles:
 def test_a_suite_that_no_context_fits(run: Run, model_folder: Path, text_file: Path, tmp_path: Path) -> None:
     """Its report is empty, and no other length is measured instead."""
     content = "[perplexity]\ncontexts = [4096]\n[retrieval]\nlengths = [4096]\n"
+    content += "[fidelity]\ncontext = 4096\n[stress]\ncontext = 4096\n"
     (tmp_path / "long.toml").write_text(content, encoding="utf-8")
     common = ("-m", model_folder, "--device", "cpu", "-d", text_file, "--attn", "sdpa", "--out", tmp_path / "run")
     result = run("suite", "--suite", tmp_path / "long.toml", *common)
     assert result.exit_code == 0, result.output
-    for part in ("perplexity", "retrieval"):
+    for part in ("perplexity", "fidelity", "retrieval", "stress"):
         assert f"{part} at 4,096 is skipped: the model has 512 positions" in result.stderr
     assert read_report(tmp_path / "run").sections == []
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "message"),
+    [
+        ("[tasks]\nnames = ['x']", ["--max-windows", 1], "--max-windows: suite {} measures no perplexity or fidelity"),
+        ("[retrieval]", ["--limit", 1], "--limit: suite {} measures no tasks"),
+        ("[retrieval]", ["--batch-size", 1], "--batch-size: suite {} measures no tasks"),
+    ],
+)
+def test_options_that_a_suite_cannot_use(
+    run: Run, refused: Callable[[Any], str], tmp_path: Path, content: str, arguments: list[Any], message: str
+) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(content, encoding="utf-8")
+    result = run("suite", "--suite", path, "-m", "./missing", "--out", tmp_path / "run", *arguments)
+    assert message.format(path) in refused(result)
 
 
 class TestRun:
@@ -190,6 +213,7 @@ class TestRun:
         assert [len(part) for part in (report.fidelity, report.tasks, report.retrieval)] == [1, 1, 1]
         parts = ["preparation", "perplexity, 128", "perplexity, 256", "fidelity", "tasks", "retrieval, kv"]
         assert list(report.part_seconds) == parts
+        assert report.tasks[0].batch_size == 3
         for part in parts[1:]:
             assert f"\n{part}: " in f"\n{result.stdout}"
         assert "perplexity at 4,096 is skipped: the model has 512 positions" in result.stderr

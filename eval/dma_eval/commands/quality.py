@@ -40,7 +40,7 @@ class SuiteOptions(options.AllPresetsOptions):
     out: Path = options.out_option(REQUIRED, "Folder for the report and every answer.")
     max_windows: int | None = parts.max_windows_option()
     limit: int | None = parts.limit_option()
-    batch_size: int = parts.sequences_option()
+    batch_size: int | None = parts.sequences_option(None, shown="what the suite says")
 
 
 def ppl(args: PplOptions, text: options.TextOptions, part: PerplexityPart) -> int:
@@ -117,11 +117,13 @@ def retrieval(args: options.QualityOptions, text: options.OptionalTextOptions, p
     Every backend gets the same questions. Exit code 1 if a backend failed, 2 for invalid input.
 
     Examples:
-    dma-hf retrieval -m meta-llama/Llama-3.2-1B --data book.txt --lengths 4096 16384 65536 --out run
+    dma-hf retrieval -m meta-llama/Llama-3.2-1B --kind needle --data book.txt --lengths 4096 16384 65536 --out run
     dma-hf retrieval -m ./model --kind kv --attn sdpa dma_mxfp:balanced dma_mxfp:fp4 --samples 20
     """
     if part.needs_text and text.data is None:
         raise UserError("--data: needles are hidden in a text; name one")
+    if text.data is not None and not part.needs_text:
+        raise UserError("--data: key-value pairs need no text; leave it out, or add --kind needle")
     return measure(args, Suite(name="retrieval", retrieval=part), text)
 
 
@@ -152,12 +154,17 @@ def suite(args: SuiteOptions, text: options.OptionalTextOptions, tasks: options.
     dma-hf suite --suite my.toml -m ./model --data book.txt --include-path ./tasks --out run
     """
     suite = parts.load_suite(args.suite)
-    windows = {} if args.max_windows is None else {"max_windows": args.max_windows}
-    samples = {} if args.limit is None else {"limit": args.limit}
-    changes = dict.fromkeys(("perplexity", "fidelity", "stress"), windows)
-    changes["tasks"] = {"batch_size": args.batch_size, **samples}
-    changed = {name: replace(part, **changes[name]) for name in changes if (part := getattr(suite, name)) is not None}
-    return measure(args, replace(suite, **changed), text, include_path=tasks.include_path, goes_on=True)
+    changes: Sequence[tuple[str, int | None, Sequence[str]]] = (
+        ("max_windows", args.max_windows, ("perplexity", "fidelity", "stress")),
+        ("limit", args.limit, ("tasks",)),
+        ("batch_size", args.batch_size, ("tasks",)),
+    )
+    for name, value, kinds in ((name, value, kinds) for name, value, kinds in changes if value is not None):
+        changed = {kind: replace(part, **{name: value}) for kind in kinds if (part := getattr(suite, kind)) is not None}
+        if not changed:
+            raise UserError(f"--{name.replace('_', '-')}: suite {suite.name} measures no {' or '.join(kinds)}")
+        suite = replace(suite, **changed)
+    return measure(args, suite, text, include_path=tasks.include_path, goes_on=True)
 
 
 def measure(
