@@ -312,6 +312,7 @@ def test_requests_of_a_conversation_have_one_session():
     assert session([(b"x-session-id", b"me")], messages=[system, user]) == "me"
     assert session(messages=[user], prompt_cache_key="mine") == "mine"
     assert session(prompt="word") == session(prompt="word") != session(prompt="words")
+    assert session(prompt_cache_key="\ud800").encode()
     assert session_of({"headers": []}, b"{") == session_of({"headers": []}, b"[]")
 
 

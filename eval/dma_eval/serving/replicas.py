@@ -232,7 +232,7 @@ def session_of(scope: Scope, body: bytes) -> str:
     if not isinstance(fields, dict):
         fields = {}
     if key := header or fields.get("prompt_cache_key"):
-        return str(key)
+        return str(key).encode(errors="replace").decode()  # JSON may hold half a character, which Ray would hang on
     opening = fields.get("messages", fields.get("input", fields.get("prompt")))
     if isinstance(opening, list):
         roles = [each.get("role") if isinstance(each, dict) else None for each in opening]
