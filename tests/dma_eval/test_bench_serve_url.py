@@ -30,6 +30,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def do_GET(self):
+        if self.server.raw_models is not None:
+            self._answer(200, "application/json", self.server.raw_models)
+            return
         models = [{"id": name, "object": "model", "created": 0, "owned_by": ""} for name in self.server.models]
         self._answer(200, "application/json", json.dumps({"object": "list", "data": models}).encode())
 
@@ -38,6 +41,9 @@ class _Handler(BaseHTTPRequestHandler):
         with self.server.lock:
             self.server.bodies.append((time.perf_counter(), body))
             is_refused = body["max_tokens"] == self.server.refused_tokens
+        if self.server.raw is not None:
+            self.wfile.write(self.server.raw)
+            return
         if is_refused:
             self._answer(429, "application/json", b'{"error": {"message": "too many requests", "type": "x"}}')
             return
@@ -61,6 +67,7 @@ def server(monkeypatch):
     monkeypatch.setenv("NO_PROXY", "*")
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     server.models, server.bodies, server.lock, server.refused_tokens = ["served"], [], threading.Lock(), None
+    server.raw = server.raw_models = None
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield server
@@ -164,6 +171,37 @@ def test_refused_requests_are_counted(measure, server):
     assert "4 requests failed" in " ".join(result.stderr.split())
     result, _ = measure("--requests", "1x5+3")
     assert "1 request failed" in " ".join(result.stderr.split())
+
+
+EVENT = b'data: {"choices": [{"index": 0, "text": "word"}]}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b"Content-Type: text/event-stream\r\n\r\n" + EVENT, "the answer ends without its usage"),
+        (b"Content-Type: text/event-stream\r\n\r\ndata: {\n\n", "Expecting property name"),
+        (b"Content-Type: text/event-stream\r\n\r\ndata: [1]\n\n", "'list' object"),
+        (b'Content-Type: text/event-stream\r\n\r\ndata: {"choices": null}\n\n', "'NoneType' object"),
+        (b"Content-Type: text/event-stream\r\nContent-Length: 999\r\n\r\n" + EVENT, "Connection error"),
+        (b'Content-Type: application/json\r\n\r\n{"choices": [{"text": "word"}]}', "the answer has no text"),
+    ],
+    ids=["early end", "no JSON", "list", "null", "cut off", "no stream"],
+)
+def test_answers_in_another_form_are_errors(measure, server, raw, message):
+    server.raw = b"HTTP/1.0 200 OK\r\n" + raw
+    result, report = measure("--requests", "2x5+2")
+    assert result.exit_code == 1
+    (measured,) = report["results"]
+    (error,) = measured["errors"]
+    assert message in error
+    assert (measured["completed"], measured["errors"][error]) == (0, 2)
+
+
+@pytest.mark.parametrize("models", [b"{", b"[]", b'"model"', b'{"data": [5]}'], ids=str)
+def test_models_in_another_form_are_an_error(measure, server, refused, models):
+    server.raw_models = models
+    assert "/v1/models: " in refused(measure()[0])
 
 
 def test_a_model_that_the_server_lacks(measure, server, refused):

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from openai import APIConnectionError, AsyncOpenAI, OpenAI, OpenAIError
+from openai import APIConnectionError, AsyncOpenAI, OpenAI
 from transformers import AutoTokenizer
 
 from dma_eval.errors import UserError, one_line
@@ -53,10 +53,10 @@ class Target:
         key = os.environ.get("OPENAI_API_KEY", "none")
         self._options: dict[str, Any] = {"base_url": url, "api_key": key, "max_retries": 0, "timeout": CONNECT_SECONDS}
         try:
-            names = [each.id for each in OpenAI(**self._options).models.list()]
+            names = [str(each.id) for each in OpenAI(**self._options).models.list()]
         except APIConnectionError as error:
             raise UserError(f"--url: no server at {url}: {one_line(error.__cause__ or error)}") from error
-        except OpenAIError as error:
+        except Exception as error:  # the client also passes on those of parsing and of its HTTP library
             raise UserError(f"--url: {url}/models: {one_line(error)}") from error
         if model is None and len(names) != 1:
             raise UserError(f"--url: the server has {len(names)} models; choose one by --model")
@@ -114,11 +114,13 @@ class Target:
                     answer.times.append(time.perf_counter() - start)
                 if chunk.usage is not None:
                     answer.prompt_tokens, answer.new_tokens = chunk.usage.prompt_tokens, chunk.usage.completion_tokens
-        except OpenAIError as error:
+        except Exception as error:  # as in __init__; each counts against the server
             answer.error = one_line(error)
         else:
             if not answer.times:
                 answer.error = "the answer has no text"
+            elif not answer.new_tokens:
+                answer.error = "the answer ends without its usage"
         return answer
 
     def _text(self, ids: list[int]) -> str:
