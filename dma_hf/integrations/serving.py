@@ -48,7 +48,6 @@ _PARAMETERS: tuple[tuple[Any, ...], ...] = (
     (GenerationState.get_manager, "model_id use_cb"),
     (BaseGenerateManager.init_cb, "model gen_config"),
     (BaseGenerateManager.generate_streaming, "model processor inputs gen_config request_id response_parser"),
-    (BaseGenerateManager.generate_non_streaming, "model processor inputs gen_config request_id"),
     (get_response_template, "processor model"),
     (response_events_to_chunks, "events"),
 )

@@ -233,7 +233,7 @@ CHAT = [{"role": "user", "content": "The captain"}]
             ('{"cache_implementation": "static"}', "cache_implementation"),
             ('{"prompt_lookup_num_tokens": 3}', "prompt_lookup_num_tokens"),
             ('{"validate": 1}', "validate"),
-            ('{"eos_token_id": "x"}', "eos_token_id"),
+            ('{"eos_token_id": "x"}', "eos_token_id[0]"),
             ('{"max_new_tokens": "5"}', "max_new_tokens"),
             ('{"temperature": NaN}', "temperature"),
         ]),

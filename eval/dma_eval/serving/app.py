@@ -82,9 +82,8 @@ def build(loaded: LoadedModel, engine: Engine, attention: str) -> FastAPI:
     """Return the application: the routes of ``transformers serve`` for one model, and OpenAI's format of errors."""
     app = FastAPI(exception_handlers=ERROR_HANDLERS)
     models = OneModel(loaded)
-    routes = {"/v1/chat/completions": Chat, "/v1/completions": Complete, "/v1/responses": Respond}
-    for path, route in routes.items():
-        app.add_api_route(path, route(models, loaded, engine).answer, methods=["POST"], response_model=None)
+    for route in (Chat, Complete, Respond):
+        app.add_api_route(route.path, route(models, loaded, engine).answer, methods=["POST"], response_model=None)
     entry = {
         "id": loaded.name,
         "object": "model",

@@ -37,13 +37,14 @@ class ApiError(Exception):
             kind = "rate_limit_error"
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
+    def event(self, path: str) -> str:
+        """The server-sent event that ends a stream of this path."""
+        body = {"type": "error", **self.body["error"]} if path == "/v1/responses" else self.body
+        return f"data: {json.dumps(body)}\n\n"
+
 
 def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-def _as_tokens(value: Any) -> Any:
-    return [value] if isinstance(value, int) else value
+    return [value] if isinstance(value, (str, int)) else value
 
 
 def _as_parts(value: Any) -> Any:
@@ -218,7 +219,7 @@ class GenerationOptions(_Model):
     no_repeat_ngram_size: Count | None = None
     max_new_tokens: int | None = Field(None, ge=1)
     min_new_tokens: Count | None = None
-    eos_token_id: Annotated[list[Token], BeforeValidator(_as_tokens)] | None = None
+    eos_token_id: Annotated[list[Token], BeforeValidator(_as_list)] | None = None
     # Fields without an effect on an answer.
     bos_token_id: Token | None = Field(None, exclude=True)
     pad_token_id: Token | None = Field(None, exclude=True)

@@ -193,7 +193,7 @@ class Forward:
                 error = self._explain(failure)
                 if not is_sent:
                     raise error from failure
-                await send({"type": "http.response.body", "body": last_event(scope["path"], error)})
+                await send({"type": "http.response.body", "body": error.event(scope["path"]).encode()})
                 return
             finally:
                 self._answers.discard(answer)
@@ -210,12 +210,6 @@ class Forward:
         if isinstance(failure, (DeploymentUnavailableError, TaskCancelledError)):
             return ApiError(f"no replica can answer: {one_line(failure)}", status=503)
         return ApiError(f"the server failed: {one_line(failure)}", status=500)
-
-
-def last_event(path: str, error: ApiError) -> bytes:
-    """Return the server-sent event that ends a stream with an error."""
-    body = {"type": "error", **error.body["error"]} if path == "/v1/responses" else error.body
-    return f"data: {json.dumps(body)}\n\n".encode()
 
 
 def session_of(scope: Scope, body: bytes) -> str:

@@ -38,7 +38,6 @@ class _Generation(GenerationState):  # type: ignore[misc]
     def __init__(self, loaded: LoadedModel, engine: Engine, body: Request, param: str) -> None:
         super().__init__(isinstance(engine, Batched))
         self._loaded, self._engine, self._body, self._param = loaded, engine, body, param
-        self.job: Job | None = None
 
     def use_continuous_batching(self, *arguments: Any) -> bool:
         """Return whether the engine is :class:`Batched`. Handlers then pass lists instead of tensors."""
@@ -69,20 +68,10 @@ class _Generation(GenerationState):  # type: ignore[misc]
         prompt_tokens = len(ids) if isinstance(ids, list) else ids.shape[-1]
         self._settle(gen_config, prompt_tokens)
         stops = self._body.stops
-        job = Job(self._loaded.tokenizer, prompt_tokens, gen_config.max_new_tokens, stops, response_parser)
-        self._engine.start(job, inputs, gen_config, self._body)
-        self.job = job
-        register(job)
-        return job.queue, job
-
-    async def generate_non_streaming(self, *arguments: Any, **options: Any) -> tuple[str, int, list[int]]:
-        """Run a job to its end. Return the text, the prompt's length and the new tokens."""
-        queue, job = self.generate_streaming(*arguments, **options)
-        while await queue.get() is not None:
-            pass
-        if job.error is not None:
-            raise job.error
-        return self._loaded.tokenizer.decode(job.ids, skip_special_tokens=True), job.prompt_tokens, job.ids
+        self.job = Job(self._loaded.tokenizer, prompt_tokens, gen_config.max_new_tokens, stops, response_parser)
+        self._engine.start(self.job, inputs, gen_config, self._body)
+        register(self.job)
+        return self.job.queue, self.job
 
     def _settle(self, config: GenerationConfig, prompt_tokens: int) -> None:
         """Apply the request's limit and sampling to a configuration. Missing values come from the model's own."""
@@ -127,9 +116,12 @@ def too_long(room: int, asked: str, param: str) -> ApiError:
 class Route:
     """A route. It checks a request, has it answered, and converts the answer to OpenAI's format."""
 
+    path: str
     body_type: type[Request]
     handler: type[Any]
     param: str  # the field with the prompt
+    prefix = ""  # of the ids of answers
+    end = "data: [DONE]\n\n"  # of a stream
 
     def __init__(self, models: ModelManager, loaded: LoadedModel, engine: Engine) -> None:
         self._models, self._loaded, self._engine = models, loaded, engine
@@ -148,20 +140,15 @@ class Route:
         await self._check_length(body.text)
         generation = _Generation(self._loaded, self._engine, body, self.param)
         handler = self.handler(self._models, generation)
-        passed = body.passed_on() | {"model": self._loaded.name, "stream": self._is_streamed(body)}
+        passed = body.passed_on() | {"model": self._loaded.name, "stream": True}  # so that all answers share one path
         try:
-            answer = await handler.handle_request(passed, self.name_answer())
+            answer = await handler.handle_request(passed, f"{self.prefix}{uuid.uuid4().hex}")
         except (ValueError, TypeError, TemplateError) as error:  # of the template
             raise ApiError(one_line(error), param=self.param) from error
-        return await self._finish(answer, generation, body)
-
-    def name_answer(self) -> str:
-        """Return an id for an answer."""
-        return uuid.uuid4().hex
-
-    def _is_streamed(self, body: Request) -> bool:
-        """Whether the handler streams. By default it always does, so that both kinds of answers share one path."""
-        return True
+        pieces = _pieces(answer, generation.job)
+        if body.stream:
+            return StreamingResponse(self._stream(pieces, body), media_type=SSE)
+        return JSONResponse(self._join([piece async for piece in pieces]))
 
     def _check_template(self, body: Request) -> None:
         if self.param == "prompt":
@@ -183,120 +170,94 @@ class Route:
             if len(ids) > 2 * room:
                 raise too_long(room, f"more than {2 * room} tokens", self.param)
 
-    async def _finish(self, answer: Any, generation: _Generation, body: Request) -> Response:
-        chunks = _chunks(answer, generation)
-        if body.stream:
-            options = getattr(body, "stream_options", None)
-            has_usage = bool(options and options.include_usage)
-            return StreamingResponse(_stream(chunks, has_usage), media_type=SSE)
-        return JSONResponse(self._join([chunk async for chunk in chunks]))
+    async def _stream(self, pieces: AsyncIterator[dict[str, Any]], body: Request) -> AsyncIterator[str]:
+        """Write pieces as server-sent events. With ``include_usage`` an extra one at the end has the usage."""
+        piece: dict[str, Any] = {}
+        try:
+            async for piece in pieces:
+                yield f"data: {json.dumps(piece)}\n\n"
+        except ApiError as error:
+            yield error.event(self.path)
+            return
+        options = getattr(body, "stream_options", None)
+        if options is not None and options.include_usage:
+            yield f"data: {json.dumps(piece | {'choices': []})}\n\n"
+        yield self.end
 
-    def _join(self, chunks: list[dict[str, Any]]) -> dict[str, Any]:
+    def _join(self, pieces: list[dict[str, Any]]) -> dict[str, Any]:
         """Join the pieces of an answer."""
         raise NotImplementedError
 
 
 class Chat(Route):
-    """``/v1/chat/completions``."""
+    """The route of chats."""
 
+    path = "/v1/chat/completions"
     body_type = ChatRequest
     handler = ChatCompletionHandler
     param = "messages"
+    prefix = "chatcmpl-"
 
-    def name_answer(self) -> str:
-        return f"chatcmpl-{super().name_answer()}"
-
-    def _join(self, chunks: list[dict[str, Any]]) -> dict[str, Any]:
-        deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+    def _join(self, pieces: list[dict[str, Any]]) -> dict[str, Any]:
+        deltas = [choice["delta"] for piece in pieces for choice in piece["choices"]]
         message: dict[str, Any] = {"role": "assistant", "content": _text(deltas, "content"), "refusal": None}
         if reasoning := _text(deltas, "reasoning_content"):
             message["reasoning_content"] = reasoning
         if calls := [call for delta in deltas for call in delta.get("tool_calls", ())]:
             message["tool_calls"] = [{name: call[name] for name in ("id", "type", "function")} for call in calls]
             message["content"] = message["content"] or None
-        choice = {"message": message}
-        return _one_answer(chunks, "chat.completion", choice)
+        return _one_answer(pieces, "chat.completion", {"message": message})
 
 
 class Complete(Route):
-    """``/v1/completions``."""
+    """The route of continuations of a text."""
 
+    path = "/v1/completions"
     body_type = CompletionRequest
     handler = CompletionHandler
     param = "prompt"
+    prefix = "cmpl-"
 
-    def name_answer(self) -> str:
-        return f"cmpl-{super().name_answer()}"
-
-    def _join(self, chunks: list[dict[str, Any]]) -> dict[str, Any]:
-        return _one_answer(chunks, "text_completion", {"text": _text([c["choices"][0] for c in chunks], "text")})
+    def _join(self, pieces: list[dict[str, Any]]) -> dict[str, Any]:
+        return _one_answer(pieces, "text_completion", {"text": _text([each["choices"][0] for each in pieces], "text")})
 
 
 class Respond(Route):
-    """``/v1/responses``, which streams only if the request says so, as OpenAI's does."""
+    """The route of OpenAI's newer interface. Its last event has the whole answer."""
 
+    path = "/v1/responses"
     body_type = ResponseRequest
     handler = ResponseHandler
     param = "input"
+    end = ""
 
-    def _is_streamed(self, body: Request) -> bool:
-        return bool(body.stream)
-
-    async def _finish(self, answer: Response, generation: _Generation, body: Request) -> Response:
-        if isinstance(answer, StreamingResponse):
-            answer.body_iterator = _events(answer.body_iterator, generation)
-        return answer
+    def _join(self, pieces: list[dict[str, Any]]) -> dict[str, Any]:
+        return dict(pieces[-1]["response"])
 
 
-async def _chunks(answer: Any, generation: _Generation) -> AsyncIterator[dict[str, Any]]:
+async def _pieces(answer: Any, job: Job) -> AsyncIterator[dict[str, Any]]:
     """Yield the pieces of a streamed answer. The last has the usage and the finish reason.
 
     Raises:
         ApiError: Generating failed.
     """
-    job = generation.job
     async for text in answer.body_iterator:
-        if job is not None and job.error is not None:
+        if job.error is not None:
             raise job.error
         for line in filter(None, text.split("\n\n")):
-            chunk: dict[str, Any] = json.loads(line.removeprefix("data: "))
-            choice = chunk["choices"][0]
-            if choice.get("finish_reason") not in (None, "tool_calls") and job is not None:
-                choice["finish_reason"] = job.finish_reason
-            yield chunk
-
-
-async def _stream(chunks: AsyncIterator[dict[str, Any]], has_usage: bool) -> AsyncIterator[str]:
-    """Write chunks as server-sent events. With ``has_usage`` an extra one at the end has the usage."""
-    chunk: dict[str, Any] = {}
-    try:
-        async for chunk in chunks:
-            chunk["choices"][0].setdefault("finish_reason", None)
-            yield f"data: {json.dumps(chunk)}\n\n"
-    except ApiError as error:
-        yield f"data: {json.dumps(error.body)}\n\n"
-        return
-    if has_usage:
-        yield f"data: {json.dumps(chunk | {'choices': []})}\n\n"
-    yield "data: [DONE]\n\n"
-
-
-async def _events(pieces: Any, generation: _Generation) -> AsyncIterator[str]:
-    """Pass on the events of ``/v1/responses``. If generation fails, an error ends them."""
-    job = generation.job
-    async for piece in pieces:
-        if job is not None and job.error is not None:
-            yield f"data: {json.dumps({'type': 'error', **job.error.body['error']})}\n\n"
-            return
-        yield piece
+            piece: dict[str, Any] = json.loads(line.removeprefix("data: "))
+            for choice in piece.get("choices", ()):
+                if choice.setdefault("finish_reason", None) not in (None, "tool_calls"):
+                    choice["finish_reason"] = job.finish_reason
+            yield piece
 
 
 def _text(parts: list[dict[str, Any]], name: str) -> str:
     return "".join(part.get(name) or "" for part in parts)
 
 
-def _one_answer(chunks: list[dict[str, Any]], kind: str, choice: dict[str, Any]) -> dict[str, Any]:
-    last = chunks[-1]
+def _one_answer(pieces: list[dict[str, Any]], kind: str, choice: dict[str, Any]) -> dict[str, Any]:
+    last = pieces[-1]
     choice |= {"index": 0, "logprobs": None, "finish_reason": last["choices"][0]["finish_reason"]}
     kept = {name: last[name] for name in ("id", "created", "model", "usage")}
     return kept | {"object": kind, "choices": [choice]}
