@@ -90,7 +90,7 @@ class DMAConfig(Recipe):
             value = getattr(self, name)
             if value not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
-        if self.cache is not None and self.cache not in CACHE_FORMATS:
+        if self.cache not in (None, *CACHE_FORMATS):
             raise ValueError(f"cache must be one of {', '.join(CACHE_FORMATS)}, or None; got {self.cache!r}")
 
     @property
