@@ -56,10 +56,19 @@ def _with_cache(model: PreTrainedModel, arguments: Sequence[Any], options: dict[
 
     Another cache in the call has priority. ``cache_implementation="dma"`` in the call overrides the generation
     configuration.
+
+    Raises:
+        ValueError: The call asks for a ``DMACache``, and ``use_cache`` is false. The model would read all tokens again in
+            every step, and find them in the cache too.
     """
     asked = functools.partial(_asked, model, arguments, options)
     wanted = options.get("cache_implementation") == CACHE_IMPLEMENTATION
     if wanted:
+        if asked("use_cache") is False:
+            raise ValueError(
+                "cache_implementation='dma' asks for a cache, but use_cache is False; leave one of them out, or pass "
+                "use_cache=True if the generation configuration has it"
+            )
         options["cache_implementation"] = None
     elif cache_of(model) is not None:
         wanted = asked("use_cache") is not False and asked("cache_implementation") in OPEN

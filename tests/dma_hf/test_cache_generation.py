@@ -191,6 +191,13 @@ class TestDefault:
         with pytest.raises(ValueError, match="is an argument of generate for models that run dma_mxfp"):
             model.generate(token_ids(1, 20), **options)
 
+    @pytest.mark.parametrize("in_call", [True, False])
+    def test_cache_implementation_needs_a_cache(self, in_call, build, token_ids):
+        model, options = build("llama"), {"use_cache": False} if in_call else {}
+        model.generation_config.use_cache = in_call
+        with pytest.raises(ValueError, match="cache_implementation='dma' asks for a cache, but use_cache is False"):
+            _generate(model, token_ids(1, 20), cache_implementation="dma", **options)
+
     @pytest.mark.parametrize("name", ["dma_mxfp", "dma_mxfp:fp4+int8"])
     def test_a_loaded_model_has_the_cache_that_it_was_saved_with(self, name, build, token_ids, tmp_path):
         """A cache in the implementation's name overrides it."""
