@@ -150,7 +150,15 @@ def count_fallback(module: nn.Module, option: str) -> None:
 TileCounts = dict[nn.Module, Tensor]
 """For each layer, int64 ``[Hq, 2]``: the pairs of query block and low tile that were skipped and examined."""
 
-_counting: list[TileCounts] = []
+
+class _Counting(threading.local):
+    """Where the calls of this thread add their counts, or ``None``. Dynamo can trace it, unlike a ``ContextVar``."""
+
+    def __init__(self) -> None:
+        self.counts: TileCounts | None = None  # of the instance, or Dynamo would not see that it changes
+
+
+_counting = _Counting()
 
 
 @contextmanager
@@ -158,26 +166,26 @@ def counted_tiles() -> Iterator[TileCounts]:
     """Count the tiles that attention layers skip within a ``with`` block, and add them to :func:`dma_hf.stats`.
 
     Layers without a ``skip_threshold`` are not counted. Neither are decoding and later chunks over a ``DMACache``,
-    which never skip. In nested blocks only the innermost counts.
+    which never skip. In nested blocks only the innermost counts. Calls in other threads are not counted.
 
     Yields:
         The counts by layer. They grow until the block ends. Reading them waits for the device.
     """
     counts: TileCounts = {}
-    _counting.append(counts)
+    outer, _counting.counts = _counting.counts, counts
     try:
         yield counts
     finally:
-        _counting.pop()
+        _counting.counts = outer
         for module, tiles in counts.items():
             count_tiles(module, tiles)
 
 
 def tile_counts_of(module: nn.Module, query: Tensor, recipe: Recipe) -> Tensor | None:
     """Return where a call with queries ``[B, Hq, T, D]`` adds its counts, or ``None`` if tiles are not counted."""
-    if not _counting or recipe.skip_threshold is None:
+    counts = _counting.counts
+    if counts is None or recipe.skip_threshold is None:
         return None
-    counts = _counting[-1]
     if module not in counts:
         counts[module] = torch.zeros((query.shape[1], 2), dtype=torch.int64, device=query.device)
     return counts[module]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from tiny_models import DECODERS, VOCABULARY
@@ -56,6 +60,38 @@ def test_the_innermost_block_counts(model):
         assert outer == {}
         model(TOKENS)
     assert outer
+
+
+def test_a_compiled_model_is_counted(model):
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        compiled(TOKENS, use_cache=False)
+        with dma_hf.counted_tiles() as counts:
+            compiled(TOKENS, use_cache=False)
+    assert [layer[0, 1].item() for layer in counts.values()] == [1] * len(model.model.layers)
+
+
+def test_each_thread_counts_its_own_calls(model):
+    """Two blocks overlap, and the one that began first also ends first."""
+    other, begun, done = copy.deepcopy(model), threading.Event(), threading.Event()
+
+    def count_other():
+        with dma_hf.counted_tiles() as counts:
+            begun.set()
+            done.wait()
+            other(TOKENS)
+        return counts
+
+    with ThreadPoolExecutor() as pool:
+        with dma_hf.counted_tiles() as counts:
+            future = pool.submit(count_other)
+            begun.wait()
+            model(TOKENS)
+        done.set()
+        others = future.result()
+    for each, found in ((model, counts), (other, others)):
+        assert list(found) == [layer.self_attn for layer in each.model.layers]
+        assert dma_hf.stats(each).skipped_share is not None
 
 
 def test_stats_report_the_shares_of_skipped_tiles(model):
