@@ -58,8 +58,8 @@ def _with_cache(model: PreTrainedModel, arguments: Sequence[Any], options: dict[
     configuration.
 
     Raises:
-        ValueError: The call asks for a ``DMACache``, and ``use_cache`` is false. The model would read all tokens again in
-            every step, and find them in the cache too.
+        ValueError: The call asks for a ``DMACache``, and ``use_cache`` is false. Each step would read all tokens again,
+            and find them in the cache too.
     """
     asked = functools.partial(_asked, model, arguments, options)
     wanted = options.get("cache_implementation") == CACHE_IMPLEMENTATION
