@@ -130,6 +130,19 @@ def test_the_longest_context_is_found_to_a_sixteenth(monkeypatch):
     assert longest(50_000, room=0) == 0
 
 
+def test_a_run_that_cannot_run_has_no_longest_context(monkeypatch, capsys):
+    def fits(model, run, batch, context):
+        if run.cache == "static":
+            raise UserError("no such attention")
+        return context <= 1000
+
+    monkeypatch.setattr(generate, "_fits", fits)
+    model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=4096))
+    found = list(generate.longest_contexts(model, parse_runs(["sdpa+static", "sdpa+dynamic"]), 1))
+    assert [each.label for each in found] == ["sdpa+dynamic"]
+    assert "sdpa+static has no longest context: no such attention" in capsys.readouterr().err
+
+
 def test_steps_alone_are_timed_over_filled_caches(model):
     runs = parse_runs(["sdpa+static", "dma_mxfp+int4", "dma_mxfp+int4-static"])
     found = list(measure(model, [300], runs, batch=2, new_tokens=10, steps_only=True))

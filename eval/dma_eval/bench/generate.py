@@ -156,6 +156,15 @@ def measure(
     )
 
 
+def longest_contexts(model: PreTrainedModel, runs: Sequence[GenerateRun], batch: int) -> Iterator[LongestContext]:
+    """Find the longest context of each run. A warning names a run that cannot run at any."""
+    for run in runs:
+        try:
+            yield longest_context(model, run, batch)
+        except FAILURES as error:
+            console.print_warning(f"{run.label} has no longest context: {one_line(error)}")
+
+
 def longest_context(model: PreTrainedModel, run: GenerateRun, batch: int) -> LongestContext:
     """Find the longest context, to a sixteenth, over which one more token can be computed."""
     sizes = [model.config.max_position_embeddings]  # descending

@@ -6,6 +6,7 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -72,7 +73,7 @@ def parse_requests(names: Sequence[str]) -> list[RequestSet]:
     return found
 
 
-def figures(seconds: float, new_tokens: int, first: list[float], between: list[float]) -> dict[str, float | None]:
+def figures(seconds: float, new_tokens: int, first: list[float], between: list[float]) -> dict[str, Any]:
     """Return what was measured of answers, by the names of the result's fields.
 
     Args:
@@ -81,7 +82,7 @@ def figures(seconds: float, new_tokens: int, first: list[float], between: list[f
         first: Seconds until the first token of each request.
         between: Milliseconds between tokens.
     """
-    found: dict[str, float | None] = {"seconds": seconds, "tokens_per_second": new_tokens / seconds}
+    found: dict[str, Any] = {"seconds": seconds, "tokens_per_second": new_tokens / seconds}
     for name, values in (("first_token_seconds", first), ("between_tokens_milliseconds", between)):
         found[name], found[f"{name}_p99"] = np.quantile(values, [0.5, 0.99]).tolist() if values else (None, None)
     return found

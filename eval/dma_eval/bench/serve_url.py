@@ -155,5 +155,4 @@ def summarize(requests: RequestSet, rate: float, answers: Sequence[Answer]) -> U
     first = [answer.times[0] - answer.sent for answer in right]
     between = [1e3 * (b - a) for answer in right for a, b in itertools.pairwise(answer.times)]
     seconds = max(answer.times[-1] for answer in right) - min(answer.sent for answer in answers)
-    measured: dict[str, Any] = figures(seconds, result.new_tokens, first, between)
-    return replace(result, **measured)
+    return replace(result, **figures(seconds, result.new_tokens, first, between))

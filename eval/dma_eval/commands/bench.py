@@ -211,7 +211,7 @@ def time_generate(args: GenerateOptions) -> int:
     )
     _record(args, report, report.results, found)
     if args.longest:
-        _record(args, report, report.longest, (generate.longest_context(model, each, args.batch) for each in runs))
+        _record(args, report, report.longest, generate.longest_contexts(model, runs, args.batch))
     weights = f"{args.weights or args.dtype} weights of {report.weight_bytes / 2**30:.1f} GiB"
     filled = ", caches filled with random keys" if args.steps_only else ""
     title = f"{report.model}, {weights}, batch {args.batch}{filled}, {report.device.name}"
