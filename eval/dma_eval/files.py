@@ -33,17 +33,18 @@ def parse(kind: type[Kind], content: bytes | Mapping[str, Any]) -> Kind:
 
 
 def write_json(value: Any, path: Path, indent: int | None = 2, *, kind: Any = None) -> None:
-    """Write a dataclass as JSON (RFC 8259: NaN is an error). ``kind`` gives the type of a generic one.
-
-    The file is replaced atomically. A link or a device (``/dev/stdout``) is written through.
-    """
+    """Write a dataclass as JSON (RFC 8259: NaN is an error). ``kind`` gives the type of a generic one."""
     values = TypeAdapter(kind or type(value)).dump_python(value, mode="json")
-    text = json.dumps(values, indent=indent, ensure_ascii=False, allow_nan=False)
+    write_text(json.dumps(values, indent=indent, ensure_ascii=False, allow_nan=False) + "\n", path)
+
+
+def write_text(text: str, path: Path) -> None:
+    """Replace a file atomically. A link or a device (``/dev/stdout``) is written through."""
     partial = path.with_name(f"{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         is_special = path.is_symlink() or (path.exists() and not path.is_file())
-        (path if is_special else partial).write_text(text + "\n", encoding="utf-8")
+        (path if is_special else partial).write_text(text, encoding="utf-8")
         if not is_special:
             partial.replace(path)
     except OSError as error:

@@ -421,10 +421,14 @@ def read_report(path: Path) -> Report:
     return read_results(Report, path / RESULTS if path.is_dir() else path)
 
 
+def _refuse(constant: str) -> None:
+    raise ValueError(f"it has a value {constant}")
+
+
 def read_results(kind: type[Kind], path: Path) -> Kind:
     """Read a result file of this or an earlier version."""
     try:
-        values = json.loads(path.read_bytes())
+        values = json.loads(path.read_bytes(), parse_constant=_refuse)
     except OSError as error:
         raise UserError(f"cannot read the report {path}: {error.strerror}") from error
     except ValueError as error:

@@ -148,6 +148,7 @@ class TestJson:
         [
             (None, "cannot read the report"),
             ("{", "is not JSON"),
+            ('{"schema_version": NaN}', "r.json is not JSON: it has a value NaN"),
             ("[]", f"expected schema_version {SCHEMA_VERSION} or older, got None"),
         ],
     )

@@ -361,6 +361,11 @@ class TestCardCommand:
         assert result.exit_code == 0, result.output
         assert (tmp_path / "README.md").read_text(encoding="utf-8").startswith("---\nbase_model: me/tiny\n")
 
+    @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device without space")
+    def test_full_disk(self, run: Run, report: Report, folder: Path, refused: Callable[[Any], str]) -> None:
+        result = run("card", folder / "all", "--base-model", "me/tiny", "--out", "/dev/full")
+        assert refused(result) == "Error: cannot write to /dev/full: No space left on device"
+
     def test_shows_it(self, run: Run, report: Report, folder: Path) -> None:
         result = run("card", folder / "all", "--base-model", "me/tiny")
         assert result.stdout == str(make_card(report, base_model="me/tiny"))

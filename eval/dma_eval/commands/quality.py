@@ -12,7 +12,7 @@ from dma_eval import console, parts
 from dma_eval.command import REQUIRED, option
 from dma_eval.commands import options
 from dma_eval.errors import UserError
-from dma_eval.files import write_json
+from dma_eval.files import write_json, write_text
 from dma_eval.names import check_names
 from dma_eval.parts import FidelityPart, PerplexityPart, RetrievalPart, StressPart, Suite, TasksPart
 
@@ -70,7 +70,7 @@ def ppl(args: PplOptions, text: options.TextOptions, part: PerplexityPart) -> in
             plot_comparison(section, f"{Path(args.model).name}, context {section.context:,}", args.plot)
         if args.markdown is not None:
             plots = [] if args.plot is None else [Plot("Comparison of the backends", link(args.plot, args.markdown))]
-            args.markdown.write_text(to_markdown(report, plots), encoding="utf-8")
+            write_text(to_markdown(report, plots), args.markdown)
         for path in files:
             console.print_wrote(path)
 

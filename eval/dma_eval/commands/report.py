@@ -10,7 +10,7 @@ from rich.markup import escape
 from dma_eval import console
 from dma_eval.command import REQUIRED, option
 from dma_eval.commands import options
-from dma_eval.files import prepare_file
+from dma_eval.files import prepare_file, write_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ def card(args: CardOptions) -> int:
         read_report(args.run), backend=args.backend, base_model=args.base_model, license_name=args.license_name
     )
     if args.out is not None:
-        args.out.write_text(str(card), encoding="utf-8")
+        write_text(str(card), args.out)
         console.print_wrote(args.out)
     if args.push is None:
         if args.out is None:
