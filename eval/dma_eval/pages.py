@@ -165,7 +165,7 @@ def task_page(section: TaskSection) -> Page:
             rows.append([f"{group.group}, {group.metric.partition(',')[0]}", *values])
         tables.append(Table(("group", *labels), rows, "Groups, aggregated by lm-eval"))
     shares: dict[str, float] = {}
-    for backend in section.backends:
+    for backend in (each for each in section.backends if each.config is not None):
         shares |= {name: max(held, shares.get(name, 0)) for name, held in backend.low_share.items()}
     return Page("Tasks", tables, _lines("tasks", section, shares), _lines("tasks_warnings", section, shares, TELLING))
 
@@ -190,7 +190,7 @@ def _task_summary(section: TaskSection) -> Table:
 def _task_metrics(section: TaskSection) -> Table:
     rows = [
         [
-            f"{task.name}, {metric.title}",
+            f"{task.name}, {metric.title}" + (f", {task.num_fewshot}-shot" if task.num_fewshot else ""),
             value.label,
             f"{task.samples:,}",
             share(value.value) if metric.right_or_wrong else number(value.value, ",.4g"),

@@ -146,6 +146,7 @@ class Run:
         facts |= sections
         report = Report(**here_and_now(), **facts)
         failed = is_interrupted = False
+        resume = f"interrupted; {'run it again' if out else 'use --out FOLDER'} to resume"
         for name, measure, settings in self._parts(skips=goes_on):
             try:
                 section = self._section(name, measure, settings)
@@ -153,6 +154,9 @@ class Run:
                 sections[field].append(section)
                 console.print_page(PAGES[field](section))
                 console.print_line(f"[bold]{escape(name)}: {self._seconds[name]:,.1f} s[/]\n")
+            except KeyboardInterrupt:
+                console.print_error(resume)
+                return console.INTERRUPTED
             except FAILURES as error:
                 if not goes_on or PartialState().num_processes > 1:  # the others wait for this one
                     raise
@@ -165,7 +169,7 @@ class Run:
                 write_json(report, out / RESULTS)
             is_interrupted = any(section.windows_left for section in report.perplexity)
             if is_interrupted:
-                console.print_error(f"interrupted; {'run it again' if out else 'use --out FOLDER'} to resume")
+                console.print_error(resume)
                 break
         if self._is_main:
             also(report)

@@ -71,7 +71,7 @@ def find_tasks(names: Sequence[str], include_paths: Sequence[Path] = ()) -> Task
     for path in include_paths:
         if not path.is_dir():
             raise UserError(f"--include-path: no such folder: {path}")
-    files = {name for name in asked if Path(name).suffix in YAML_SUFFIXES and Path(name).is_file()}
+    files = {name for name in asked if Path(name).suffix in YAML_SUFFIXES}
     for name in sorted(files):
         _check_yaml(Path(name))
     folders = [str(path) for path in include_paths]

@@ -163,7 +163,7 @@ class TestInterruption:
     def test_nothing_done(self, ppl: Any, passes: list[str], tmp_path: Path) -> None:
         passes += [""] * 4
         result = ppl("--json", tmp_path / "r.json")
-        assert (result.exit_code, result.stderr) == (130, "Error: interrupted\n")
+        assert (result.exit_code, result.stderr) == (130, "Error: interrupted; use --out FOLDER to resume\n")
 
     def test_resumes_after_finished_windows(self, ppl: Any, passes: list[str], tmp_path: Path) -> None:
         whole = ppl("--max-windows", 4, "--seed", 1, "--attn", "sdpa", "--json", tmp_path / "sdpa.json")

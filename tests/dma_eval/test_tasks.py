@@ -305,6 +305,10 @@ class TestNames:
         with pytest.raises(UserError, match="--include-path: no such folder"):
             find_tasks(["a"], [tmp_path / "none"])
 
+    def test_no_yaml_file(self) -> None:
+        with pytest.raises(UserError, match=r"--tasks: cannot read missing.yaml: .*No such file"):
+            find_tasks(["missing.yaml"])
+
     def test_yaml_file(self, tiny_tasks: Path, evaluate: Evaluate) -> None:
         assert [t.name for t in evaluate(str(tiny_tasks / "tiny_choice.yaml"), "sdpa", limit=2).tasks] == [
             "tiny_choice"
@@ -397,6 +401,9 @@ class TestCommand:
         assert "Share of keys in low tiles: tiny_choice" in page
         assert "low tiles held less than 5 % of the keys of tiny_choice (" in page
         assert "| tiny_choice, acc | dma_mxfp:balanced |" in page
+        few = lm_eval("--tasks", "tiny_few", "--limit", 2, "--num-fewshot", 1, "--attn", "sdpa")
+        assert ", 1-shot" in few.stdout
+        assert "low tiles" not in few.output  # SDPA has none
         assert "](tasks.png)" in page
         assert 'low = "mxint8"' in (tmp_path / "run/configs/balanced.toml").read_text(encoding="utf-8")
 
