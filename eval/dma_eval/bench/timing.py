@@ -142,16 +142,17 @@ def captured(runs: Mapping[Name, Run], device: torch.device) -> tuple[dict[Name,
     return replays, refusals
 
 
-def extra_memory(run: Run, device: torch.device) -> tuple[object, int | None]:
-    """Run once; return the result, and the most memory that was allocated during it (``None`` on a CPU)."""
+def extra_memory(run: Run, device: torch.device) -> int | None:
+    """Return the most memory that is allocated during a run, its result left out (``None`` on a CPU)."""
     if device.type != "cuda":
-        return run(), None
+        return None
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     result = run()
+    assert isinstance(result, Tensor)
     torch.cuda.synchronize(device)
-    return result, torch.cuda.max_memory_allocated(device) - before
+    return torch.cuda.max_memory_allocated(device) - before - result.nbytes
 
 
 def stored_bytes(held: object) -> int:
