@@ -117,10 +117,12 @@ class TestQuantizedCache:
         assert lengths == [SHAPE.length + 1] * 2
 
 
-def test_the_packed_cache_holds_what_the_shape_says() -> None:
-    storage = filled_storage(dma_hf.DMAConfig(cache="int4"), SHAPE, torch.device("cpu"), torch.float32)
-    assert storage.lengths.tolist() == [300, 300]
-    assert storage.max_pages * 128 >= 300 + 205  # a token for each run of a measurement
+@pytest.mark.parametrize("length", [300, 383, 384])
+def test_the_packed_cache_holds_what_the_shape_says(length: int) -> None:
+    shape = replace(SHAPE, length=length)
+    storage = filled_storage(dma_hf.DMAConfig(cache="int4"), shape, torch.device("cpu"), torch.float32)
+    assert storage.lengths.tolist() == [length, length]
+    assert storage.max_pages * 128 >= length + 205  # a token for each run of a measurement
 
 
 def test_default_shapes_vary_one_thing_at_a_time() -> None:

@@ -85,7 +85,7 @@ def filled_storage(config: DMAConfig, shape: DecodeShape, device: torch.device, 
         value_dim=shape.head_dim,
         dtype=dtype,
         device=device,
-        tiles=(shape.length + ROOM) // TILE,
+        tiles=-(-(shape.length + ROOM) // TILE),
     )
     for start in range(0, shape.length, FILLED_AT_ONCE):
         tokens = min(FILLED_AT_ONCE, shape.length - start)
