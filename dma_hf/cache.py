@@ -12,7 +12,7 @@ from dma_kernels.numerics.arguments import is_int
 from transformers import Cache, DynamicCache, PreTrainedConfig, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
-from .cache_layers import DMALayer, DMASlidingLayer, DMAStaticLayer, Owner, lasting
+from .cache_layers import DMALayer, DMAStaticLayer, Owner, lasting
 from .config import cache_format_of, settings_of
 
 DEFAULT_FORMAT = "int8"
@@ -196,7 +196,7 @@ def _own_layer(layer: Any, owner: Owner, cache: str, max_cache_len: Any) -> Any:
     if type(layer) is DynamicLayer:
         return DMALayer(owner, cache)
     if type(layer) is DynamicSlidingWindowLayer:
-        return DMASlidingLayer(owner, cache, layer.sliding_window)
+        return DMALayer(owner, cache, layer.sliding_window)
     if type(layer) is StaticLayer:
         return DMAStaticLayer(owner, cache, max_cache_len)
     if type(layer) is StaticSlidingWindowLayer:

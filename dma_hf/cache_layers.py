@@ -154,12 +154,12 @@ _UNCHANGED = frozenset({Tensor.contiguous, Tensor.detach, torch.detach})
 
 
 class DMALayer(CacheLayerMixin):  # type: ignore[misc]
-    """A growing layer that attends to all tokens. Methods without a docstring are Transformers' interface.
+    """A growing layer. A sliding window bounds its memory. Methods without a docstring are Transformers' interface.
 
     Args:
         owner: State that all layers share.
         cache: The format as users call it, ``int8`` or ``int4``.
-        window: Tokens that a query sees, its own included, or ``None`` for all.
+        window: Tokens that a query sees, its own included, or ``None`` for all. Chunks fit in one too.
 
     Attributes:
         format: The name of the storage format. It depends on whether the model is equalized.
@@ -169,7 +169,6 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
         max_cache_len: Tokens that fit into a static layer.
     """
 
-    is_sliding = False
     is_compileable = False
     is_croppable = True
     checks_steps = True
@@ -181,6 +180,7 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
         self.cache = cache
         self.format = cache_format_of(owner.config, cache).name
         self.window = window
+        self.is_sliding = window is not None
         self.storage: LayerStorage = None  # type: ignore[assignment]
         self.pending: Step | None = None
         self.tokens: Any = 0
@@ -402,12 +402,6 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
         return restore(self.storage, self.storage.lengths - (self.tokens - first), length)[which]
 
 
-class DMASlidingLayer(DMALayer):
-    """A layer with a sliding window, or with chunks, each of which fits in one. Its memory is bounded."""
-
-    is_sliding = True
-
-
 class DMAStaticLayer(DMALayer):
     """A layer of fixed size for ``torch.compile`` and CUDA graphs. Its decoding steps do not wait for the host.
 
@@ -425,7 +419,6 @@ class DMAStaticLayer(DMALayer):
     def __init__(self, owner: Owner, cache: str, max_cache_len: int, window: int | None = None) -> None:
         super().__init__(owner, cache, window)
         self.max_cache_len: int = max_cache_len
-        self.is_sliding = window is not None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate the storage for tensors like these, at a fixed address."""
