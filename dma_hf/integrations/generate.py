@@ -59,16 +59,11 @@ def _with_cache(model: PreTrainedModel, arguments: Sequence[Any], options: dict[
 
     Raises:
         ValueError: The call asks for a ``DMACache``, and ``use_cache`` is false. Each step would read all tokens again,
-            and find them in the cache too.
+            although the cache has them.
     """
     asked = functools.partial(_asked, model, arguments, options)
     wanted = options.get("cache_implementation") == CACHE_IMPLEMENTATION
     if wanted:
-        if asked("use_cache") is False:
-            raise ValueError(
-                "cache_implementation='dma' asks for a cache, but use_cache is False; leave one of them out, or pass "
-                "use_cache=True if the generation configuration has it"
-            )
         options["cache_implementation"] = None
     elif cache_of(model) is not None:
         wanted = asked("use_cache") is not False and asked("cache_implementation") in OPEN
@@ -85,6 +80,11 @@ def _with_cache(model: PreTrainedModel, arguments: Sequence[Any], options: dict[
         options[CACHE_ARGUMENT] = cache
     packed = getattr(cache, "self_attention_cache", cache)
     if isinstance(packed, DMACache):
+        if asked("use_cache") is False:
+            raise ValueError(
+                "generate was asked for a DMACache, but use_cache is False; leave one of them out, or pass "
+                "use_cache=True if the generation configuration has False"
+            )
         is_speculative = options.get("assistant_model") is not None or any(asked(name) for name in SPECULATION)
         packed.owner.prompt_length = _prompt_length(model, arguments, options) if is_speculative else None
     return options

@@ -192,11 +192,14 @@ class TestDefault:
             model.generate(token_ids(1, 20), **options)
 
     @pytest.mark.parametrize("in_call", [True, False])
-    def test_cache_implementation_needs_a_cache(self, in_call, build, token_ids):
+    @pytest.mark.parametrize("as_name", [True, False])
+    def test_a_cache_excludes_use_cache_false(self, as_name, in_call, build, token_ids):
+        """Every step would read all tokens again, although the cache has them."""
         model, options = build("llama"), {"use_cache": False} if in_call else {}
         model.generation_config.use_cache = in_call
-        with pytest.raises(ValueError, match="cache_implementation='dma' asks for a cache, but use_cache is False"):
-            _generate(model, token_ids(1, 20), cache_implementation="dma", **options)
+        options |= {"cache_implementation": "dma"} if as_name else {CACHE_ARGUMENT: DMACache(model.config)}
+        with pytest.raises(ValueError, match="asked for a DMACache, but use_cache is False; leave one of them out"):
+            _generate(model, token_ids(1, 20), **options)
 
     @pytest.mark.parametrize("name", ["dma_mxfp", "dma_mxfp:fp4+int8"])
     def test_a_loaded_model_has_the_cache_that_it_was_saved_with(self, name, build, token_ids, tmp_path):
