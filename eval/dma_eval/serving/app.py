@@ -11,7 +11,6 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -53,13 +52,10 @@ class OneModel(ModelManager):  # type: ignore[misc]
 class _Server(uvicorn.Server):
     """A web server that cancels open requests when it stops."""
 
-    def __init__(self, config: uvicorn.Config, stop: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._stop = stop
-
     def handle_exit(self, *arguments: Any) -> None:
         """Handle a signal to stop."""
-        self._stop()
+        assert isinstance(self.config.app, Gate)
+        self.config.app.close()
         super().handle_exit(*arguments)
 
 
@@ -178,17 +174,16 @@ def serve(app: FastAPI, engine: Engine, listener: socket.socket, settings: Setti
         settings: The limit of requests, and the level of the log on standard error.
         api_key: Key that requests must carry; ``None`` accepts all.
     """
-    gate = Gate(app, api_key=api_key, most=settings.max_requests)
     start_log(settings.log_level)
     config = uvicorn.Config(
-        gate,
+        Gate(app, api_key=api_key, most=settings.max_requests),
         log_level="warning" if settings.log_level == "info" else settings.log_level,  # its requests are in our log
         access_log=False,
         timeout_graceful_shutdown=GRACE_SECONDS,
         lifespan="off",
     )
     with suppress(KeyboardInterrupt):  # how a server is stopped
-        _Server(config, gate.close).run(sockets=[listener])
+        _Server(config).run(sockets=[listener])
     engine.close()
     sys.stdout.flush()
     sys.stderr.flush()

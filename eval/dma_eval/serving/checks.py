@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
@@ -257,11 +256,6 @@ class Request(_Model):
         return name, getattr(self, name)
 
     @property
-    def text(self) -> str:
-        """The prompt, without what a chat template adds."""
-        raise NotImplementedError
-
-    @property
     def stops(self) -> list[str]:
         """Strings that end an answer."""
         return []
@@ -287,10 +281,6 @@ class Request(_Model):
 
 Bias = Annotated[float, Field(ge=-100, le=100)]
 TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
-
-
-def _text_of(messages: Sequence[Message | Item]) -> str:
-    return "\n".join(part.text for message in messages for part in message.content or ())
 
 
 class _TextRequest(Request):
@@ -351,10 +341,6 @@ class ChatRequest(_TextRequest):
     tool_choice: Literal["auto", "none"] | None = None
     chat_template_kwargs: TemplateOptions | None = None  # Transformers' own
 
-    @property
-    def text(self) -> str:
-        return _text_of(self.messages)
-
 
 class CompletionRequest(_TextRequest):
     """The body of ``/v1/completions``."""
@@ -367,10 +353,6 @@ class CompletionRequest(_TextRequest):
         "suffix": (),
     }
     prompt: Annotated[str, BeforeValidator(_as_text)]
-
-    @property
-    def text(self) -> str:
-        return self.prompt
 
 
 class Item(_Model):
@@ -436,10 +418,6 @@ class ResponseRequest(Request):
     tools: list[ResponseTool] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     chat_template_kwargs: TemplateOptions | None = None
-
-    @property
-    def text(self) -> str:
-        return _text_of(self.input)
 
 
 Body = TypeVar("Body", bound=Request)

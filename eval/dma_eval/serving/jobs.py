@@ -27,9 +27,7 @@ from .checks import ApiError, Request
 
 SHUTDOWN_SECONDS = 1.0
 WATCH_SECONDS = 0.5  # between two checks of the generation thread
-CPU_BATCH_TOKENS = (
-    2048  # a batch cannot be interrupted, and 8,192 tokens, Transformers' default, take half a minute on a CPU
-)
+CPU_BATCH_TOKENS = 2048  # a batch cannot be interrupted; Transformers' default of 8,192 takes half a minute on a CPU
 END = None  # the last item of a job's queue
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # the decoded form of an incomplete character
 

@@ -137,7 +137,7 @@ class Route:
             message = f"this server is pinned to {self._loaded.name!r}; requested {body.model!r}"
             raise ApiError(message, param="model", code="model_not_found")
         self._check_template(body)
-        await self._check_length(body.text)
+        await self._check_length(body)
         generation = _Generation(self._loaded, self._engine, body, self.param)
         handler = self.handler(self._models, generation)
         passed = body.passed_on() | {"model": self._loaded.name, "stream": True}  # so that all answers share one path
@@ -162,9 +162,11 @@ class Route:
         ):
             raise ApiError("tools: the model's chat template has none", param="tools")
 
-    async def _check_length(self, text: str) -> None:
+    async def _check_length(self, body: Request) -> None:
         """Refuse a text that is far too long on another thread, because the handler counts tokens on the event loop."""
-        room = self._engine.room()
+        text, room = getattr(body, self.param), self._engine.room()
+        if not isinstance(text, str):
+            text = "\n".join(part.text for message in text for part in message.content or ())
         if room is not None and len(text) > 4 * room:
             ids = await asyncio.to_thread(self._loaded.tokenizer.encode, text[: SAMPLE * room])
             if len(ids) > 2 * room:
