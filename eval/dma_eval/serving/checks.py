@@ -17,10 +17,10 @@ from pydantic import (
     ConfigDict,
     Field,
     Json,
+    TypeAdapter,
     ValidationError,
     model_validator,
 )
-from pydantic_core import from_json
 
 INT32, INT64 = 2**31 - 1, 2**63 - 1
 
@@ -61,11 +61,9 @@ def _as_text(value: Any) -> Any:
 
 def _check_object(text: str) -> str:
     try:
-        is_object = isinstance(from_json(text), dict)
-    except ValueError:
-        is_object = False
-    if not is_object:
-        raise ValueError("expected a JSON object, as text")
+        TypeAdapter(Json[dict[str, Any]]).validate_python(text)
+    except ValidationError as error:
+        raise ValueError("expected a JSON object, as text") from error
     return text
 
 
