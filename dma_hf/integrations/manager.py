@@ -168,6 +168,11 @@ class DMAManager(ContinuousBatchingManager):  # type: ignore[misc]
             if self._entered:
                 leave_batching(self._entered.pop())
 
+    def __del__(self) -> None:
+        """Rename the attention of the model back if the manager is dropped before it was started."""
+        if getattr(self, "_entered", None):
+            self._leave()
+
     def warmup(self) -> None:
         try:
             super().warmup()

@@ -49,7 +49,7 @@ class _Batched:
 
 
 _batched: weakref.WeakKeyDictionary[PreTrainedModel, _Batched] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
+_lock = threading.RLock()  # a garbage collection within the lock may drop a manager, which leaves batching
 
 
 def enter_batching(model: PreTrainedModel) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 
 import pytest
@@ -211,3 +212,15 @@ def test_a_name_set_while_batching_is_kept(families):
     with dma_hf.continuous_batching(model):
         model.set_attn_implementation("sdpa")
     assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.skipif(not has_sectors(), reason="this version takes the attention of a model as it is")
+def test_a_manager_that_is_never_started_leaves_the_model_usable(families):
+    model = families["llama"].build("dma_mxfp")
+    dma_hf.configure(model)
+    settings = GenerationConfig(max_new_tokens=2, do_sample=False)
+    manager = model.init_continuous_batching(generation_config=settings)
+    del manager
+    gc.collect()
+    assert model.config._attn_implementation == "dma_mxfp"
+    assert model.generate(torch.tensor([[5, 6, 7]]), generation_config=settings).shape == (1, 5)
