@@ -82,7 +82,7 @@ def _with_cache(model: PreTrainedModel, arguments: Sequence[Any], options: dict[
     if isinstance(packed, DMACache):
         if asked("use_cache") is False:
             raise ValueError(
-                "generate was asked for a DMACache, but use_cache is False; leave one of them out, or pass "
+                "generate got a DMACache, but use_cache is False; leave one of them out, or pass "
                 "use_cache=True if the generation configuration has False"
             )
         is_speculative = options.get("assistant_model") is not None or any(asked(name) for name in SPECULATION)

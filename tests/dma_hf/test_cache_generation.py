@@ -198,7 +198,7 @@ class TestDefault:
         model, options = build("llama"), {"use_cache": False} if in_call else {}
         model.generation_config.use_cache = in_call
         options |= {"cache_implementation": "dma"} if as_name else {CACHE_ARGUMENT: DMACache(model.config)}
-        with pytest.raises(ValueError, match="asked for a DMACache, but use_cache is False; leave one of them out"):
+        with pytest.raises(ValueError, match="got a DMACache, but use_cache is False; leave one of them out"):
             _generate(model, token_ids(1, 20), **options)
 
     @pytest.mark.parametrize("name", ["dma_mxfp", "dma_mxfp:fp4+int8"])
