@@ -18,6 +18,7 @@ from dma_eval import card as card_module
 from dma_eval.card import make_card, prepare_upload
 from dma_eval.errors import UserError
 from dma_eval.files import parse, write_json
+from dma_eval.models import load_model
 from dma_eval.render import write_run
 from dma_eval.results import (
     SCHEMA_VERSION,
@@ -260,14 +261,18 @@ class TestCard:
         assert "dma_hf.configure(model, {'low': 'mxfp4'" in text
         assert "on_unsupported" not in text.partition("## Results")[0]
 
-    def test_use_runs(self, report: Report, model_folder: Path) -> None:
-        text = make_card(report, base_model="me/tiny").text
+    @pytest.mark.parametrize("yarn", [None, 1.5])
+    def test_use_runs(self, report: Report, model_folder: Path, yarn: float | None) -> None:
+        text = make_card(replace(report, model=replace(report.model, yarn=yarn)), base_model="me/tiny").text
         code = text[text.index("```python\n") + 10 :].partition("```")[0].replace("me/tiny", str(model_folder))
         names: dict[str, Any] = {}
         exec(code, names)
         model = names["model"]
         model(torch.zeros(1, 8, dtype=torch.int64))
         assert {use.recipe for use in dma_hf.stats(model).uses} == {"paper"}
+        measured = load_model(str(model_folder), device="cpu", yarn=yarn).model.config
+        assert model.config.rope_parameters == measured.rope_parameters
+        assert model.config.max_position_embeddings == measured.max_position_embeddings
 
     @pytest.mark.parametrize(
         ("options", "message"),
