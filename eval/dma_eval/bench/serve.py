@@ -90,18 +90,19 @@ def _measure_one(
         torch.cuda.empty_cache()
     result = ServeResult(label=backend.label, config=backend.info["config"], requests=requests.name)
     vocabulary = model.config.get_text_config().vocab_size
-    drawn, warm = requests.draw(seed, vocabulary), requests.rehearsal.draw(seed + 1, vocabulary)
+    rehearsal = requests.rehearsal
+    drawn, warm = requests.draw(seed, vocabulary), rehearsal.draw(seed + 1, vocabulary)
     config = batching_settings(model, cache_gib)
     if cache_gib is None and model.device.type == "cpu":  # whose free memory is not for one program
         config.num_blocks = requests.count * (requests.longest // config.page_size + 4)  # a slot is two
     hints = WorkloadHints(
         max_prompt_length=requests.prompt[1],
-        max_generated_length=max(requests.new[1], requests.rehearsal.new[1]),
+        max_generated_length=max(requests.new[1], rehearsal.new[1]),
         num_requests=requests.count,
     )
     try:
         if backend.label in VLLM:
-            longest = max(requests.longest, requests.rehearsal.longest)
+            longest = max(requests.longest, rehearsal.longest)
             found = answer_with_vllm(model, backend.label, warm, drawn, longest=longest, seed=seed, cache_gib=cache_gib)
             return replace(result, **found)
         activate(model, backend)

@@ -110,7 +110,8 @@ def _check_inputs(args: PrefillOptions) -> None:
 
 def _given(args: BenchOptions, *names: str) -> list[str]:
     """Return those of the options that differ from their defaults."""
-    given = (name for name in names if getattr(args, name) != getattr(type(args)(), name))
+    defaults = type(args)()
+    given = (name for name in names if getattr(args, name) != getattr(defaults, name))
     return [f"--{name.replace('_', '-')}" for name in given]
 
 

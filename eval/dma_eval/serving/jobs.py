@@ -310,9 +310,11 @@ class _BreakTies(LogitsProcessor):  # type: ignore[misc]
         return scores.scatter(-1, best, torch.nextafter(value, torch.full_like(value, torch.inf)))
 
 
-ALONE = {"min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"}
-ALONE |= {"repetition_penalty", "no_repeat_ngram_size", "min_new_tokens"}
-"""Fields of a request's ``generation_config`` that continuous batching lacks."""
+UNBATCHED = (
+    *("epsilon_cutoff", "eta_cutoff", "min_new_tokens", "min_p"),
+    *("no_repeat_ngram_size", "repetition_penalty", "typical_p"),
+)
+"""Fields of a request's ``generation_config`` that continuous batching lacks, in alphabetical order."""
 
 
 class Batched(Engine):
@@ -418,7 +420,7 @@ class Batched(Engine):
     def _refuse(self, config: GenerationConfig, body: Request) -> None:
         lacking = {"logit_bias": bool(body.bias), "seed": body.seed is not None and config.do_sample}
         lacking |= {"frequency_penalty": bool(body.penalties[0]), "presence_penalty": bool(body.penalties[1])}
-        for name in sorted(ALONE):
+        for name in UNBATCHED:
             lacking[f"generation_config.{name}"] = getattr(body.generation_config, name, None) is not None
         for param, is_asked in lacking.items():
             if is_asked:
