@@ -250,10 +250,10 @@ def _dot(axes: Axes, x: float, y: float, name: str, color: str, shift: tuple[int
 def draw_speed_loss() -> Figure:
     """docs/figures/speed-loss.png: prefill attention on a model's own inputs, and decoding steps over caches."""
     figure, (left, right) = _panels(1, 2, 10, 3.9)
-    prefill = update_docs.of_case("prefill-real-32k-h100", "32K")
-    points = {
-        label: (row["error"], prefill["fa3"]["milliseconds"] / row["milliseconds"]) for label, row in prefill.items()
-    }
+    files = "prefill-real-32k-h100", "decode-h200", "decode-peers-h200"
+    prefill, own, peers = (update_docs.of_case(file, "32K") for file in files)
+    times = prefill["milliseconds"]
+    points = dict(zip(times.index, zip(prefill["error"], times["fa3"] / times, strict=True), strict=True))
     _dot(left, *points["fa3"], "FlashAttention-3\nbf16", BASE, (6, -22))
     _dot(left, *points["fa3:fp8"], "FlashAttention-3 FP8", THEIRS, (-52, 10))
     _dot(left, *points["cudnn:fp8"], "cuDNN FP8", THEIRS, (-24, -16))
@@ -267,19 +267,17 @@ def draw_speed_loss() -> Figure:
     left.set_xlabel("error of the attention output, relative to fp64")
     left.set_title("Prefill, 32K tokens, H100", fontsize=11)
 
-    own, peers = (update_docs.of_case(file, "32K") for file in ("decode-h200", "decode-peers-h200"))
-    loss = update_docs.short_twins()[update_docs.UNCHANGED]
+    loss = update_docs.by_twin(update_docs.losses(*update_docs.SHORT), "kl_mean")[update_docs.UNCHANGED]
     shown = {
-        "dma-hf int8": (update_docs.INT8, own[update_docs.INT8], OURS, (8, -4)),
-        "dma-hf int4": (update_docs.INT4, own[update_docs.INT4], OURS, (8, -4)),
-        "FlashAttention-3, FP8 cache": ("sim_fp8_cache", own["fa3:fp8"], THEIRS, (-98, -17)),
-        "HQQ 8 bits": ("sdpa+hqq8", peers["sdpa+hqq8"], THEIRS, (-10, 10)),
-        "HQQ 4 bits": ("sdpa+hqq4", peers["sdpa+hqq4"], THEIRS, (-24, 24)),
-        "quanto 4 bits": ("sdpa+quanto4", peers["sdpa+quanto4"], THEIRS, (-24, 10)),
+        "dma-hf int8": (own, update_docs.INT8, update_docs.INT8, OURS, (8, -4)),
+        "dma-hf int4": (own, update_docs.INT4, update_docs.INT4, OURS, (8, -4)),
+        "FlashAttention-3, FP8 cache": (own, "fa3:fp8", "sim_fp8_cache", THEIRS, (-98, -17)),
+        "HQQ 8 bits": (peers, "sdpa+hqq8", "sdpa+hqq8", THEIRS, (-10, 10)),
+        "HQQ 4 bits": (peers, "sdpa+hqq4", "sdpa+hqq4", THEIRS, (-24, 24)),
+        "quanto 4 bits": (peers, "sdpa+quanto4", "sdpa+quanto4", THEIRS, (-24, 10)),
     }
-    for name, (label, step, color, shift) in shown.items():
-        base = (peers if label.startswith("sdpa+") else own)["sdpa"]
-        _dot(right, loss[label].kl_mean or math.nan, base["ms"] / step["ms"], name, color, shift)
+    for name, (steps, timed, label, color, shift) in shown.items():
+        _dot(right, loss[label], steps["ms"]["sdpa"] / steps["ms"][timed], name, color, shift)
     right.axhline(1, color=BASE, linewidth=1, linestyle=":")
     right.annotate("SDPA, 16-bit cache", (5.5e-6, 1), xytext=(0, -13), textcoords="offset points", fontsize=9)
     right.set(xscale="log", xlim=(5e-6, 0.06), ylim=(0, 1.8), ylabel="speed of a step, times SDPA")

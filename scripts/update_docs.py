@@ -12,22 +12,28 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
+import numpy as np
 import pandas as pd
-from dma_eval.pages import MISSING, fidelity_page, format_kl, number
+from dma_eval.pages import MISSING, fidelity_page, format_kl
 from dma_eval.render import table
-from dma_eval.results import BackendResult, PerplexitySection, read_report
+from dma_eval.results import read_report
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 BLOCK = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- end table -->)", re.DOTALL)
 SKIPPING = ("2048-cpu", "4096-cpu", "8192-h100", "32768-h100")
+SKIPPED = "preset == 'balanced' and twin == 'as it is' and t != 'off'"
 SERVE = ("serve-h200", "serve-packed-h200", "serve-long-h200", "serve-many-h200", "serve-h100")
 BALANCED, INT8, INT4 = "dma_mxfp:balanced", "dma_mxfp:balanced+int8", "dma_mxfp:balanced+int4"
 UNCHANGED, HARD_TWINS = "as it is", ("keys x 32", "key biases", "values x 32")
+SHORT = ("smollm2-4096-fp32", "smollm2-4096-cpu-fp32", "smollm2-int4-4096-cpu-fp32")
+"""Runs on windows of 4,096 tokens; ``int4`` of the last one is newer."""
+LONG = ("smollm2-8192-fp32", "smollm2-int4-8192-cpu-fp32")
+"""Likewise of 8,192 tokens."""
 NAMES = {
     "sdpa": "SDPA",
     "sim_sage": "SageAttention 1 (simulated)",
@@ -52,8 +58,6 @@ RULES = {
     "rows": "high maximum, row by row",
 }
 """What the rules of ``measure_skipping.py`` are called."""
-Losses = Mapping[str, BackendResult]
-"""What each backend loses, by its label."""
 
 
 def name(label: str) -> str:
@@ -67,6 +71,22 @@ def name(label: str) -> str:
 def read(path: Path | str) -> Any:
     """Return the content of a file in benchmarks."""
     return json.loads((BENCHMARKS / path).read_text(encoding="utf-8"))
+
+
+def show(values: pd.Series, form: str, unit: str = "") -> pd.Series:
+    """Return cells; what is missing is a dash."""
+    return values.map(lambda value: MISSING if pd.isna(value) else f"{value:{form}}{unit}")
+
+
+def pivot(frame: pd.DataFrame, values: str, rows: str = "case", columns: str = "label") -> pd.DataFrame:
+    """Return a row and a column for each value of two columns, in the order of the frame. Later values replace."""
+    found = frame.drop_duplicates([rows, columns], keep="last").pivot(index=rows, columns=columns, values=values)
+    return found.loc[frame[rows].unique(), frame[columns].unique()].rename_axis(index=None)
+
+
+def named(cells: pd.DataFrame, labels: pd.Series | None = None) -> pd.DataFrame:
+    """Return cells with the names of labels as their index; by default the index has the labels."""
+    return cells.set_axis([name(label) for label in (cells.index if labels is None else labels)])
 
 
 # Speed: one row for each result, in a frame.
@@ -101,16 +121,9 @@ def describe(row: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def of_case(file: str, case: str) -> dict[str, dict[str, Any]]:
-    """Return the results of one case by label."""
-    frame = load(file)
-    return {row["label"]: row for row in frame[frame["case"] == case].to_dict("records")}
-
-
-def pivot(frame: pd.DataFrame, values: str) -> pd.DataFrame:
-    """Return a row for each case and a column for each label, in the order of the frame."""
-    found = frame.pivot(index="case", columns="label", values=values)
-    return found.loc[frame["case"].unique(), frame["label"].unique()]
+def of_case(file: str, case: str) -> pd.DataFrame:
+    """Return the results of one case, by their labels."""
+    return load(file).query("case == @case").set_index("label")
 
 
 def times_faster(frame: pd.DataFrame, base: str, values: str = "ms") -> pd.DataFrame:
@@ -119,18 +132,7 @@ def times_faster(frame: pd.DataFrame, base: str, values: str = "ms") -> pd.DataF
     return times.rdiv(times[base], axis=0)
 
 
-def show(values: pd.Series, form: str, unit: str = "") -> pd.Series:
-    """Return cells; what is missing is a dash."""
-    return values.map(lambda value: MISSING if pd.isna(value) else f"{value:{form}}{unit}")
-
-
-def markdown(cells: pd.DataFrame) -> str:
-    """Return a table with the index as its first column."""
-    rows = zip(cells.index, cells.values.tolist(), strict=True)
-    return table(["", *cells.columns], [[str(index), *row] for index, row in rows])
-
-
-def prefill(file: str) -> str:
+def prefill(file: str) -> pd.DataFrame:
     """The time of FlashAttention-3, and how many times faster others are, quantization counted."""
     frame = load(file)
     frame["is_special"] = frame["case"].str.contains(",")  # other heads, or bidirectional
@@ -138,10 +140,10 @@ def prefill(file: str) -> str:
     cells = times_faster(frame, "fa3").apply(show, form=".2f", unit="x").rename(columns=name)
     cells.insert(0, "`fa3`, ms", show(pivot(frame, "ms")["fa3"], ".3g"))
     cells["`balanced`, isolated"] = show(times_faster(frame, "fa3", "sustained_milliseconds")[BALANCED], ".2f", "x")
-    return markdown(cells.drop(columns="`fa3`"))
+    return cells.drop(columns="`fa3`")
 
 
-def prefill_errors() -> str:
+def prefill_errors() -> pd.DataFrame:
     """Errors against fp64 at 8K and 32K, with outlier key channels too, and memory."""
     frame = load("prefill-h200")
     cells = {}
@@ -150,10 +152,10 @@ def prefill_errors() -> str:
         cells[f"error, {case}"] = show(rows["error"], ".3f")
         cells[f"with outlier key channels, {case}"] = show(rows["error_with_outliers"], ".3f")
         cells[f"memory beside Q, K, V, {case}"] = show(rows["extra_bytes"] / rows["input_bytes"], ".2f")
-    return markdown(pd.DataFrame(cells).rename(index=name))
+    return named(pd.DataFrame(cells))
 
 
-def prefill_real() -> str:
+def prefill_real() -> pd.DataFrame:
     """Speed over FlashAttention-3 on a model's own inputs: interleaved, isolated, share of low tiles skipped."""
     frame = load("prefill-real-32k-h100", "prefill-real-8kx4-h100", "prefill-real-128k-h100")
     cells = times_faster(frame, "fa3", "milliseconds").T.apply(show, form=".2f", unit="x")
@@ -163,10 +165,10 @@ def prefill_real() -> str:
         cells[case] += isolated[case].map(lambda value: "" if pd.isna(value) else f", {value:.2f}x")
         cells[case] += skipped[case].map(lambda value: "" if pd.isna(value) else f", {100 * value:.0f} %")
     cells["error"] = show(pivot(frame, "error").T.iloc[:, 0], ".4f")
-    return markdown(cells.rename(index=name))
+    return named(cells)
 
 
-def steps(*files: str) -> str:
+def steps(*files: str) -> pd.DataFrame:
     """The time of a step over SDPA's cache of 16 bits, and how many times faster others are; bytes of the caches."""
     frame = load(*files)
     ran = frame[frame["failure"].isna()].sort_values(["shape.head_dim", "shape.batch", "shape.length"], kind="stable")
@@ -175,10 +177,10 @@ def steps(*files: str) -> str:
     for label, ratios in pivot(ran, "bytes_ratio").items():
         if (ratios.dropna() != 1).any():
             cells[f"bytes of {name(str(label))}"] = show(ratios, ".2f")
-    return markdown(cells.drop(columns="SDPA"))
+    return cells.drop(columns="SDPA")
 
 
-def generate() -> str:
+def generate() -> pd.DataFrame:
     """First token, step, memory."""
     frame = load(*sorted(path.stem for path in BENCHMARKS.glob("generate-*.json")))
     frame = frame.sort_values(["device", "weights", "context"], kind="stable", na_position="first")
@@ -190,7 +192,7 @@ def generate() -> str:
         "cache": show(frame["cache_bytes"] / 2**30, ".2f", " GiB"),
         "peak beside weights": show(frame["peak_bytes"] / 2**30, ".2f", " GiB"),
     }
-    return markdown(pd.DataFrame(cells).set_index(frame["label"].map(name)))
+    return named(pd.DataFrame(cells), frame["label"])
 
 
 def served() -> pd.DataFrame:
@@ -203,7 +205,7 @@ def median_and_p99(frame: pd.DataFrame, key: str, form: str, unit: str) -> pd.Se
     return show(frame[key], form, unit) + " (" + show(frame[f"{key}_p99"], form, unit) + ")"
 
 
-def replicas() -> str:
+def replicas() -> pd.DataFrame:
     """New tokens per second of one and two replicas, and waiting times; two runs of each."""
     runs = pd.MultiIndex.from_product([(1, 2), (2, 3)], names=["replicas", "seed"])
     rows = [read(f"replicas-{count}-seed-{seed}-h100.json")["results"][0] for count, seed in runs]
@@ -215,10 +217,10 @@ def replicas() -> str:
         "first token, median (99 %)": median_and_p99(frame, "first_token_seconds", ".2f", " s"),
         "between pieces of text": median_and_p99(frame, "between_tokens_milliseconds", ".1f", " ms"),
     }
-    return markdown(pd.DataFrame(cells).set_axis([f"{count}, prompts {seed}" for count, seed in runs]))
+    return pd.DataFrame(cells).set_axis([f"{count}, prompts {seed}" for count, seed in runs])
 
 
-def serve() -> str:
+def serve() -> pd.DataFrame:
     """New tokens per second, waiting times and memory."""
     frame = served()
     first = frame.groupby(["device", "requests"])["tokens_per_second"].transform("first")
@@ -236,121 +238,102 @@ def serve() -> str:
         "a request takes": show(frame["cache_bytes_per_request"].replace(0, None) / 2**20, ".1f", " MiB"),
     }
     requests = frame["requests"].str.replace(r"x(\d+)\+(\d+)", r" x (\1 + \2)", regex=True)
-    return markdown(pd.DataFrame(cells).set_index(requests))
+    return pd.DataFrame(cells).set_axis(list(requests))
 
 
 # Quality: reports of runs, and results of studies.
 
 
-def losses_of(section: PerplexitySection) -> dict[str, BackendResult]:
-    """Return what each backend loses in a section, by its name."""
-    return {backend.label: backend for backend in section.backends}
+def sections(kind: str, *folders: str) -> list[Any]:
+    """Return the sections of a kind of some runs."""
+    return [each for folder in folders for each in getattr(read_report(BENCHMARKS / "quality" / folder), kind)]
 
 
-def twins_of(*folders: str) -> dict[str, dict[str, BackendResult]]:
-    """Return what each backend loses on each twin, by the names of both. Later runs are newer, or run what failed."""
-    twins: dict[str, dict[str, BackendResult]] = {}
-    for folder in folders:
-        (stress,) = read_report(BENCHMARKS / "quality" / folder).stress
-        for twin in stress.twins:
-            if twin.tokens is not None:
-                twins.setdefault(twin.name, {}).update(losses_of(twin.tokens))
-    return twins
+def losses(*folders: str) -> pd.DataFrame:
+    """Return what each backend loses on each twin: numbers, and the cells ``kl`` and ``change``.
+
+    In place of a change, SDPA has its perplexity. Later runs are newer, or run what failed.
+    """
+    compared = [(UNCHANGED, each) for each in sections("perplexity", *folders)]
+    compared += [(each.name, each.tokens) for stress in sections("stress", *folders) for each in stress.twins]
+    rows = [vars(result) | {"twin": twin} for twin, section in compared if section for result in section.backends]
+    frame = pd.DataFrame(rows)
+    frame["kl"] = frame["kl_mean"].map(format_kl).where(frame["failure"].isna(), "failed")
+    percent = frame["change_percent"]
+    frame["change"] = show(percent, "+.2f", " %").where(percent.abs() < 10, show(percent, "+.1f", " %"))
+    is_base = frame["label"] == "sdpa"
+    frame.loc[is_base, "change"], frame.loc[is_base, "kl"] = show(frame["perplexity"], ".3f"), ""
+    return frame
 
 
-def short_twins() -> dict[str, dict[str, BackendResult]]:
-    """Return the losses on short windows."""
-    return twins_of("smollm2-4096-fp32", "smollm2-4096-cpu-fp32", "smollm2-int4-4096-cpu-fp32")
+def by_twin(frame: pd.DataFrame, values: str) -> pd.DataFrame:
+    """Return a row for each backend and a column for each twin."""
+    return pivot(frame, values, "label", "twin")
 
 
-def long_window() -> dict[str, BackendResult]:
-    """Return the losses on long windows, with those of ``int4`` from the CPU, which are newer."""
-    runs = (read_report(BENCHMARKS / f"quality/smollm2-{name}") for name in ("8192-fp32", "int4-8192-cpu-fp32"))
-    return {label: each for run in runs for label, each in losses_of(run.perplexity[0]).items()}
+def kl(frame: pd.DataFrame) -> pd.DataFrame:
+    """KL per token of every backend on every twin."""
+    cells = by_twin(frame[frame["label"] != "sdpa"], "kl")
+    ordered = sorted(cells.index, key=lambda label: ORDER.index(label) if label in ORDER else len(ORDER))
+    return named(cells.loc[ordered])
 
 
-def kl(columns: Mapping[str, Losses]) -> str:
-    """KL per token of every backend, in one column for each set of losses."""
-    labels = dict.fromkeys(label for column in columns.values() for label in column if label != "sdpa")
-    ordered = sorted(labels, key=lambda label: ORDER.index(label) if label in ORDER else len(ORDER))
-    rows = [[name(label), *(kl_cell(column.get(label)) for column in columns.values())] for label in ordered]
-    return table(["", *columns], rows)
-
-
-def kl_cell(result: BackendResult | None) -> str:
-    """KL per token, or why there is none."""
-    return MISSING if result is None else "failed" if result.failure else format_kl(result.kl_mean)
-
-
-def change(result: BackendResult | None) -> str:
-    """Change of the perplexity."""
-    value = None if result is None else result.change_percent
-    return number(value, "+.2f" if abs(value or 0) < 10 else "+.1f", " %")
-
-
-def quality() -> str:
+def quality() -> pd.DataFrame:
     """Change of perplexity and KL per token, on the text and on twins of the model."""
-    short, long = short_twins(), long_window()
-    chosen = [short[twin] for twin in (UNCHANGED, *HARD_TWINS)]
-    base = (number(each["sdpa"].perplexity, ".3f") for each in (short[UNCHANGED], long))
-    rows = [["SDPA, perplexity", *base, *[""] * len(chosen)]]
-    rows += [
-        [name(label), change(result), change(long.get(label)), *(kl_cell(column.get(label)) for column in chosen)]
-        for label, result in short[UNCHANGED].items()
-        if label != "sdpa"
-    ]
-    return table(["", "4,096 tokens", "8,192 tokens", "KL per token", *(f"KL, {twin}" for twin in HARD_TWINS)], rows)
+    short, long = losses(*SHORT), losses(*LONG)
+    kls = by_twin(short, "kl")[[UNCHANGED, *HARD_TWINS]].dropna(subset=[UNCHANGED])
+    cells = kls.set_axis(["KL per token", *(f"KL, {twin}" for twin in HARD_TWINS)], axis=1)
+    cells.insert(0, "4,096 tokens", by_twin(short, "change")[UNCHANGED])
+    cells.insert(1, "8,192 tokens", by_twin(long, "change")[UNCHANGED])
+    return named(cells).rename(index={"SDPA": "SDPA, perplexity"})
 
 
-def quality_long() -> str:
+def quality_long() -> pd.DataFrame:
     """KL per token on long windows, and after the model was equalized."""
-    columns = {"8,192": long_window()}
-    columns |= {f"8,192, {twin}": each for twin, each in twins_of("smollm2-8192-fp32").items()}
-    equalized = twins_of("smollm2-equalized-4096-fp32")
-    return kl(columns | {f"4,096, equalized, {twin}": each for twin, each in equalized.items()})
+    runs = {"8,192": losses(*LONG), "4,096, equalized": losses("smollm2-equalized-4096-fp32")}
+    frame = pd.concat([each.assign(twin=f"{length}, " + each["twin"]) for length, each in runs.items()])
+    frame["twin"] = frame["twin"].replace(f"8,192, {UNCHANGED}", "8,192")
+    return kl(frame)
 
 
-def quality_variants() -> str:
+def quality_variants() -> pd.DataFrame:
     """KL per token of variants of ``balanced``."""
-    short, variants = short_twins(), twins_of("smollm2-4096-variants-fp32")
-    return kl({twin: {BALANCED: short[twin][BALANCED]} | each for twin, each in variants.items()})
+    frame = losses("smollm2-4096-fp32").query("label == @BALANCED")
+    return kl(pd.concat([frame, losses("smollm2-4096-variants-fp32")]))
 
 
-def quality_positions() -> str:
+def quality_positions() -> pd.DataFrame:
     """Change of perplexity, and KL per token in each quarter of the positions."""
-    (section,) = read_report(BENCHMARKS / "quality/smollm2-32768-yarn-fp32").perplexity
-    edges, share = section.position_edges, (len(section.position_edges) - 1) // 4
-    quarters = [slice(begin, begin + share) for begin in range(0, 4 * share, share)]
-    headers = [f"KL, {edges[each.start]:,} to {edges[each.stop] - 1:,}" for each in quarters]
-    rows = []
-    for backend in section.backends[1:]:
-        kls = [fmean(value for value in backend.position_kl[each] if value is not None) for each in quarters]
-        rows.append([name(backend.label), change(backend), *map(format_kl, kls)])
-    return table(["", "perplexity", *headers], rows)
+    frame = losses("smollm2-32768-yarn-fp32")[1:]
+    (section,) = sections("perplexity", "smollm2-32768-yarn-fp32")
+    kls = np.array(frame["position_kl"].tolist(), dtype=float)
+    cells = {"perplexity": frame["change"]}
+    for quarter in np.array_split(np.arange(kls.shape[1]), 4):
+        first, last = section.position_edges[quarter[0]], section.position_edges[quarter[-1] + 1] - 1
+        cells[f"KL, {first:,} to {last:,}"] = [format_kl(value) for value in np.nanmean(kls[:, quarter], 1)]
+    return named(pd.DataFrame(cells), frame["label"])
 
 
-def needles() -> str:
+def needles() -> pd.DataFrame:
     """Answers found of those asked for. Caches have questions of their own, and a row of the reference for them."""
-    rows, lengths = [], []
+    rows = []
     for folder in ("smollm2-needles-bf16", "smollm2-needles-caches-bf16"):
-        for section in read_report(BENCHMARKS / "quality" / folder).retrieval:
-            lengths = section.lengths
-            for backend in section.backends:
-                cells = [[cell for cell in backend.cells if cell.length == length] for length in lengths]
-                found = [f"{sum(c.correct for c in row)}/{sum(c.samples for c in row)}" for row in cells]
-                note = " (questions of the caches)" if rows and backend is section.backends[0] else ""
-                rows.append([name(backend.label) + note, *found])
-    return table(["", *(f"{length:,}" for length in lengths)], rows)
+        for backend in (each for section in sections("retrieval", folder) for each in section.backends):
+            note = " (questions of the caches)" if "caches" in folder and backend.label == "sdpa" else ""
+            rows += [vars(cell) | {"label": name(backend.label) + note} for cell in backend.cells]
+    sums = pd.DataFrame(rows).groupby(["label", "length"], sort=False)[["correct", "samples"]].sum().astype(str)
+    cells = (sums["correct"] + "/" + sums["samples"]).rename("found").reset_index()
+    return pivot(cells, "found", "label", "length").rename(columns="{:,}".format)
 
 
-def continuations() -> str:
+def continuations() -> pd.DataFrame:
     """How many tokens of greedy continuations equal the reference's."""
-    (section,) = read_report(BENCHMARKS / "quality/smollm2-continuations-cpu-fp32").fidelity
+    (section,) = sections("fidelity", "smollm2-continuations-cpu-fp32")
     *_, shown = fidelity_page(section).tables
-    return table(shown.headers, [[name(label), *cells] for label, *cells in shown.rows])
+    return named(pd.DataFrame(shown.rows, columns=shown.headers).set_index(shown.headers[0]))
 
 
-def cache_rotation() -> str:
+def cache_rotation() -> pd.DataFrame:
     """Microseconds of a step, of one that completes a tile, and of appending a prompt; change since the base."""
     frame = pd.DataFrame(read("cache-rotation-h100.json")["results"])
     frame["shape"] = frame["kind"] + ", " + frame["shape"].str.replace(", head_dim 128, 32/8 heads", "")
@@ -359,75 +342,60 @@ def cache_rotation() -> str:
         cells[f"`{form}`, us"] = show(rows["this_us"], ".1f")
         cells[f"`{form}`, change"] = show(rows["change_percent"], "+.1f", " %")
     cells["`int4` with rotated keys, us"] = show(rows["equalized_us"], ".1f")
-    return markdown(cells)
+    return cells
 
 
-def cache_formats() -> str:
+def cache_formats() -> pd.DataFrame:
     """KL per token and change of the perplexity on twins of a model."""
     frame = pd.DataFrame(read("cache-formats-h100.json")["results"])
     frame["cell"] = frame["kl"].map(format_kl) + ", " + show(frame["change_percent"], "+.2f", " %")
-    cells = frame.pivot(index="format", columns="twin", values="cell").fillna(MISSING)
-    cells = cells.loc[frame["format"].unique(), frame["twin"].unique()]
-    cells.insert(0, "bits", show(frame.groupby("format")["bits"].first()[cells.index], ".2f"))
-    return markdown(cells)
+    cells = pivot(frame, "cell", "format", "twin")
+    cells.insert(0, "bits", show(frame.groupby("format")["bits"].first(), ".2f"))
+    return cells
 
 
-def cache_rounding() -> str:
+def cache_rounding() -> pd.DataFrame:
     """KL per token of ``int4`` in the draws that differ by the rounding of scales."""
-    kl = pd.DataFrame(read("cache-rounding-cpu.json")["results"]).groupby("twin", sort=False)["kl"]
-    found = kl.agg(["count", "mean", "min", "max"])
-    shown = found[["mean", "min", "max"]].map(format_kl)
-    shown.insert(0, "draws", found["count"].map(str))
-    return markdown(shown.rename(columns={"min": "lowest", "max": "highest"}))
+    kls = pd.DataFrame(read("cache-rounding-cpu.json")["results"]).groupby("twin", sort=False)["kl"]
+    found = kls.agg(draws="count", mean="mean", lowest="min", highest="max").rename_axis(None)
+    return found.astype({"draws": str}).map(lambda cell: cell if isinstance(cell, str) else format_kl(cell))
 
 
-def skipping() -> str:
-    """Share of low tiles skipped and KL per token: by threshold and twin, and under other rules and estimates."""
+def skipping(where: str, rows: str, columns: str, cell: str = "cell") -> pd.DataFrame:
+    """Results of ``measure_skipping.py``: share of low tiles skipped and KL per token.
+
+    The cell ``lost`` is the mean and the 99.9th percentile of the probability that a row loses.
+    """
     frame = pd.DataFrame([row for file in SKIPPING for row in read(f"skipping/smollm2-{file}.json")["results"]])
     frame["threshold"] = frame["threshold"].fillna(math.inf)
-    frame = frame.sort_values(["threshold", "length"], ascending=[False, True], kind="stable")
+    order = {"preset": True, "kind": True, "threshold": False, "length": True}
+    frame = frame.sort_values(list(order), ascending=list(order.values()), kind="stable")
     frame["length"] = frame["length"].map("{:,}".format)
     frame["cell"] = (100 * frame["skipped"]).map("{:.0f} %, ".format) + frame["kl"].map(format_kl)
     frame["lost"] = show(frame["lost_mean"], ".1e") + ", " + show(frame["lost_p999"], ".1e")
-    frame["t"] = frame["threshold"].map(lambda t: "off" if t == math.inf else f"{t:g}")
-
-    def by(rows: list[str], column: str, of: pd.DataFrame, cell: str = "cell") -> str:
-        cells = of.pivot_table(index=rows, columns=column, values=cell, aggfunc="first", sort=False).fillna(MISSING)
-        cells.index = [", ".join(map(str, index)) if isinstance(index, tuple) else index for index in cells.index]
-        return markdown(cells)
-
-    rule = frame[frame["kind"] == "high"]
-    balanced = frame[(frame["preset"] == "balanced") & (frame["twin"] == UNCHANGED) & (frame["t"] != "off")]
-    others = balanced.assign(kind=balanced["kind"].map(lambda kind: RULES.get(kind, kind)))
-    parts = {
-        "Share of low tiles skipped, and KL per token, by threshold:": by(["preset", "length", "twin"], "t", rule),
-        "`balanced`: probability that a row loses, mean and 99.9th percentile:": by(
-            ["t"], "length", balanced[balanced["kind"] == "high"], "lost"
-        ),
-        "`balanced` under other rules, and with estimates before the product of queries and keys:": by(
-            ["kind", "t"], "length", others
-        ),
-    }
-    return "\n".join(f"{title}\n\n{cells}" for title, cells in parts.items())
+    frame["t"] = frame["threshold"].map("{:g}".format).replace("inf", "off")
+    frame["case"] = frame["preset"] + ", " + frame["length"] + ", " + frame["twin"]
+    frame["rule"] = frame["kind"].replace(RULES) + ", " + frame["t"]
+    return pivot(frame.query(where), cell, rows, columns)
 
 
 # All of it: the README's rows, and the index.
 
 
-def results() -> str:
+def results() -> pd.DataFrame:
     """Seven rows: prefill, short prompts, decoding, generation, memory, serving and loss."""
     prefills, decodes = load("prefill-h200"), load("decode-h200")
     prefill, isolated = (times_faster(prefills, "fa3", key)[BALANCED] for key in ("ms", "sustained_milliseconds"))
     step, size = times_faster(decodes, "sdpa")[INT4], pivot(decodes, "bytes_ratio")[INT4]
     short = served().query("device == 'H200' and requests == '32x2048+64'")
     speed = short.set_index("label")["tokens_per_second"]
-    loss = short_twins()[UNCHANGED]
+    loss = by_twin(losses(*SHORT), "change_percent")[UNCHANGED]
     long_steps = load("generate-long-h100").query("context == 131072").set_index("label")["step_milliseconds"]
     token = f"{long_steps['sdpa+static'] / long_steps[f'{INT8}-static']:.1f}x as fast"
     flash, plain, ours = "FlashAttention-3, bf16", "SDPA, 16-bit cache", "`balanced+int4`"
     long = f"{prefill['32K']:.2f}x as fast; isolated {isolated['32K']:.2f}x"
     serving = f"{speed[INT4] / speed['sdpa']:.1f}x the tokens/s"
-    changes = ", ".join(f"{round(loss[label].change_percent, 2) + 0.0:+.2f} %" for label in (BALANCED, INT4))
+    changes = ", ".join(f"{round(loss[label], 2) + 0.0:+.2f} %" for label in (BALANCED, INT4))
     rows = [
         ["Prefill of 32K tokens", "prefill", "`balanced`", flash, long],
         ["Prefill of 1K tokens", "prefill", "`balanced`", flash, f"{prefill['1K']:.2f}x as fast"],
@@ -438,39 +406,44 @@ def results() -> str:
         ["Perplexity", "quality", f"`balanced`, {ours}", "SDPA", changes],
     ]
     linked = [[f"[{what}](benchmarks/{page}.md)", *others] for what, page, *others in rows]
-    return table(["measured", "with", "compared with", "result"], linked)
+    return pd.DataFrame(linked, columns=["measured", "with", "compared with", "result"]).set_index("measured")
 
 
-def files() -> str:
+def files() -> pd.DataFrame:
     """The index: every result file with its device, versions, date, commit and command."""
     rows = []
     for path in sorted(BENCHMARKS.rglob("*.json")):
         report, where = read(path), path.relative_to(BENCHMARKS)
         where = where.parent if path.name == "results.json" else where
         machine, (command, *others) = report["environment"], report["command"].split(" && ")
-        devices = ", ".join(dict.fromkeys(machine["gpus"])).removeprefix("NVIDIA ") or "CPU"
         packages = (f"{each} {machine['packages'].get(each, MISSING)}" for each in ("torch", "triton", "transformers"))
-        more = f" and {len(others)} more, in the file" if others else ""
-        facts = [devices, ", ".join(packages), report["created"][:10], machine.get("commit") or MISSING]
-        rows.append([f"[`{where}`]({where})", *facts, f"`{command}`{more}"])
-    return table(["file", "device", "versions", "date", "commit", "command"], rows)
+        row = {
+            "file": f"[`{where}`]({where})",
+            "device": ", ".join(dict.fromkeys(machine["gpus"])).removeprefix("NVIDIA ") or "CPU",
+            "versions": ", ".join(packages),
+            "date": report["created"][:10],
+            "commit": machine.get("commit"),
+            "command": f"`{command}`" + (f" and {len(others)} more, in the file" if others else ""),
+        }
+        rows.append(row)
+    return pd.DataFrame(rows).set_index("file")
 
 
-TABLES: dict[str, Callable[[], str]] = {
+TABLES: dict[str, Callable[[], pd.DataFrame]] = {
     "results": results,
-    "prefill": lambda: prefill("prefill-h200"),
-    "prefill-h100": lambda: prefill("prefill-h100"),
+    "prefill": partial(prefill, "prefill-h200"),
+    "prefill-h100": partial(prefill, "prefill-h100"),
     "prefill-errors": prefill_errors,
     "prefill-real": prefill_real,
-    "decode": lambda: steps("decode-h200", "decode-wide-h200"),
-    "decode-h100": lambda: steps("decode-h100", "decode-wide-h100"),
-    "decode-peers": lambda: steps("decode-peers-h200"),
+    "decode": partial(steps, "decode-h200", "decode-wide-h200"),
+    "decode-h100": partial(steps, "decode-h100", "decode-wide-h100"),
+    "decode-peers": partial(steps, "decode-peers-h200"),
     "cache-rotation": cache_rotation,
     "generate": generate,
     "serve": serve,
     "replicas": replicas,
     "quality": quality,
-    "quality-twins": lambda: kl(short_twins()),
+    "quality-twins": lambda: kl(losses(*SHORT)),
     "quality-variants": quality_variants,
     "quality-long": quality_long,
     "quality-positions": quality_positions,
@@ -478,9 +451,18 @@ TABLES: dict[str, Callable[[], str]] = {
     "continuations": continuations,
     "cache-formats": cache_formats,
     "cache-rounding": cache_rounding,
-    "skipping": skipping,
+    "skipping": partial(skipping, "kind == 'high'", "case", "t"),
+    "skipping-lost": partial(skipping, f"kind == 'high' and {SKIPPED}", "t", "length", "lost"),
+    "skipping-rules": partial(skipping, SKIPPED, "rule", "length"),
     "files": files,
 }
+
+
+def markdown(name: str) -> str:
+    """Return a table by its name. The index is its first column; what is missing is a dash."""
+    cells = TABLES[name]().fillna(MISSING)
+    text = table([cells.index.name or "", *cells.columns], [[str(row[0]), *row[1:]] for row in cells.itertuples()])
+    return text.replace(UNCHANGED, "unchanged")
 
 
 def updated(text: str, page: str = "the page") -> str:
@@ -495,7 +477,7 @@ def updated(text: str, page: str = "the page") -> str:
     unknown = [each for each in names if each not in TABLES]
     if unknown:
         raise ValueError(f"{page}: unknown tables {', '.join(unknown)}; valid: {', '.join(TABLES)}")
-    return BLOCK.sub(lambda b: f"{b[1]}\n{TABLES[b[2]]().replace(UNCHANGED, 'unchanged')}\n{b[4]}", text)
+    return BLOCK.sub(lambda block: f"{block[1]}\n{markdown(block[2])}\n{block[4]}", text)
 
 
 def pages() -> Iterable[Path]:
