@@ -12,11 +12,11 @@ import re
 import textwrap
 from collections.abc import Callable
 from dataclasses import MISSING, field, fields
-from functools import partial
 from itertools import pairwise
 from typing import Annotated, Any, get_type_hints
 
 import typer.core
+from typer.models import OptionInfo
 
 from . import console
 from .errors import UserError
@@ -30,16 +30,20 @@ Run = Callable[..., int]
 
 
 def option(default: Any, *names: str, shown: str | bool = True, panel: str | None = None, **settings: Any) -> Any:
-    """Declare a dataclass field as an option, or as an argument if it has no names.
+    """Declare a dataclass field as an option. A long name in ``names`` replaces that of the field.
 
     ``shown`` replaces the default in the help, and ``panel`` is the section of the help. The other settings are those
     of ``typer.Option``: ``help``, ``metavar``, ``min``, ``max``.
     """
-    make = partial(typer.Option, *names) if names else typer.Argument
-    metadata = {KEY: make(show_default=shown, rich_help_panel=panel, **settings)}
+    metadata = {KEY: OptionInfo(default=..., param_decls=names, show_default=shown, rich_help_panel=panel, **settings)}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def argument(**settings: Any) -> Any:
+    """Declare a dataclass field as a required argument."""
+    return field(metadata={KEY: typer.Argument(**settings)})
 
 
 class Command(typer.core.TyperCommand):
@@ -80,7 +84,11 @@ def add_command(app: typer.Typer, name: str, run: Run) -> None:
         types = get_type_hints(kind)
         for each in (each for each in fields(kind) if KEY in each.metadata):
             default = each.default if each.default_factory is MISSING else each.default_factory()
-            annotation: Any = Annotated[types[each.name], each.metadata[KEY]]
+            info = each.metadata[KEY]
+            names = info.param_decls
+            if isinstance(info, OptionInfo) and not any(name.startswith("--") for name in names):
+                info.param_decls = (f"--{each.name.replace('_', '-')}", *names)
+            annotation: Any = Annotated[types[each.name], info]
             parameter = inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation)
             declared[each.name] = parameter if default is MISSING else parameter.replace(default=default)
             own[key].append(each.name)

@@ -42,7 +42,7 @@ class BenchOptions(options.RunOptions):
     """Options of every benchmark."""
 
     dtype: Literal["bfloat16", "float16", "float32"] = option(
-        "bfloat16", "--dtype", help="Data type of what is not quantized; float32 is for generate and serve."
+        "bfloat16", help="Data type of what is not quantized; float32 is for generate and serve."
     )
     json: Path | None = options.json_option()
 
@@ -53,16 +53,11 @@ class ModelChoice(BenchOptions):
 
     shape: str | None = option(
         None,
-        "--shape",
         shown=f"{DEFAULT_MODEL}; on a CPU {CPU_MODEL}",
         help="Model with random weights: llama-3.1-8b, llama-3.2-1b or tiny.",
     )
     model: str | None = option(
-        None,
-        "--model",
-        "-m",
-        metavar=options.MODEL["metavar"],
-        help="Hub name, local folder, or GGUF file; instead of --shape.",
+        None, "-m", metavar=options.MODEL["metavar"], help="Hub name, local folder, or GGUF file; instead of --shape."
     )
     plot: Path | None = options.plot_option()
 
@@ -77,7 +72,6 @@ class PrefillOptions(BenchOptions):
 
     attn: list[str] = option(
         [],
-        "--attn",
         "-a",
         metavar="IMPLEMENTATION...",
         shown="all that need no other package, with every preset",
@@ -88,35 +82,29 @@ class PrefillOptions(BenchOptions):
         "fa3:fp8:prequantized and cudnn:fp8:prequantized.",
     )
     length: list[int] = shape_option(
-        [], "--length", metavar="TOKENS...", min=1, shown="1024 to 131072; on a CPU 256 1024", help="Tokens."
+        [], metavar="TOKENS...", min=1, shown="1024 to 131072; on a CPU 256 1024", help="Tokens."
     )
-    head_dim: list[int] = head_dim_option(
-        [], "--head-dim", shown=f"{' '.join(map(str, HEAD_DIMS))}; with --inputs the model's own"
-    )
-    heads: list[str] = heads_option([], "--heads", shown=" ".join(PREFILL_HEADS))
+    head_dim: list[int] = head_dim_option([], shown=f"{' '.join(map(str, HEAD_DIMS))}; with --inputs the model's own")
+    heads: list[str] = heads_option([], shown=" ".join(PREFILL_HEADS))
     mask: list[Mask] = shape_option(
         [],
-        "--mask",
         metavar="causal|full|documents...",
         shown=" ".join(MASKS),
         help=f"Masks; documents: {DOCUMENTS} packed ones, causal.",
     )
     every_combination: bool = shape_option(
         False,
-        "--every-combination",
         help="Measure all combinations. By default a shape differs from the first values in one option and its length.",
     )
-    batch: int = option(1, "--batch", min=1, help="Sequences.")
+    batch: int = option(1, min=1, help="Sequences.")
     shape: list[str] = shape_option(
         [],
-        "--shape",
         metavar="SHAPE...",
         help="Single shapes instead of all options above: BATCHxTOKENS:QUERY/KV:HEAD_DIM[:full|:documents], for "
         "instance 8x4096:32/8:128 or 1x16384:32/8:128:full.",
     )
     inputs: str | None = inputs_option(
         None,
-        "--inputs",
         metavar=options.MODEL["metavar"],
         help="Time the queries, keys and values that this model computes from --data.",
     )
@@ -124,14 +112,10 @@ class PrefillOptions(BenchOptions):
         None, "Text file or Hub dataset. Each sequence is another window of it.", panel=INPUTS
     )
     layers: int | None = inputs_option(
-        None,
-        "--layers",
-        min=1,
-        shown="all with full attention",
-        help="Time this many of the model's layers, evenly spaced.",
+        None, min=1, shown="all with full attention", help="Time this many of the model's layers, evenly spaced."
     )
     yarn: float | None = options.yarn_option()
-    seconds: float = seconds_option(1.5, "--seconds")
+    seconds: float = seconds_option(1.5)
     markdown: Path | None = options.markdown_option()
     plot: Path | None = options.plot_option()
 
@@ -155,7 +139,6 @@ class DecodeOptions(BenchOptions):
 
     cache: list[str] = option(
         [],
-        "--cache",
         "-c",
         metavar="CACHE...",
         shown="sdpa sdpa:flash sdpa:dynamic sdpa+quanto4 dma_mxfp:balanced+int8 dma_mxfp:balanced+int4",
@@ -166,14 +149,13 @@ class DecodeOptions(BenchOptions):
     )
     size: list[str] = shape_option(
         [],
-        "--size",
         metavar="BATCHxKEYS...",
         shown=f"{' '.join(SIZES)}; on a CPU {' '.join(CPU_SIZES)}",
         help="Sequences and keys of each.",
     )
-    heads: list[str] = heads_option(DECODE_HEADS, "--heads")
-    head_dim: list[int] = head_dim_option(HEAD_DIMS, "--head-dim")
-    seconds: float = seconds_option(0.5, "--seconds")
+    heads: list[str] = heads_option(DECODE_HEADS)
+    head_dim: list[int] = head_dim_option(HEAD_DIMS)
+    seconds: float = seconds_option(0.5)
 
     def shapes_on(self, device: torch.device) -> list[DecodeShape]:
         """The shapes to measure, with the defaults for a device."""
@@ -192,12 +174,7 @@ class GenerateOptions(ModelChoice):
     data: str | None = options.data_option(None, "Text file or Hub dataset for the prompts of --model.", panel=None)
     yarn: float | None = options.yarn_option()
     context: list[int] = option(
-        [],
-        "--context",
-        metavar="TOKENS...",
-        min=1,
-        shown="8192 to 131072; on a CPU 256 and 512",
-        help="Tokens of the prompt.",
+        [], metavar="TOKENS...", min=1, shown="8192 to 131072; on a CPU 256 and 512", help="Tokens of the prompt."
     )
     runs: list[str] = option(
         [],
@@ -208,20 +185,17 @@ class GenerateOptions(ModelChoice):
         help="What to compare; the first is the reference. Caches: dynamic and static (Transformers' own); int8, int4, "
         "int8-static, int4-static (DMACache). On a GPU, generate compiles the steps of a static cache.",
     )
-    batch: int = option(1, "--batch", min=1, help="Sequences.")
-    new_tokens: int = option(48, "--new-tokens", min=MIN_NEW_TOKENS, help="Tokens to generate in each sequence.")
+    batch: int = option(1, min=1, help="Sequences.")
+    new_tokens: int = option(48, min=MIN_NEW_TOKENS, help="Tokens to generate in each sequence.")
     weights: Literal["fp8"] | None = option(
         None,
-        "--weights",
         shown="as --dtype says",
         help="Quantize the weights of linear layers after loading: fp8 (torchao, a scale per row and per token).",
     )
     steps_only: bool = option(
-        False,
-        "--steps-only",
-        help="Fill the caches with random keys instead of computing prompts, and time the steps alone.",
+        False, help="Fill the caches with random keys instead of computing prompts, and time the steps alone."
     )
-    longest: bool = option(False, "--longest", help="Also find the longest context that fits; needs a GPU.")
+    longest: bool = option(False, help="Also find the longest context that fits; needs a GPU.")
 
     def contexts_on(self, device: torch.device) -> list[int]:
         """The contexts to measure, with the defaults for a device."""
@@ -232,12 +206,9 @@ class GenerateOptions(ModelChoice):
 class ServeOptions(ModelChoice):
     """The model, the requests and the backends."""
 
-    layers: int | None = option(
-        None, "--layers", min=1, shown="as many as the model of its name has", help="Layers of --shape."
-    )
+    layers: int | None = option(None, min=1, shown="as many as the model of its name has", help="Layers of --shape.")
     requests: list[str] = option(
         [],
-        "--requests",
         metavar="COUNTxPROMPT+NEW...",
         shown=f"{' '.join(REQUESTS)}; on a CPU {' '.join(CPU_REQUESTS)}",
         help="Requests that arrive at the same time: number, tokens of a prompt, tokens to generate. A length may be a "
@@ -245,7 +216,6 @@ class ServeOptions(ModelChoice):
     )
     attn: list[str] = option(
         SERVED,
-        "--attn",
         "-a",
         metavar="BACKEND...",
         help="Backends to compare; the first is the reference. sdpa, eager, dma_mxfp, dma_mxfp:PRESET and "
@@ -254,35 +224,26 @@ class ServeOptions(ModelChoice):
     )
     cache_gib: float | None = option(
         None,
-        "--cache-gib",
         min=0,
         shown="most of the free memory; on a CPU what all requests need",
         help="Memory for the paged cache, in GiB, the same for all.",
     )
     url: str | None = url_option(
         None,
-        "--url",
         help="Address of a server with OpenAI's interface, with /v1. It is measured instead of --attn. --model is the "
         "model's name there, by default its only one; OPENAI_API_KEY is the key.",
     )
     rate: list[float] = url_option(
-        [],
-        "--rate",
-        metavar="RATE...",
-        min=0.001,
-        shown="all at once",
-        help="Requests per second, on average, at random times.",
+        [], metavar="RATE...", min=0.001, shown="all at once", help="Requests per second, on average, at random times."
     )
     tokenizer: str | None = url_option(
         None,
-        "--tokenizer",
         metavar="NAME|FOLDER",
         shown="the model's name",
         help="Tokenizer to make prompts with: Hub name or local folder.",
     )
     extra_body: str = url_option(
         '{"ignore_eos": true}',
-        "--extra-body",
         metavar="JSON",
         help="Further fields of every request; {} for servers without ignore_eos, where answers may end early.",
     )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class EqualizeOptions(options.ModelOptions, options.TextOptions):
     """The model, the number of tokens, and the output folder."""
 
-    tokens: int = option(4096, "--tokens", min=1024, help="Read at most this many tokens of the text.")
+    tokens: int = option(4096, min=1024, help="Read at most this many tokens of the text.")
     out: Path = options.out_option(REQUIRED, "Folder for the model. It loads in plain Transformers.")
 
 

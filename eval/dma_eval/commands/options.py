@@ -24,28 +24,28 @@ BACKENDS = (
 )
 DATA = "Text file; .json, .jsonl, .csv or .parquet file; or a Hub dataset, NAME, NAME:CONFIG or NAME:CONFIG:SPLIT."
 YARN = "Extend the model's positions by this factor with YaRN."
-yarn_option = partial(option, None, "--yarn", metavar="FACTOR", help=YARN)
+yarn_option = partial(option, None, metavar="FACTOR", help=YARN)
 
 
 def attn_option(default: list[str], shown: str | bool = True) -> Any:
     """The backends to compare."""
-    return option(default, "--attn", "-a", metavar="BACKEND...", shown=shown, help=BACKENDS)
+    return option(default, "-a", metavar="BACKEND...", shown=shown, help=BACKENDS)
 
 
 def data_option(default: Any = REQUIRED, help: str = DATA, panel: str | None = TEXT) -> Any:
     """The text."""
-    return option(default, "--data", "-d", metavar="FILE|DATASET", panel=panel, help=help)
+    return option(default, "-d", metavar="FILE|DATASET", panel=panel, help=help)
 
 
 def out_option(default: Any, help: str, metavar: str = "FOLDER", shown: str | bool = True) -> Any:
     """The folder, or file, to write."""
-    return option(default, "--out", "-o", metavar=metavar, panel=OUTPUT, help=help, shown=shown)
+    return option(default, "-o", metavar=metavar, panel=OUTPUT, help=help, shown=shown)
 
 
-json_option = partial(option, None, "--json", metavar="FILE", panel=OUTPUT, help="Write all results as JSON.")
-markdown_option = partial(option, None, "--markdown", metavar="FILE", panel=OUTPUT, help="Write a readable report.")
+json_option = partial(option, None, metavar="FILE", panel=OUTPUT, help="Write all results as JSON.")
+markdown_option = partial(option, None, metavar="FILE", panel=OUTPUT, help="Write a readable report.")
 plot_option = partial(
-    option, None, "--plot", metavar="FILE", panel=OUTPUT, help=f"Write the plots, as {', '.join(PLOT_SUFFIXES)}."
+    option, None, metavar="FILE", panel=OUTPUT, help=f"Write the plots, as {', '.join(PLOT_SUFFIXES)}."
 )
 
 
@@ -53,8 +53,8 @@ plot_option = partial(
 class RunOptions:
     """The device and the random seed."""
 
-    device: str = option("auto", "--device", help="auto, cpu, cuda or cuda:N; auto is CUDA if present.")
-    seed: int = option(0, "--seed", min=0, max=2**32 - 1, help="Seed of PyTorch's random numbers.")
+    device: str = option("auto", help="auto, cpu, cuda or cuda:N; auto is CUDA if present.")
+    seed: int = option(0, min=0, max=2**32 - 1, help="Seed of PyTorch's random numbers.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,15 +62,13 @@ class LoadOptions(RunOptions):
     """How a model is loaded. Subclasses name the model."""
 
     model: str = ""
-    revision: str | None = option(None, "--revision", shown="the main branch", help="Branch, tag or commit on the Hub.")
-    trust_remote_code: bool = option(False, "--trust-remote-code", help="Allow code that comes with the model to run.")
+    revision: str | None = option(None, shown="the main branch", help="Branch, tag or commit on the Hub.")
+    trust_remote_code: bool = option(False, help="Allow code that comes with the model to run.")
     dtype: str = option(
-        "auto", "--dtype", help="auto, float32, bfloat16 or float16; auto is the checkpoint's own, float32 for GGUF."
+        "auto", help="auto, float32, bfloat16 or float16; auto is the checkpoint's own, float32 for GGUF."
     )
     device_map: str | None = option(
-        None,
-        "--device-map",
-        help="Spread the model over several devices: auto, balanced, sequential. Instead of --device.",
+        None, help="Spread the model over several devices: auto, balanced, sequential. Instead of --device."
     )
     yarn: float | None = yarn_option()
 
@@ -79,7 +77,7 @@ class LoadOptions(RunOptions):
 class ModelOptions(LoadOptions):
     """The model, named by an option."""
 
-    model: str = option(REQUIRED, "--model", "-m", **MODEL)
+    model: str = option(REQUIRED, "-m", **MODEL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,13 +105,9 @@ class OptionalTextOptions:
 
     data: str | None = data_option(None)
     split: str | None = option(
-        None,
-        "--split",
-        panel=TEXT,
-        shown="test; all of a file",
-        help="Split of the dataset, if --data does not name it.",
+        None, panel=TEXT, shown="test; all of a file", help="Split of the dataset, if --data does not name it."
     )
-    column: str = option("text", "--column", panel=TEXT, help="The dataset's column of text.")
+    column: str = option("text", panel=TEXT, help="The dataset's column of text.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,9 +121,7 @@ class TextOptions(OptionalTextOptions):
 class TaskFolderOptions:
     """Folders with tasks that do not come with lm-eval."""
 
-    include_path: list[Path] = option(
-        [], "--include-path", metavar="FOLDER...", panel=TASKS, help="Folders with your own task YAMLs."
-    )
+    include_path: list[Path] = option([], metavar="FOLDER...", panel=TASKS, help="Folders with your own task YAMLs.")
 
 
 def prepare_files(**files: Path | None) -> list[Path]:

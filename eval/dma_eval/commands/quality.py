@@ -36,7 +36,7 @@ class PplOptions(options.QualityOptions):
 class SuiteOptions(options.AllPresetsOptions):
     """The suite, changes to it, and the output folder."""
 
-    suite: str = option(REQUIRED, "--suite", "-s", metavar="NAME|FILE.toml", help=f"{SUITES}, or a TOML file.")
+    suite: str = option(REQUIRED, "-s", metavar="NAME|FILE.toml", help=f"{SUITES}, or a TOML file.")
     out: Path = options.out_option(REQUIRED, "Folder for the report and every answer.")
     max_windows: int | None = parts.max_windows_option()
     limit: int | None = parts.limit_option()

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.markup import escape
 
 from dma_eval import console
-from dma_eval.command import REQUIRED, option
+from dma_eval.command import argument, option
 from dma_eval.commands import options
 from dma_eval.files import prepare_file, write_text
 
@@ -17,7 +17,7 @@ from dma_eval.files import prepare_file, write_text
 class ReportOptions:
     """The run, and the folder of its report."""
 
-    run: Path = option(REQUIRED, metavar="RUN", help="Folder of a run, or its results.json.")
+    run: Path = argument(metavar="RUN", help="Folder of a run, or its results.json.")
     out: Path | None = options.out_option(None, "Folder for the report.", shown="that of the run")
 
 
@@ -25,23 +25,20 @@ class ReportOptions:
 class CardOptions:
     """The run, the card's contents, and its destination."""
 
-    run: Path = option(REQUIRED, metavar="RUN", help="Folder of a run, or its results.json.")
-    backend: str | None = option(
-        None, "--backend", shown="the first dma_mxfp backend", help="The backend that the card is for."
-    )
+    run: Path = argument(metavar="RUN", help="Folder of a run, or its results.json.")
+    backend: str | None = option(None, shown="the first dma_mxfp backend", help="The backend that the card is for.")
     base_model: str | None = option(
-        None, "--base-model", metavar="OWNER/NAME", shown="the name it was loaded by", help="The model on the Hub."
+        None, metavar="OWNER/NAME", shown="the name it was loaded by", help="The model on the Hub."
     )
     license_name: str | None = option(None, "--license", help="The licence, as the Hub spells it.")
     out: Path | None = options.out_option(None, "File for the card.", metavar="FILE", shown="shown on the screen")
     push: str | None = option(
         None,
-        "--push",
         metavar="OWNER/NAME",
         panel=options.OUTPUT,
         help="Upload the card and the results to this repository. Shows what it will do, and asks first.",
     )
-    yes: bool = option(False, "--yes", panel=options.OUTPUT, help="Upload without asking.")
+    yes: bool = option(False, panel=options.OUTPUT, help="Upload without asking.")
 
 
 def report(args: ReportOptions) -> int:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 from rich.markup import escape
 
 from dma_eval import console
-from dma_eval.command import REQUIRED, option
+from dma_eval.command import argument, option
 from dma_eval.commands import options
 from dma_eval.errors import UserError
 from dma_eval.files import prepare_file
@@ -38,10 +38,9 @@ server, on_ray = partial(option, panel="Server"), partial(option, panel="Replica
 class ServeOptions(options.LoadOptions):
     """The model, its attention, and the server."""
 
-    model: str = option(REQUIRED, **options.MODEL)
+    model: str = argument(**options.MODEL)
     attn: str = option(
         DMA,
-        "--attn",
         "-a",
         metavar="BACKEND",
         help="Attention backend: dma_mxfp, dma_mxfp:PRESET or dma_mxfp:FILE.toml, with +int8 or +int4 for a packed "
@@ -49,77 +48,61 @@ class ServeOptions(options.LoadOptions):
     )
     continuous_batching: bool = server(
         False,
-        "--continuous-batching",
         help="Batch requests continuously over a paged cache; without it, requests are answered one after another.",
     )
     cache_gib: float | None = server(
-        None, "--cache-gib", min=0, shown="most of the free memory", help="Memory for the paged cache, in GiB."
+        None, min=0, shown="most of the free memory", help="Memory for the paged cache, in GiB."
     )
-    host: str = server("localhost", "--host", help="Address to listen on.")
-    port: int = server(DEFAULT_PORT, "--port", min=0, max=65535, help="Port to listen on; 0 takes any free one.")
+    host: str = server("localhost", help="Address to listen on.")
+    port: int = server(DEFAULT_PORT, min=0, max=65535, help="Port to listen on; 0 takes any free one.")
     max_requests: int = server(
-        DEFAULT_REQUESTS,
-        "--max-requests",
-        min=1,
-        help="Requests at once, running and waiting; more are refused with status 429.",
+        DEFAULT_REQUESTS, min=1, help="Requests at once, running and waiting; more are refused with status 429."
     )
     api_key: str | None = server(
         None,
-        "--api-key",
         metavar="KEY",
         shown="none",
         help=f"Key that requests must carry as a bearer token; or set it in {API_KEY_VARIABLE}.",
     )
     log_level: Literal["critical", "error", "warning", "info", "debug"] = server(
-        "info", "--log-level", help="Of the log on standard error; info has a line for each request."
+        "info", help="Of the log on standard error; info has a line for each request."
     )
     replicas: int = on_ray(
-        1,
-        "--replicas",
-        min=1,
-        help="Copies of the model, each with its own GPUs; 1 needs no Ray, unless --tensor-parallel.",
+        1, min=1, help="Copies of the model, each with its own GPUs; 1 needs no Ray, unless --tensor-parallel."
     )
     max_replicas: int | None = on_ray(
-        None, "--max-replicas", min=1, shown="no autoscaling", help="Add replicas under load, up to this number."
+        None, min=1, shown="no autoscaling", help="Add replicas under load, up to this number."
     )
     gpus_per_replica: float | None = on_ray(
         None,
-        "--gpus-per-replica",
         min=0,
         shown="--tensor-parallel; 0 on a CPU",
         help="GPUs of a replica; with several and no --tensor-parallel, the layers are spread over them.",
     )
     tensor_parallel: int = on_ray(
         1,
-        "--tensor-parallel",
         min=1,
         help="Processes of a replica, each with its own GPU and a share of every layer; for --continuous-batching.",
     )
     max_queued: int = on_ray(
         DEFAULT_REQUESTS,
-        "--max-queued",
         min=1,
         help="Requests that wait while every replica has --max-requests; more are refused with status 429.",
     )
     session_affinity: bool = on_ray(
         False,
-        "--session-affinity",
         help="Send the requests of a conversation to the same replica, which shares the pages of their beginning; "
         "without it, each goes to the least busy one.",
     )
-    drain_seconds: float = on_ray(
-        10.0, "--drain-seconds", min=0, help="Time for open requests to end when the server stops."
-    )
+    drain_seconds: float = on_ray(10.0, min=0, help="Time for open requests to end when the server stops.")
     ray_address: str | None = on_ray(
         None,
-        "--ray-address",
         metavar="ADDRESS",
         shown="a new Ray on this machine",
         help="Run on this Ray cluster, on whose nodes dma-hf and the model must be; auto is the cluster of this node.",
     )
     write_config: Path | None = on_ray(
         None,
-        "--write-config",
         metavar="FILE",
         help="Do not serve; write the configuration that `serve run` and `serve deploy` of Ray take.",
     )
