@@ -42,11 +42,6 @@ ATTEMPTS = 2  # a request that kills its replica must not kill all of them
 POLL_SECONDS = 0.1
 CANCEL_SECONDS = 2.0  # for the errors of requests that are cut off at the end of a drain
 FIRST_TOKEN_BUCKETS = [0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60]
-SECONDS_PER_PART = 0.002
-"""Mean time between two parts of answers from a replica, each of which costs the gateway CPU time.
-
-With 32 open requests a client gets new text every 64 ms: as a rule several tokens.
-"""
 _LOST = (RayActorError, NodeDiedError, WorkerCrashedError)
 
 
@@ -104,8 +99,6 @@ class Model:
                 if messages.empty() and message["type"] == "http.response.body":
                     yield part
                     part = []
-                    if message.get("more_body", False):
-                        await asyncio.sleep(SECONDS_PER_PART * self._gate.open_requests)
             if part and part[-1]["type"] == "http.response.body":
                 yield part
             await running
