@@ -195,6 +195,13 @@ def generate() -> pd.DataFrame:
     return named(pd.DataFrame(cells), frame["label"])
 
 
+def first_token() -> pd.DataFrame:
+    """Time to the first token of ``generate`` with a real model, and how many times faster than SDPA's."""
+    times = pivot(load("first-token-h100"), "first_token_seconds", "label", "context").rename(columns="{:,}".format)
+    faster = (times.loc["sdpa+dynamic"] / times).apply(show, form=".2f", unit="x")
+    return named(times.apply(show, form=".3f", unit=" s, ") + faster)
+
+
 def served() -> pd.DataFrame:
     """Return what answered each set of requests; of what several files of a GPU have, that of the last one."""
     return load(*SERVE).drop_duplicates(["device", "requests", "label"], keep="last")
@@ -326,9 +333,9 @@ def needles() -> pd.DataFrame:
     return pivot(cells, "found", "label", "length").rename(columns="{:,}".format)
 
 
-def continuations() -> pd.DataFrame:
+def continuations(folder: str) -> pd.DataFrame:
     """How many tokens of greedy continuations equal the reference's."""
-    (section,) = sections("fidelity", "smollm2-continuations-cpu-fp32")
+    (section,) = sections("fidelity", folder)
     *_, shown = fidelity_page(section).tables
     return named(pd.DataFrame(shown.rows, columns=shown.headers).set_index(shown.headers[0]))
 
@@ -440,6 +447,7 @@ TABLES: dict[str, Callable[[], pd.DataFrame]] = {
     "decode-peers": partial(steps, "decode-peers-h200"),
     "cache-rotation": cache_rotation,
     "generate": generate,
+    "first-token": first_token,
     "serve": serve,
     "replicas": replicas,
     "quality": quality,
@@ -448,7 +456,8 @@ TABLES: dict[str, Callable[[], pd.DataFrame]] = {
     "quality-long": quality_long,
     "quality-positions": quality_positions,
     "needles": needles,
-    "continuations": continuations,
+    "continuations": partial(continuations, "smollm2-continuations-cpu-fp32"),
+    "continuations-bf16": partial(continuations, "smollm2-continuations-bf16"),
     "cache-formats": cache_formats,
     "cache-rounding": cache_rounding,
     "skipping": partial(skipping, "kind == 'high'", "case", "t"),
