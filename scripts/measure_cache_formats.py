@@ -13,14 +13,15 @@ factors of ``equalize``, taken from the first tile of the prompt alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any
 
 import torch
 import typer
 from dma_eval.stress import TWINS, stressed
 from dma_kernels import Recipe
-from dma_kernels.cache.formats import CacheFormat, quantize_keys, quantize_values
+from dma_kernels.cache.formats import VALUE_GROUP, CacheFormat, quantize_keys, quantize_values
 from dma_kernels.numerics.formats import TILE
 from dma_kernels.numerics.geometry import AttentionGeometry
 from dma_kernels.numerics.transforms import hadamard_rotate
@@ -39,59 +40,41 @@ DRAWN = ("as it is", "values x 32")
 
 
 @dataclass(frozen=True)
-class Half:
-    """How keys, or values, are coded."""
-
-    bits: int
-    group: int  # tokens of a key channel, or channels of a value, that share a scale
-    rotate: bool = False
-    balance: bool = False  # keys alone: by the queries and keys of the first tile
-
-    @property
-    def bits_each(self) -> float:
-        """Bits of a number, scales and zero points counted."""
-        return self.bits + 32 / self.group
-
-
-@dataclass(frozen=True)
-class Variant:
+class Format:
     """A cache format; some layers may be in ``int8``."""
 
     name: str
-    keys: Half
-    values: Half
+    bits: int
+    rotate: str = ""  # what is rotated: "v", "kv" or nothing
+    key_group: int = TILE  # tokens of a key channel that share a scale
+    value_group: int = VALUE_GROUP  # channels of a value that share a scale
+    balance: bool = False  # keys, by the queries and keys of the first tile
     int8_layers: tuple[int, ...] = ()
 
-    def bits(self, layers: int) -> float:
-        """Bits of a number, the mean of keys and values and of all layers."""
-        own = (self.keys.bits_each + self.values.bits_each) / 2
-        share = len(self.int8_layers) / layers
-        return own * (1 - share) + share * (INT8.keys.bits_each + INT8.values.bits_each) / 2
+    def mean_bits(self, layers: int) -> float:
+        """Bits of a number with scales and zero points, the mean of keys and values and of all layers."""
+        own = self.bits + 16 / self.key_group + 16 / self.value_group
+        others = len(self.int8_layers)
+        return own if not others else (own * (layers - others) + INT8.mean_bits(layers) * others) / layers
 
 
-def variant(name: str, bits: int, rotate: str, group: int | None = None, balance: bool = False) -> Variant:
-    """Return a format; ``rotate`` names what is rotated by ``k`` and ``v``."""
-    keys, values = (TILE, 64) if group is None else (group, group)
-    return Variant(name, Half(bits, keys, "k" in rotate, balance), Half(bits, values, "v" in rotate))
-
-
-INT8 = variant("int8", 8, "")
-UNROTATED = variant("int4, not rotated", 4, "")
-INT4 = variant("int4, V rotated", 4, "v")
-BOTH = variant("int4, K and V rotated", 4, "kv")
-VARIANTS = [
+of_32 = partial(Format, key_group=32, value_group=32)
+INT8 = Format("int8", 8)
+UNROTATED = Format("int4, not rotated", 4)
+INT4 = Format("int4, V rotated", 4, "v")
+FORMATS = [
     INT8,
-    variant("int8, V rotated", 8, "v"),
+    Format("int8, V rotated", 8, "v"),
     UNROTATED,
     INT4,
-    BOTH,
-    variant("int4, K balanced and rotated, V rotated", 4, "kv", balance=True),
-    variant("int4, groups of 32, V rotated", 4, "v", 32),
-    variant("int4, groups of 32, K and V rotated", 4, "kv", 32),
-    variant("int3, V rotated", 3, "v"),
-    variant("int3, K and V rotated", 3, "kv"),
-    variant("int3, groups of 32, V rotated", 3, "v", 32),
-    variant("int3, groups of 32, K and V rotated", 3, "kv", 32),
+    Format("int4, K and V rotated", 4, "kv"),
+    Format("int4, K balanced and rotated, V rotated", 4, "kv", balance=True),
+    of_32("int4, groups of 32, V rotated", 4, "v"),
+    of_32("int4, groups of 32, K and V rotated", 4, "kv"),
+    Format("int3, V rotated", 3, "v"),
+    Format("int3, K and V rotated", 3, "kv"),
+    of_32("int3, groups of 32, V rotated", 3, "v"),
+    of_32("int3, groups of 32, K and V rotated", 3, "kv"),
 ]
 
 
@@ -99,7 +82,7 @@ VARIANTS = [
 class Cached:
     """Attention of whole prompts, as Transformers calls it, to what a cache of a format holds in all or one layer."""
 
-    format: Variant
+    format: Format
     only_layer: int | None = None
     draw: int | None = None  # seed of random factors; keys must not be rotated
 
@@ -110,8 +93,8 @@ class Cached:
         form = INT8 if layer in self.format.int8_layers else self.format
         is_exact = self.only_layer not in (None, layer)
         k_factor, v_factor = self.factors(layer, key)
-        keys = key if is_exact else code_keys(query, key * k_factor, form.keys) / k_factor
-        values = value if is_exact else code_values(value * v_factor, form.values) / v_factor
+        keys = key if is_exact else code_keys(query, key * k_factor, form) / k_factor
+        values = value if is_exact else code_values(value * v_factor, form) / v_factor
         operands = PreparedOperands(query, query, keys, key, value, values, None, None)
         geometry = AttentionGeometry(key.shape[2], 0, 0, None, is_causal=True)
         out, _ = attend_prepared(operands, geometry, BAND, dtype=query.dtype, scale=scaling)
@@ -127,21 +110,19 @@ class Cached:
         return k_factor.to(key.device), v_factor.to(key.device)
 
 
-def code_keys(query: Tensor, key: Tensor, form: Half) -> Tensor:
+def code_keys(query: Tensor, key: Tensor, form: Format) -> Tensor:
     """Return keys ``[B, H, T, D]`` as a cache holds them; ``T`` is a multiple of 128."""
     factor = first_tile_balance(query, key) if form.balance else torch.ones((), device=key.device)
-    x = key * factor
-    x = hadamard_rotate(x) if form.rotate else x
-    tiles = quantize_keys(x.unflatten(2, (-1, TILE)), CacheFormat("", form.bits), form.group).dequantize()
-    x = tiles.flatten(2, 3)
-    return (hadamard_rotate(x) if form.rotate else x) / factor
+    rotate = hadamard_rotate if "k" in form.rotate else torch.clone
+    tiles = rotate(key * factor).unflatten(2, (-1, TILE))
+    coded = quantize_keys(tiles, CacheFormat("", form.bits), form.key_group).dequantize().flatten(2, 3)
+    return rotate(coded) / factor
 
 
-def code_values(value: Tensor, form: Half) -> Tensor:
+def code_values(value: Tensor, form: Format) -> Tensor:
     """Return values as a cache holds them."""
-    x = hadamard_rotate(value) if form.rotate else value
-    x = quantize_values(x, CacheFormat("", form.bits), form.group).dequantize()
-    return hadamard_rotate(x) if form.rotate else x
+    rotate = hadamard_rotate if "v" in form.rotate else torch.clone
+    return rotate(quantize_values(rotate(value), CacheFormat("", form.bits), form.value_group).dequantize())
 
 
 def first_tile_balance(query: Tensor, key: Tensor) -> Tensor:
@@ -150,28 +131,6 @@ def first_tile_balance(query: Tensor, key: Tensor) -> Tensor:
     queries = query[:, :, :TILE].abs().amax(2).unflatten(1, (-1, group)).amax(2)
     ratio = queries / key[:, :, :TILE].abs().amax(2).clamp_min(1e-6)
     return torch.exp2((ratio.clamp_min(1e-12).log2() / 2).round())[:, :, None]
-
-
-def measure(study: Study, writer: Writer) -> None:
-    """Measure every format on the model and its twins."""
-    layers = study.model.config.num_hidden_layers
-    forms = [*VARIANTS, *mixed(INT4, rank_layers(study))]
-    for twin in (twin for twin in TWINS if twin.name in MEASURED):
-        with stressed(study.model, study.layers, twin, 0):
-            exact = study.read()
-            for form in forms:
-                about = {"twin": twin.name, "format": form.name, "bits": round(form.bits(layers), 3)}
-                writer.add(about | study.compare(study.read(Cached(form)), exact))
-
-
-def measure_draws(study: Study, writer: Writer, draws: int) -> None:
-    """Measure ``int4`` with several draws of random factors."""
-    for twin in (twin for twin in TWINS if twin.name in DRAWN):
-        with stressed(study.model, study.layers, twin, 0):
-            exact = study.read()
-            for draw in range(draws):
-                about = {"twin": twin.name, "format": INT4.name, "draw": draw}
-                writer.add(about | study.compare(study.read(Cached(INT4, draw=draw)), exact))
 
 
 def rank_layers(study: Study) -> list[int]:
@@ -186,12 +145,12 @@ def rank_layers(study: Study) -> list[int]:
     return sorted(losses, key=lambda layer: -losses[layer])
 
 
-def mixed(form: Variant, worst: list[int]) -> list[Variant]:
+def mixed(form: Format, worst: list[int]) -> list[Format]:
     """Return a format with some layers in ``int8``."""
     chosen = {"the first layer": (0,), "the worst layer": tuple(worst[:1])}
     for number in (3, 5):  # 5 of 30 make 5 bits, as groups of 32 do
         chosen[f"the worst {number} layers"] = tuple(sorted(worst[:number]))
-    return [Variant(f"{form.name}; {name} in int8", form.keys, form.values, layers) for name, layers in chosen.items()]
+    return [replace(form, name=f"{form.name}; {name} in int8", int8_layers=layers) for name, layers in chosen.items()]
 
 
 def main(
@@ -206,9 +165,17 @@ def main(
     """Measure what formats cost a cache in quality, and write a result for each twin and format."""
     study, writer = Study(model, data, device, context, windows), Writer(out, model=model, data=data)
     if draws:
-        measure_draws(study, writer, draws)
+        names = DRAWN
+        caches = [({"format": INT4.name, "draw": draw}, Cached(INT4, draw=draw)) for draw in range(draws)]
     else:
-        measure(study, writer)
+        names, layers = MEASURED, study.model.config.num_hidden_layers
+        forms = [*FORMATS, *mixed(INT4, rank_layers(study))]
+        caches = [({"format": form.name, "bits": round(form.mean_bits(layers), 3)}, Cached(form)) for form in forms]
+    for twin in (twin for twin in TWINS if twin.name in names):
+        with stressed(study.model, study.layers, twin):
+            exact = study.read()
+            for about, cache in caches:
+                writer.add({"twin": twin.name} | about | study.compare(study.read(cache), exact))
 
 
 if __name__ == "__main__":

@@ -119,55 +119,42 @@ class SkippingAttention:
         return gap < -threshold
 
 
-Estimate = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Scores ``[H, R, tiles, 128]``, queries ``[H, R, D]`` and keys ``[H, C, D]`` to maxima of tiles ``[H, R, tiles]``."""
+# Estimates of a tile's maximum ``[H, R, tiles]``, from scores ``[H, R, tiles, 128]``, queries ``[H, R, D]`` and keys
+# ``[H, C, D]``.
 
 
-def mean_of(keys: int) -> Estimate:
-    """Estimate a tile's maximum by the largest score of means of so many keys."""
-    return lambda tiles, _query, _key: tiles.unflatten(-1, (-1, keys)).mean(-1).amax(-1)
+def mean_of(keys: int, tiles: Tensor, _query: Tensor, _key: Tensor) -> Tensor:
+    """Estimate by the largest score of means of so many keys."""
+    return tiles.unflatten(-1, (-1, keys)).mean(-1).amax(-1)
 
 
-def extremes_of(keys: int) -> Estimate:
-    """Bound a tile's maximum from the extremes of each channel over so many keys."""
-
-    def estimate(_tiles: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        groups = key.unflatten(1, (-1, keys))
-        scores = query.clamp(min=0) @ groups.amax(2).mT + query.clamp(max=0) @ groups.amin(2).mT
-        return scores.unflatten(-1, (-1, TILE // keys)).amax(-1)
-
-    return estimate
+def extremes_of(keys: int, _tiles: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Bound from the extremes of each channel over so many keys."""
+    groups = key.unflatten(1, (-1, keys))
+    scores = query.clamp(min=0) @ groups.amax(2).mT + query.clamp(max=0) @ groups.amin(2).mT
+    return scores.unflatten(-1, (-1, TILE // keys)).amax(-1)
 
 
-def every(rows: int) -> Estimate:
+def every(rows: int, tiles: Tensor, _query: Tensor, _key: Tensor) -> Tensor:
     """Take the exact maximum in one of so many rows, and let the other rows agree."""
-
-    def estimate(tiles: Tensor, _query: Tensor, _key: Tensor) -> Tensor:
-        sampled = torch.full_like(tiles[..., 0], -math.inf)
-        sampled[:, rows // 2 :: rows] = tiles[:, rows // 2 :: rows].amax(-1)
-        return sampled
-
-    return estimate
+    sampled = torch.full_like(tiles[..., 0], -math.inf)
+    sampled[:, rows // 2 :: rows] = tiles[:, rows // 2 :: rows].amax(-1)
+    return sampled
 
 
-def antidiagonals_of(stride: int) -> Estimate:
+def antidiagonals_of(stride: int, tiles: Tensor, _query: Tensor, _key: Tensor) -> Tensor:
     """Estimate by the mean scores along antidiagonals of ``stride`` rows and keys, as XAttention (arXiv 2503.16428)."""
-
-    def estimate(tiles: Tensor, _query: Tensor, _key: Tensor) -> Tensor:
-        squares = tiles.unflatten(-1, (-1, stride)).unflatten(1, (-1, stride))  # [H, R / s, s, tiles, 128 / s, s]
-        means = squares.flip(-1).diagonal(dim1=2, dim2=5).mean(-1)
-        return means.amax(-1).repeat_interleave(stride, 1)
-
-    return estimate
+    squares = tiles.unflatten(-1, (-1, stride)).unflatten(1, (-1, stride))  # [H, R / s, s, tiles, 128 / s, s]
+    means = squares.flip(-1).diagonal(dim1=2, dim2=5).mean(-1)
+    return means.amax(-1).repeat_interleave(stride, 1)
 
 
-ESTIMATES: dict[str, Estimate] = {
-    **{f"mean of {n} keys": mean_of(n) for n in (128, 32, 8)},
-    **{f"extremes of {n} keys": extremes_of(n) for n in (128, 32, 8)},
-    **{f"every row of {n}": every(n) for n in (16, 8, 4)},
-    **{f"antidiagonals of {n}": antidiagonals_of(n) for n in (16, 8)},
+ESTIMATES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    **{f"mean of {n} keys": partial(mean_of, n) for n in (128, 32, 8)},
+    **{f"extremes of {n} keys": partial(extremes_of, n) for n in (128, 32, 8)},
+    **{f"every row of {n}": partial(every, n) for n in (16, 8, 4)},
+    **{f"antidiagonals of {n}": partial(antidiagonals_of, n) for n in (16, 8)},
 }
-"""Estimates of a tile's maximum ``[G, R, tiles]`` from it, queries ``[G, R, D]`` and keys ``[C, D]``."""
 THRESHOLDS = {
     "mean": (8.0, 12.0, 16.0),
     "extremes": (0.0, -5.0, -10.0),
@@ -203,15 +190,12 @@ class Skipping(Study):
     def run(self, twin: Twin, preset: str, rule: Rule, elements: int) -> dict[str, Any]:
         """Measure one rule on one twin."""
         config, reference = self.model.config, "" if twin.is_same_function else twin.name
-
-        def attention(recipe: Recipe, rule: Rule) -> SkippingAttention:
-            return SkippingAttention(recipe, rule, config.num_hidden_layers, config.num_attention_heads, elements)
-
+        sizes = config.num_hidden_layers, config.num_attention_heads, elements
         with stressed(self.model, self.layers, twin):
             if reference not in self.exact:
                 kept = {key: value for key, value in self.exact.items() if key == ""}  # memory for no more
-                self.exact = kept | {reference: self.read(attention(torch_attention.EXACT, Rule()))}
-            began, measured = time.perf_counter(), attention(PRESETS[preset].recipe, rule)
+                self.exact = kept | {reference: self.read(SkippingAttention(torch_attention.EXACT, Rule(), *sizes))}
+            began, measured = time.perf_counter(), SkippingAttention(PRESETS[preset].recipe, rule, *sizes)
             logits = self.read(measured)
         windows, length = self.windows.shape
         result = {"length": length, "windows": windows, "twin": twin.name, "preset": preset, **rule._asdict()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,10 +48,10 @@ def test_exact_estimates_skip_what_the_rule_does(script: Any) -> None:
     key -= key.mean(2, keepdim=True)
     key[:, :, 128:384] *= 0.02
     recipe = replace(PRESETS["balanced"].recipe, low="bf16", shared_scale="block", pv="bf16")
-    script.ESTIMATES |= {"rows": script.every(1), "extremes": script.extremes_of(1), "means": script.mean_of(1)}
-    script.ESTIMATES["antidiagonals"] = script.antidiagonals_of(1)
+    estimates = (script.every, script.extremes_of, script.mean_of, script.antidiagonals_of)
+    script.ESTIMATES |= {each.__name__: partial(each, 1) for each in estimates}
     found = []
-    for kind in ("high", "rows", "extremes", "means", "antidiagonals"):
+    for kind in ("high", *(each.__name__ for each in estimates)):
         measured = script.SkippingAttention(recipe, script.Rule(0.7, kind), 1, 2, elements=1 << 20)
         measured(SimpleNamespace(layer_idx=0), query, key, value, None, scaling=0.25)
         found.append(measured.skipped.tolist())
@@ -101,7 +102,7 @@ def test_the_plan_has_every_row_of_the_committed_results(length: int, script: An
 
 def test_cache_formats_are_measured(run: Any, monkeypatch: Any) -> None:
     script = load_script("measure_cache_formats")
-    monkeypatch.setattr(script, "VARIANTS", [script.UNROTATED, script.INT4])
+    monkeypatch.setattr(script, "FORMATS", [script.UNROTATED, script.INT4])
     results = run(script, "measure_cache_formats", "--context", 512, "--windows", 1)["results"]
     assert list(dict.fromkeys(each["twin"] for each in results)) == list(script.MEASURED)
     names = [each["format"] for each in results if each["twin"] == "as it is"]
@@ -136,5 +137,5 @@ def test_the_committed_formats_are_those_of_the_script() -> None:
     script = load_script("measure_cache_formats")
     path = Path(__file__).parents[2] / "benchmarks/cache-formats-h100.json"
     formats = {each["format"]: each["bits"] for each in json.loads(path.read_text(encoding="utf-8"))["results"]}
-    planned = [*script.VARIANTS, *script.mixed(script.INT4, list(range(30)))]
-    assert formats == {form.name: round(form.bits(30), 3) for form in planned}
+    planned = [*script.FORMATS, *script.mixed(script.INT4, list(range(30)))]
+    assert formats == {form.name: round(form.mean_bits(30), 3) for form in planned}
