@@ -20,7 +20,7 @@ from .errors import UserError
 
 PACKAGES = (
     *("dma-hf", "torch", "triton", "transformers", "tokenizers", "accelerate", "datasets", "gguf", "huggingface_hub"),
-    *("lm-eval", "numpy", "safetensors", "torchao"),
+    *("lm-eval", "numpy", "safetensors", "torchao", "vllm"),
 )
 
 
