@@ -2,8 +2,8 @@
 
     python scripts/update_docs.py
 
-A page has a table NAME between the lines ``<!-- table: NAME -->`` and ``<!-- end table -->``. The names are those of
-:data:`TABLES`. ``files`` is the index of the result files, in benchmarks/README.md.
+A page has a table between the lines ``<!-- table: NAME FILE... -->`` and ``<!-- end table -->``. The names are those of
+:data:`TABLES`, functions of the result files. ``files`` is the index of all of them, in benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,15 @@ from dma_eval.results import read_report
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
-BLOCK = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- end table -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- table: (\S+)(.*?) -->\n)(.*?)(<!-- end table -->)", re.DOTALL)
 SKIPPING = ("2048-cpu", "4096-cpu", "8192-h100", "32768-h100")
 SKIPPED = "preset == 'balanced' and twin == 'as it is' and t != 'off'"
-SERVE = ("serve-h200", "serve-packed-h200", "serve-long-h200", "serve-many-h200", "serve-h100")
+VIEWS = {
+    "by-threshold": ("kind == 'high'", "case", "t", "cell"),
+    "lost": (f"kind == 'high' and {SKIPPED}", "t", "length", "lost"),
+    "by-rule": (SKIPPED, "rule", "length", "cell"),
+}
+"""Tables of what is skipped: which results, and their columns for rows, columns and cells."""
 BALANCED, INT8, INT4 = "dma_mxfp:balanced", "dma_mxfp:balanced+int8", "dma_mxfp:balanced+int4"
 UNCHANGED, HARD_TWINS = "as it is", ("keys x 32", "key biases", "values x 32")
 SHORT = ("smollm2-4096-fp32", "smollm2-4096-cpu-fp32", "smollm2-int4-4096-cpu-fp32")
@@ -143,9 +147,9 @@ def prefill(file: str) -> pd.DataFrame:
     return cells.drop(columns="`fa3`")
 
 
-def prefill_errors() -> pd.DataFrame:
+def prefill_errors(file: str) -> pd.DataFrame:
     """Errors against fp64 at 8K and 32K, with outlier key channels too, and memory."""
-    frame = load("prefill-h200")
+    frame = load(file)
     cells = {}
     for case in ("8K", "32K"):
         rows = frame[frame["case"] == case].set_index("label")
@@ -155,9 +159,9 @@ def prefill_errors() -> pd.DataFrame:
     return named(pd.DataFrame(cells))
 
 
-def prefill_real() -> pd.DataFrame:
+def prefill_real(*files: str) -> pd.DataFrame:
     """Speed over FlashAttention-3 on a model's own inputs: interleaved, isolated, share of low tiles skipped."""
-    frame = load("prefill-real-32k-h100", "prefill-real-8kx4-h100", "prefill-real-128k-h100")
+    frame = load(*files)
     cells = times_faster(frame, "fa3", "milliseconds").T.apply(show, form=".2f", unit="x")
     isolated = times_faster(frame, "fa3", "sustained_milliseconds").T
     skipped = pivot(frame, "skipped_share").T
@@ -168,7 +172,7 @@ def prefill_real() -> pd.DataFrame:
     return named(cells)
 
 
-def steps(*files: str) -> pd.DataFrame:
+def decode(*files: str) -> pd.DataFrame:
     """The time of a step over SDPA's cache of 16 bits, and how many times faster others are; bytes of the caches."""
     frame = load(*files)
     ran = frame[frame["failure"].isna()].sort_values(["shape.head_dim", "shape.batch", "shape.length"], kind="stable")
@@ -180,10 +184,10 @@ def steps(*files: str) -> pd.DataFrame:
     return cells.drop(columns="SDPA")
 
 
-def generate() -> pd.DataFrame:
+def generate(*files: str) -> pd.DataFrame:
     """First token, step, memory."""
-    frame = load(*sorted(path.stem for path in BENCHMARKS.glob("generate-*.json")))
-    frame = frame.sort_values(["device", "weights", "context"], kind="stable", na_position="first")
+    order = ["device", "weights", "context"]
+    frame = load(*files).sort_values(order, kind="stable", na_position="first")
     cells = {
         "GPU, weights": frame["device"] + ", " + frame["weights"].fillna("bf16"),
         "tokens of the prompt": show(frame["context"], ",.0f"),
@@ -195,16 +199,16 @@ def generate() -> pd.DataFrame:
     return named(pd.DataFrame(cells), frame["label"])
 
 
-def first_token() -> pd.DataFrame:
+def first_token(file: str) -> pd.DataFrame:
     """Time to the first token of ``generate`` with a real model, and how many times faster than SDPA's."""
-    times = pivot(load("first-token-h100"), "first_token_seconds", "label", "context").rename(columns="{:,}".format)
+    times = pivot(load(file), "first_token_seconds", "label", "context").rename(columns="{:,}".format)
     faster = (times.loc["sdpa+dynamic"] / times).apply(show, form=".2f", unit="x")
     return named(times.apply(show, form=".3f", unit=" s, ") + faster)
 
 
-def served() -> pd.DataFrame:
+def served(*files: str) -> pd.DataFrame:
     """Return what answered each set of requests; of what several files of a GPU have, that of the last one."""
-    return load(*SERVE).drop_duplicates(["device", "requests", "label"], keep="last")
+    return load(*files).drop_duplicates(["device", "requests", "label"], keep="last")
 
 
 def median_and_p99(frame: pd.DataFrame, key: str, form: str, unit: str) -> pd.Series:
@@ -227,9 +231,9 @@ def replicas() -> pd.DataFrame:
     return pd.DataFrame(cells).set_axis([f"{count}, prompts {seed}" for count, seed in runs])
 
 
-def serve() -> pd.DataFrame:
+def serve(*files: str) -> pd.DataFrame:
     """New tokens per second, waiting times and memory."""
-    frame = served()
+    frame = served(*files)
     first = frame.groupby(["device", "requests"])["tokens_per_second"].transform("first")
     cells = {
         "GPU": frame["device"],
@@ -278,11 +282,16 @@ def by_twin(frame: pd.DataFrame, values: str) -> pd.DataFrame:
     return pivot(frame, values, "label", "twin")
 
 
-def kl(frame: pd.DataFrame) -> pd.DataFrame:
+def kl_table(frame: pd.DataFrame) -> pd.DataFrame:
     """KL per token of every backend on every twin."""
     cells = by_twin(frame[frame["label"] != "sdpa"], "kl")
     ordered = sorted(cells.index, key=lambda label: ORDER.index(label) if label in ORDER else len(ORDER))
     return named(cells.loc[ordered])
+
+
+def quality_twins() -> pd.DataFrame:
+    """KL per token on all twins."""
+    return kl_table(losses(*SHORT))
 
 
 def quality() -> pd.DataFrame:
@@ -300,19 +309,19 @@ def quality_long() -> pd.DataFrame:
     runs = {"8,192": losses(*LONG), "4,096, equalized": losses("smollm2-equalized-4096-fp32")}
     frame = pd.concat([each.assign(twin=f"{length}, " + each["twin"]) for length, each in runs.items()])
     frame["twin"] = frame["twin"].replace(f"8,192, {UNCHANGED}", "8,192")
-    return kl(frame)
+    return kl_table(frame)
 
 
 def quality_variants() -> pd.DataFrame:
     """KL per token of variants of ``balanced``."""
     frame = losses("smollm2-4096-fp32").query("label == @BALANCED")
-    return kl(pd.concat([frame, losses("smollm2-4096-variants-fp32")]))
+    return kl_table(pd.concat([frame, losses("smollm2-4096-variants-fp32")]))
 
 
-def quality_positions() -> pd.DataFrame:
+def quality_positions(folder: str) -> pd.DataFrame:
     """Change of perplexity, and KL per token in each quarter of the positions."""
-    frame = losses("smollm2-32768-yarn-fp32")[1:]
-    (section,) = sections("perplexity", "smollm2-32768-yarn-fp32")
+    frame = losses(folder)[1:]
+    (section,) = sections("perplexity", folder)
     kls = np.array(frame["position_kl"].tolist(), dtype=float)
     cells = {"perplexity": frame["change"]}
     for quarter in np.array_split(np.arange(kls.shape[1]), 4):
@@ -340,9 +349,9 @@ def continuations(folder: str) -> pd.DataFrame:
     return named(pd.DataFrame(shown.rows, columns=shown.headers).set_index(shown.headers[0]))
 
 
-def cache_rotation() -> pd.DataFrame:
+def cache_rotation(file: str) -> pd.DataFrame:
     """Microseconds of a step, of one that completes a tile, and of appending a prompt; change since the base."""
-    frame = pd.DataFrame(read("cache-rotation-h100.json")["results"])
+    frame = pd.DataFrame(read(f"{file}.json")["results"])
     frame["shape"] = frame["kind"] + ", " + frame["shape"].str.replace(", head_dim 128, 32/8 heads", "")
     cells = pd.DataFrame(index=frame["shape"].unique())
     for form, rows in frame.set_index("shape").groupby("format", sort=False):
@@ -352,23 +361,23 @@ def cache_rotation() -> pd.DataFrame:
     return cells
 
 
-def cache_formats() -> pd.DataFrame:
+def cache_formats(file: str) -> pd.DataFrame:
     """KL per token and change of the perplexity on twins of a model."""
-    frame = pd.DataFrame(read("cache-formats-h100.json")["results"])
+    frame = pd.DataFrame(read(f"{file}.json")["results"])
     frame["cell"] = frame["kl"].map(format_kl) + ", " + show(frame["change_percent"], "+.2f", " %")
     cells = pivot(frame, "cell", "format", "twin")
     cells.insert(0, "bits", show(frame.groupby("format")["bits"].first(), ".2f"))
     return cells
 
 
-def cache_rounding() -> pd.DataFrame:
+def cache_rounding(file: str) -> pd.DataFrame:
     """KL per token of ``int4`` in the draws that differ by the rounding of scales."""
-    kls = pd.DataFrame(read("cache-rounding-cpu.json")["results"]).groupby("twin", sort=False)["kl"]
+    kls = pd.DataFrame(read(f"{file}.json")["results"]).groupby("twin", sort=False)["kl"]
     found = kls.agg(draws="count", mean="mean", lowest="min", highest="max").rename_axis(None)
     return found.astype({"draws": str}).map(lambda cell: cell if isinstance(cell, str) else format_kl(cell))
 
 
-def skipping(where: str, rows: str, columns: str, cell: str = "cell") -> pd.DataFrame:
+def skipping(view: str) -> pd.DataFrame:
     """Results of ``measure_skipping.py``: share of low tiles skipped and KL per token.
 
     The cell ``lost`` is the mean and the 99.9th percentile of the probability that a row loses.
@@ -383,6 +392,7 @@ def skipping(where: str, rows: str, columns: str, cell: str = "cell") -> pd.Data
     frame["t"] = frame["threshold"].map("{:g}".format).replace("inf", "off")
     frame["case"] = frame["preset"] + ", " + frame["length"] + ", " + frame["twin"]
     frame["rule"] = frame["kind"].replace(RULES) + ", " + frame["t"]
+    where, rows, columns, cell = VIEWS[view]
     return pivot(frame.query(where), cell, rows, columns)
 
 
@@ -394,7 +404,7 @@ def results() -> pd.DataFrame:
     prefills, decodes = load("prefill-h200"), load("decode-h200")
     prefill, isolated = (times_faster(prefills, "fa3", key)[BALANCED] for key in ("ms", "sustained_milliseconds"))
     step, size = times_faster(decodes, "sdpa")[INT4], pivot(decodes, "bytes_ratio")[INT4]
-    short = served().query("device == 'H200' and requests == '32x2048+64'")
+    short = served("serve-h200", "serve-packed-h200").query("requests == '32x2048+64'")
     speed = short.set_index("label")["tokens_per_second"]
     loss = by_twin(losses(*SHORT), "change_percent")[UNCHANGED]
     long_steps = load("generate-long-h100").query("context == 131072").set_index("label")["step_milliseconds"]
@@ -436,40 +446,17 @@ def files() -> pd.DataFrame:
     return pd.DataFrame(rows).set_index("file")
 
 
-TABLES: dict[str, Callable[[], pd.DataFrame]] = {
-    "results": results,
-    "prefill": partial(prefill, "prefill-h200"),
-    "prefill-h100": partial(prefill, "prefill-h100"),
-    "prefill-errors": prefill_errors,
-    "prefill-real": prefill_real,
-    "decode": partial(steps, "decode-h200", "decode-wide-h200"),
-    "decode-h100": partial(steps, "decode-h100", "decode-wide-h100"),
-    "decode-peers": partial(steps, "decode-peers-h200"),
-    "cache-rotation": cache_rotation,
-    "generate": generate,
-    "first-token": first_token,
-    "serve": serve,
-    "replicas": replicas,
-    "quality": quality,
-    "quality-twins": lambda: kl(losses(*SHORT)),
-    "quality-variants": quality_variants,
-    "quality-long": quality_long,
-    "quality-positions": quality_positions,
-    "needles": needles,
-    "continuations": partial(continuations, "smollm2-continuations-cpu-fp32"),
-    "continuations-bf16": partial(continuations, "smollm2-continuations-bf16"),
-    "cache-formats": cache_formats,
-    "cache-rounding": cache_rounding,
-    "skipping": partial(skipping, "kind == 'high'", "case", "t"),
-    "skipping-lost": partial(skipping, f"kind == 'high' and {SKIPPED}", "t", "length", "lost"),
-    "skipping-rules": partial(skipping, SKIPPED, "rule", "length"),
-    "files": files,
+QUALITY = (quality, quality_twins, quality_variants, quality_long, quality_positions, needles, continuations)
+SPEED = (prefill, prefill_errors, prefill_real, decode, generate, first_token, serve, replicas)
+STUDIES = (cache_rotation, cache_formats, cache_rounding, skipping)
+TABLES: dict[str, Callable[..., pd.DataFrame]] = {
+    each.__name__.replace("_", "-"): each for each in (results, *SPEED, *QUALITY, *STUDIES, files)
 }
 
 
-def markdown(name: str) -> str:
+def markdown(name: str, *files: str) -> str:
     """Return a table by its name. The index is its first column; what is missing is a dash."""
-    cells = TABLES[name]().fillna(MISSING)
+    cells = TABLES[name](*files).fillna(MISSING)
     text = table([cells.index.name or "", *cells.columns], [[str(row[0]), *row[1:]] for row in cells.itertuples()])
     return text.replace(UNCHANGED, "unchanged")
 
@@ -486,7 +473,7 @@ def updated(text: str, page: str = "the page") -> str:
     unknown = [each for each in names if each not in TABLES]
     if unknown:
         raise ValueError(f"{page}: unknown tables {', '.join(unknown)}; valid: {', '.join(TABLES)}")
-    return BLOCK.sub(lambda block: f"{block[1]}\n{markdown(block[2])}\n{block[4]}", text)
+    return BLOCK.sub(lambda block: f"{block[1]}\n{markdown(block[2], *block[3].split())}\n{block[5]}", text)
 
 
 def pages() -> Iterable[Path]:

@@ -25,7 +25,7 @@ def test_pages_show_the_results(script):
     for page in script.pages():
         text = page.read_text(encoding="utf-8")
         assert script.updated(text) == text, f"{page.name} is out of date: python scripts/update_docs.py"
-        found |= set(re.findall(r"<!-- table: (\S+) -->", text))
+        found |= {block[1] for block in script.BLOCK.findall(text)}
     assert {"results", "files", "prefill", "decode", "generate", "serve", "quality"} <= found
 
 
