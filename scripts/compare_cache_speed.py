@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -53,19 +53,26 @@ class Kernels:
         self.append, self.attend = api.append, api.cached_attention
         self.storage = importlib.import_module(f"{package}.cache.storage").LayerStorage
 
-    def filled(self, format: str, shape: DecodeShape, length: int) -> Any:
-        """Return a cache of random keys and values."""
-        storage = self.empty(format, shape)
-        for start in range(0, length, 8192):
-            self.append(storage, *_tokens(shape, min(8192, length - start)))
-        return storage
-
-    def empty(self, format: str, shape: DecodeShape) -> Any:
-        """Return an empty cache with room for the tokens of a shape."""
-        return self.storage.allocate(
+    def work(self, kind: str, format: str, shape: DecodeShape) -> Callable[[], None]:
+        """Return a run that first resets the lengths, because replays append without a check for room."""
+        held = {"append": 0, "step": shape.length, "complete step": shape.length - 1}[kind]
+        storage = self.storage.allocate(
             format, batch=shape.batch, kv_heads=shape.kv_heads, head_dim=shape.head_dim, value_dim=shape.head_dim,
             dtype=DTYPE, device=DEVICE, tiles=shape.length // TILE + ROOM,
         )  # fmt: skip
+        for start in range(0, held, 8192):
+            self.append(storage, *_tokens(shape, min(8192, held - start)))
+        new, lengths = _tokens(shape, shape.length if kind == "append" else 1), storage.lengths.clone()
+        query = torch.randn(shape.batch, shape.query_heads, 1, shape.head_dim, device=DEVICE, dtype=DTYPE)
+
+        def run() -> None:
+            storage.lengths.copy_(lengths)
+            if kind == "append":
+                self.append(storage, *new)
+            else:
+                self.attend(query, *new, storage, backend="triton")
+
+        return run
 
 
 def _tokens(shape: DecodeShape, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,45 +81,17 @@ def _tokens(shape: DecodeShape, count: int) -> tuple[torch.Tensor, torch.Tensor]
     return key, value
 
 
-def step_of(kernels: Kernels, format: str, shape: DecodeShape, completes: bool) -> Callable[[], object]:
-    """Return a step of one token that first resets the lengths, because replays append without a check for room."""
-    storage = kernels.filled(format, shape, shape.length - completes)
-    query = torch.randn(shape.batch, shape.query_heads, 1, shape.head_dim, device=DEVICE, dtype=DTYPE)
-    new, lengths = _tokens(shape, 1), storage.lengths.clone()
-
-    def run() -> object:
-        storage.lengths.copy_(lengths)
-        return kernels.attend(query, *new, storage, backend="triton")
-
-    return run
-
-
-def prompt_of(kernels: Kernels, format: str, shape: DecodeShape) -> Callable[[], object]:
-    """Return the appending of a prompt to an empty cache."""
-    storage, tokens = kernels.empty(format, shape), _tokens(shape, shape.length)
-
-    def run() -> None:
-        storage.lengths.zero_()
-        kernels.append(storage, *tokens)
-
-    return run
-
-
 def measure(seconds: float, base: Kernels, ours: Kernels, writer: Writer) -> None:
     """Write one row for each shape, kind of work and format."""
     work = [(kind, shape) for kind in ("step", "complete step") for shape in SHAPES]
     work += [("append", shape) for shape in PROMPTS]
     for kind, shape in work:
         for format in ("int8", "int4"):
-            compared = {"base": (base, format), "this": (ours, format), "equalized": (ours, "int4-equalized")}
+            compared = {"base": (base, format), "this": (ours, format)}
+            compared |= {"equalized": (ours, "int4-equalized")} if format == "int4" else {}
             runs = {}
             for name, (kernels, own) in compared.items():
-                if name == "equalized" and format == "int8":
-                    continue
-                if kind == "append":
-                    run = prompt_of(kernels, own, shape)
-                else:
-                    run = step_of(kernels, own, shape, kind == "complete step")
+                run = kernels.work(kind, own, shape)
                 run()
                 runs[name] = capture(run, DEVICE)
             timings = time_interleaved(runs, DEVICE, seconds=seconds, min_repeats=15, max_repeats=150)
