@@ -111,10 +111,10 @@ def head_dim_of(config: Any) -> Any:
     return getattr(config, "head_dim", None) or (hidden // heads if hidden and heads else None)
 
 
-def parse_source(name: str) -> ModelSource:
+def parse_source(name: str, option: str = "--model") -> ModelSource:
     """Distinguish a GGUF file (local, or ``OWNER/REPOSITORY/FILE.gguf`` on the Hub) from a folder or repository."""
     if not name:
-        raise UserError("--model: expected a folder, a .gguf file or a Hub name, got ''")
+        raise UserError(f"{option}: expected a folder, a .gguf file or a Hub name, got ''")
     path = Path(name).expanduser()
     if name.endswith(".gguf"):
         if path.is_file():
@@ -122,15 +122,15 @@ def parse_source(name: str) -> ModelSource:
         owner, repository, file = [*name.split("/", 2), "", ""][:3]
         if file and owner not in ("", ".", "..", "~"):
             return ModelSource(f"{owner}/{repository}", file)
-        raise UserError(f"--model: no such file: {name}")
+        raise UserError(f"{option}: no such file: {name}")
     if path.is_file():
-        raise UserError(f"--model: {name} is a file; expected a folder, a .gguf file or a Hub name")
+        raise UserError(f"{option}: {name} is a file; expected a folder, a .gguf file or a Hub name")
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise UserError(f"--model: folder {name} has no config.json; for GGUF weights name the .gguf file itself")
+            raise UserError(f"{option}: folder {name} has no config.json; for GGUF weights name the .gguf file itself")
         return ModelSource(str(path))
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise UserError(f"--model: no such folder: {name}")
+        raise UserError(f"{option}: no such folder: {name}")
     return ModelSource(name)
 
 
@@ -162,13 +162,14 @@ def load_model(
     trust_remote_code: bool = False,
     yarn: float | None = None,
     tensor_parallel: int = 1,
+    option: str = "--model",
 ) -> LoadedModel:
     """Load a causal language model and its tokenizer, as the options of the same names say.
 
     Reports call it ``title``, or ``name`` by default. Of ``tensor_parallel`` processes in a process group, each loads
-    its share of every layer.
+    its share of every layer. Errors name ``option``, which gave the model.
     """
-    source = parse_source(name)
+    source = parse_source(name, option)
     if dtype not in ("auto", *DTYPES):
         raise UserError(f"--dtype must be one of auto, {', '.join(DTYPES)}; got {dtype!r}")
     if device_map is not None and device != "auto":
@@ -185,18 +186,18 @@ def load_model(
         if yarn is not None:
             rescale(config, yarn)
         if source.gguf_file is None:
-            check_memory(name, config, chosen_dtype, None if is_spread else chosen_device)
+            check_memory(f"{option}: {name}", config, chosen_dtype, None if is_spread else chosen_device)
         options |= {"config": config, "dtype": chosen_dtype or "auto", "device_map": device_map}
         options |= {"distributed_config": {"tp_size": tensor_parallel}} if tensor_parallel > 1 else {}
         model, loading = AutoModelForCausalLM.from_pretrained(source.path, output_loading_info=True, **options)
         if not is_spread:
             model = model.to(chosen_device)
     except UNLOADABLE as error:
-        raise UserError(f"--model: cannot load {name!r}: {_damage(source) or one_line(error)}") from error
+        raise UserError(f"{option}: cannot load {name!r}: {_damage(source) or one_line(error)}") from error
     missing = sorted(loading["missing_keys"])
     if missing:  # Transformers initializes them at random
         raise UserError(
-            f"--model: cannot load {name!r}: the checkpoint lacks {len(missing)} weights of {type(model).__name__}, "
+            f"{option}: cannot load {name!r}: the checkpoint lacks {len(missing)} weights of {type(model).__name__}, "
             f"such as {missing[0]}; check that it belongs to its configuration"
         )
     quantization = _quantization(source, revision, config)
@@ -248,7 +249,7 @@ def _damage(source: ModelSource) -> str:
     return ""
 
 
-def check_memory(name: str, config: Any, dtype: torch.dtype | None, device: torch.device | None) -> None:
+def check_memory(what: str, config: Any, dtype: torch.dtype | None, device: torch.device | None) -> None:
     """Check that the weights of a model fit in memory, before they are read. Quantized checkpoints are not checked.
 
     By default, weights have the checkpoint's own dtype, and all devices and the host share them.
@@ -263,7 +264,7 @@ def check_memory(name: str, config: Any, dtype: torch.dtype | None, device: torc
     if needed > free:
         place = "this machine" if device is None else str(device)
         raise UserError(
-            f"--model: {name} needs {needed / GIB:,.1f} GiB for its weights in {str(chosen).removeprefix('torch.')}, "
+            f"{what} needs {needed / GIB:,.1f} GiB for its weights in {str(chosen).removeprefix('torch.')}, "
             f"and {place} has {free / GIB:,.1f} GiB free; use another --dtype, a larger device, or --device-map auto"
         )
 

@@ -231,7 +231,7 @@ class TestCommand:
             (["--length", "1000"], "takes 512 positions, got 1,000; lower it, or extend the positions with --yarn 2"),
             (["--batch", "1000"], "--data: the text has "),
             (["--data", "absent.txt"], "--data: no such file: absent.txt"),
-            (["--inputs", "./absent"], "--model: no such folder: ./absent"),
+            (["--inputs", "./absent"], "--inputs: no such folder: ./absent"),
         ],
     )
     def test_refuses(self, arguments: list[str], message: str, bench: Run, refused: Callable[[Any], str]) -> None:

@@ -71,7 +71,7 @@ def time_prefill(args: PrefillOptions) -> int:
         from dma_eval.bench.shown import plot_prefill, prefill_tables
 
     backends = prefill.parse_implementations(args.attn or prefill.default_names())
-    reader = None if args.inputs is None else _load_reader(args, args.inputs)
+    reader = None if args.inputs is None else _load_reader(args, "inputs")
     device, dtype, facts = _look(args)
     if reader is not None:
         captured = captured_calls(
@@ -115,15 +115,16 @@ def _given(args: BenchOptions, *names: str) -> list[str]:
     return [f"--{name.replace('_', '-')}" for name in given]
 
 
-def _load_reader(args: PrefillOptions | GenerateOptions, name: str) -> tuple[LoadedModel, torch.Tensor]:
-    """Load a model, and tokenize the text."""
+def _load_reader(args: PrefillOptions | GenerateOptions, option: str) -> tuple[LoadedModel, torch.Tensor]:
+    """Load the model that an option names, and tokenize the text."""
     from dma_eval.data import load_text, tokenize
     from dma_eval.models import load_model
 
     assert args.data is not None  # which every command has checked
+    name = getattr(args, option)
     with console.working(f"Loading {name}"):
         text = load_text(args.data)
-        loaded = load_model(name, dtype=args.dtype, device=args.device, yarn=args.yarn)
+        loaded = load_model(name, dtype=args.dtype, device=args.device, yarn=args.yarn, option=f"--{option}")
         return loaded, tokenize(loaded.tokenizer, text.content)
 
 
@@ -189,7 +190,7 @@ def time_generate(args: GenerateOptions) -> int:
         with console.working(f"Making {name}"):
             model = generate.build_model(name, device, dtype)
     else:
-        loaded, text = _load_reader(args, name)
+        loaded, text = _load_reader(args, "model")
         for context in contexts:
             loaded.check_positions(context + args.new_tokens, "--context with --new-tokens")
         model = generate.never_stopping(loaded.model)
