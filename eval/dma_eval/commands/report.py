@@ -10,6 +10,7 @@ from rich.markup import escape
 from dma_eval import console
 from dma_eval.command import argument, option
 from dma_eval.commands import options
+from dma_eval.errors import UserError
 from dma_eval.files import prepare_file, write_text
 
 
@@ -63,6 +64,8 @@ def card(args: CardOptions) -> int:
     dma-hf card run --base-model HuggingFaceTB/SmolLM2-135M --license apache-2.0 --out README.md
     dma-hf card run --base-model HuggingFaceTB/SmolLM2-135M --push me/SmolLM2-135M-dma
     """
+    if args.yes and args.push is None:
+        raise UserError("--yes: only with --push, which asks before it uploads")
     prepare_file(args.out, "--out")
     from dma_eval.card import make_card, prepare_upload
     from dma_eval.results import RESULTS, read_report
