@@ -33,9 +33,9 @@ from torch import Tensor
 BAND = Recipe(low="mxint8", high="bf16", smooth_k=False, rotate=False, pv="bf16")
 """A recipe for its band: operands are prepared here. A uniform one would have no high tiles."""
 SENSITIVITY_TOKENS = 2048
-MEASURED = ("as it is", "keys x 32", "values x 32", "key biases")
+MEASURED = ("unchanged", "keys x 32", "values x 32", "key biases")
 """The twins that are measured."""
-DRAWN = ("as it is", "values x 32")
+DRAWN = ("unchanged", "values x 32")
 """The twins that are measured with random factors. Twins that only scale keys are left out: a draw does the same."""
 
 

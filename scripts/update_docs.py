@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 BLOCK = re.compile(r"(<!-- table: (\S+)(.*?) -->\n)(.*?)(<!-- end table -->)", re.DOTALL)
 SKIPPING = ("2048-cpu", "4096-cpu", "8192-h100", "32768-h100")
-SKIPPED = "preset == 'balanced' and twin == 'as it is' and t != 'off'"
+SKIPPED = "preset == 'balanced' and twin == 'unchanged' and t != 'off'"
 VIEWS = {
     "by-threshold": ("kind == 'high'", "case", "t", "cell"),
     "lost": (f"kind == 'high' and {SKIPPED}", "t", "length", "lost"),
@@ -33,7 +33,7 @@ VIEWS = {
 }
 """Tables of what is skipped: which results, and their columns for rows, columns and cells."""
 BALANCED, INT8, INT4 = "dma_mxfp:balanced", "dma_mxfp:balanced+int8", "dma_mxfp:balanced+int4"
-UNCHANGED, HARD_TWINS = "as it is", ("keys x 32", "key biases", "values x 32")
+UNCHANGED, HARD_TWINS = "unchanged", ("keys x 32", "key biases", "values x 32")
 SHORT = ("smollm2-4096-fp32", "smollm2-4096-cpu-fp32", "smollm2-int4-4096-cpu-fp32")
 """Runs on windows of 4,096 tokens; ``int4`` of the last one is newer."""
 LONG = ("smollm2-8192-fp32", "smollm2-int4-8192-cpu-fp32")
@@ -457,8 +457,7 @@ TABLES: dict[str, Callable[..., pd.DataFrame]] = {
 def markdown(name: str, *files: str) -> str:
     """Return a table by its name. The index is its first column; what is missing is a dash."""
     cells = TABLES[name](*files).fillna(MISSING)
-    text = table([cells.index.name or "", *cells.columns], [[str(row[0]), *row[1:]] for row in cells.itertuples()])
-    return text.replace(UNCHANGED, "unchanged")
+    return table([cells.index.name or "", *cells.columns], [[str(row[0]), *row[1:]] for row in cells.itertuples()])
 
 
 def updated(text: str, page: str = "the page") -> str:

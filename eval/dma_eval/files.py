@@ -28,8 +28,10 @@ def parse(kind: type[Kind], content: bytes | Mapping[str, Any]) -> Kind:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
-        got = "" if first["type"] in ("missing", "json_invalid") else f", got {first['input']!r:.60}"
-        raise ValueError(f"{place}{': ' if place else ''}{first['msg']}{got}") from None
+        is_value_missing = first["type"] in ("missing", "json_invalid", "value_error")  # or the message has it
+        got = "" if is_value_missing else f", got {first['input']!r:.60}"
+        message = first["msg"].removeprefix("Value error, ")
+        raise ValueError(f"{place}{': ' if place else ''}{message}{got}") from None
 
 
 def write_json(value: Any, path: Path, indent: int | None = 2, *, kind: Any = None) -> None:

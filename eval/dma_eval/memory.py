@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 import psutil
 import torch
@@ -33,7 +34,7 @@ class MemoryMeter:
                 if type(tensor) is torch.Tensor and tensor.device.type == "cpu":
                     torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())[::PAGE].sum()
         self._process = psutil.Process()
-        self.kind = "cuda_allocated" if self._devices else "process_rss"
+        self.kind: Literal["cuda_allocated", "process_rss"] = "cuda_allocated" if self._devices else "process_rss"
         self.baseline = self._in_use()  # bytes in use with all weights in memory
         self.increase = 0  # bytes that the last ``measure`` block added at its peak
 

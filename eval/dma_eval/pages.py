@@ -130,7 +130,9 @@ def _lines(macro: str, *arguments: Any) -> list[str]:
 COLUMNS: Columns = {
     "backend": lambda r: r.label,
     "perplexity": of("perplexity", ",.3f"),
-    "change": lambda r: MISSING if r.change_percent is None else f"{r.change_percent:+.2f} % ± {r.change_stderr:.2f}",
+    "change": lambda r: (
+        number(r.change_percent, "+.2f", " %") + ("" if r.change_stderr is None else f" ± {r.change_stderr:.2f}")
+    ),
     "KL / token": lambda r: format_kl(r.kl_mean),
     "top-1": lambda r: share(r.top1_agreement),
     "tokens/s": of("tokens_per_second", ",.0f"),
@@ -305,7 +307,7 @@ def stress_page(section: StressSection) -> Page:
         ratios = (number(ratio, ",.1f") for ratio in (twin.key_ratio, twin.query_ratio))
         for table, column, facts in ((kl, "KL / token", ratios), (change, "change", ())):
             cells = (COLUMNS[column](results[label]) if label in results else MISSING for label in labels)
-            table.append([twin.title, *facts, *cells])
+            table.append([twin.name, *facts, *cells])
     tables += [
         Table(("twin", "key ratio", "query ratio", *labels), kl, f"KL per token from the twin's own {reference}"),
         Table(("twin", *labels), change, f"Change of perplexity against the twin's own {reference}"),

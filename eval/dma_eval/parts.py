@@ -10,7 +10,6 @@ import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from enum import StrEnum
 from functools import partial
 from importlib import resources
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 from .command import KEY, REQUIRED, option
 from .errors import UserError
 from .files import parse
+from .results import RetrievalKind
 
 SUITES = resources.files("dma_eval") / "suites"
 window, task, piece, prompt = (partial(option, panel=name) for name in ("Windows", "Tasks", "Parts", "Prompts"))
@@ -102,13 +102,6 @@ class TasksPart:
     )
     batch_size: int = sequences_option()
     chat_template: bool = task(False, "--apply-chat-template", help="Format prompts with the model's chat template.")
-
-
-class RetrievalKind(StrEnum):
-    """What is hidden in a long prompt."""
-
-    NEEDLE = "needle"
-    KV = "kv"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -386,7 +386,7 @@ def plot_stress(section: StressSection, title: str, path: Path) -> None:
             rows = range(len(measured))
             ax.plot(values, rows, color=color, label=label, linestyle="none", markeredgewidth=1.5, **marker)
     ax.set_xscale("log")
-    ax.set_yticks(range(len(measured)), [twin.title for twin, _ in measured])
+    ax.set_yticks(range(len(measured)), [twin.name for twin, _ in measured])
     ax.set_ylim(len(measured) - 0.5, -0.5)
     ax.set_xlabel("KL per token from the twin's own exact attention, nats")
     legend_below(figure, ax)

@@ -5,7 +5,8 @@ written. ``schema_version`` increases when a field is added, removed or changes 
 (of a failed backend, or without a reference) are null. Fields that an older file lacks get their default.
 Version 2 added ``tasks``, ``fidelity``, ``retrieval`` and ``part_seconds``. Version 3 added ``skip_windows``,
 ``spread`` and ``windows_left``. Version 4 added ``stress``, version 5 ``skipped`` and ``thresholds``, and version 6
-``equal_share``. Files of a newer version are refused.
+``equal_share``. Version 7 renamed the twin ``as it is`` to ``unchanged``, and older files are read with the new name.
+Files of a newer version are refused.
 """
 
 from __future__ import annotations
@@ -14,17 +15,39 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
+from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
+
+from annotated_types import MinLen
+from pydantic import AfterValidator, NonNegativeFloat, PositiveInt
 
 from .environment import Environment, collect, command_line
 from .errors import UserError
 from .files import parse
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 RESULTS = "results.json"
 """The report in a run's folder."""
 Kind = TypeVar("Kind", bound="Results")
+Backend = TypeVar("Backend")
+
+
+def _expect(holds: bool, what: str) -> None:
+    """Raise if what belongs together in a section does not fit, as after a change by hand."""
+    if not holds:
+        raise ValueError(f"expected {what}")
+
+
+def _labelled(backends: list[Any]) -> list[Any]:
+    """Check that there are backends, and that each has its own label."""
+    labels = [each.label for each in backends]
+    _expect(0 < len(labels) == len(set(labels)), f"one or more backends, each with its own label, got {labels}")
+    return backends
+
+
+Backends = Annotated[list[Backend], AfterValidator(_labelled)]
+TwinName = Annotated[str, AfterValidator(lambda name: "unchanged" if name == "as it is" else name)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +107,8 @@ class BackendResult(BackendInfo):
     perplexity: float | None = None  # exp(``nll``)
     nll: float | None = None  # mean negative log-likelihood per scored token, in nats
     change_percent: float | None = None  # change of the perplexity against the reference
-    change_stderr: float | None = None  # its standard error, from differences of tokens treated as independent
+    # Its standard error, from differences of tokens treated as independent.
+    change_stderr: NonNegativeFloat | None = None
     kl_mean: float | None = None  # mean of KL(reference || backend) per scored token, in nats
     kl_p99: float | None = None  # its 99th percentile over tokens
     kl_max: float | None = None  # its maximum over tokens
@@ -117,9 +141,15 @@ class PerplexitySection:
     tokens_scored: int  # tokens that each backend predicted and was scored on
     # What ``peak_memory_bytes`` counts: ``cuda_allocated`` (PyTorch, exact, all GPUs) or ``process_rss`` (resident set
     # of the process, sampled).
-    memory_kind: str
+    memory_kind: Literal["cuda_allocated", "process_rss"]
     position_edges: list[int]  # bucket i holds positions ``position_edges[i]`` to ``position_edges[i + 1] - 1``
-    backends: list[BackendResult]  # in the given order; the first is the reference
+    backends: Backends[BackendResult]  # in the given order; the first is the reference
+
+    def __post_init__(self) -> None:
+        buckets = len(self.position_edges) - 1
+        for each in self.backends:
+            fits = {len(each.position_nll), len(each.position_kl)} <= {0, buckets}
+            _expect(fits, f"position_nll and position_kl of {each.label} in {buckets} buckets")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,9 +257,18 @@ class TaskSection:
     chat_template: bool  # whether prompts use the model's chat template
     confidence: float  # level of the intervals
     resamples: int  # bootstrap resamples for each interval
-    backends: list[TaskBackend]  # in the given order; the first is the reference
+    backends: Backends[TaskBackend]  # in the given order; the first is the reference
     tasks: list[TaskResult] = field(default_factory=list)  # one entry per task
     groups: list[GroupMetric] = field(default_factory=list)  # metrics of groups of tasks
+
+    def __post_init__(self) -> None:
+        labels = [each.label for each in self.backends]
+        for task in self.tasks:
+            for metric in task.metrics:
+                given = [value.label for value in metric.values]
+                _expect(given == labels, f"values of {task.name}, {metric.name} for {labels}, got {given}")
+        for group in self.groups:
+            _expect(list(group.values) == labels, f"values of {group.group} for {labels}, got {list(group.values)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,13 +281,18 @@ class HeadErrors:
     cosine: list[list[float]]  # mean over tokens of the cosine of output and reference, ``[layer][query head]``
     skipped: list[list[float]] | None = None  # share of low tiles skipped; null for a backend that skips none
 
+    def __post_init__(self) -> None:
+        shapes = {tuple(map(len, rows)) for rows in (self.relative_l1, self.cosine, self.skipped) if rows is not None}
+        heads = {count for shape in shapes for count in shape}
+        _expect(len(shapes) == len(heads) == 1 and 0 not in heads, f"as many heads in every layer of {self.label}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence:
     """Where one backend's greedy continuations diverge from the reference's."""
 
     label: str  # the backend
-    same_tokens: list[int]  # for each prompt, number of leading tokens that equal the reference's
+    same_tokens: Annotated[list[int], MinLen(1)]  # for each prompt, number of leading tokens that equal the reference's
     # Share of the first 64, 256, ... tokens that equal the reference's at the same place, mean over prompts; by that
     # number of tokens. Empty in older files.
     equal_share: dict[str, float] = field(default_factory=dict)
@@ -261,7 +305,7 @@ class RetrievalCell:
     length: int  # tokens of the prompt, at most
     depth: float  # position of the answer in the prompt, from 0 (start) to 1 (end)
     correct: int  # samples whose whole answer is the greedy continuation
-    samples: int  # samples
+    samples: PositiveInt  # samples
     nll: float  # mean negative log-likelihood of the answers per token, in nats
 
 
@@ -273,15 +317,27 @@ class RetrievalBackend(BackendInfo):
     cells: list[RetrievalCell]  # by length, then by depth
 
 
+class RetrievalKind(StrEnum):
+    """What is hidden in a long prompt."""
+
+    NEEDLE = "needle"
+    KV = "kv"
+
+
 @dataclass(frozen=True, kw_only=True)
 class RetrievalSection:
     """Backends compared at finding one passage in a long prompt."""
 
-    kind: str  # ``needle`` (a sentence in prose) or ``kv`` (one pair among pairs of keys and values)
+    kind: RetrievalKind  # ``needle`` (a sentence in prose) or ``kv`` (one pair among pairs of keys and values)
     lengths: list[int]  # lengths of the prompts, in tokens
     depths: list[float]  # places of the answer
     samples: int  # samples per length and depth
-    backends: list[RetrievalBackend]  # in the given order; the first is the reference
+    backends: Backends[RetrievalBackend]  # in the given order; the first is the reference
+
+    def __post_init__(self) -> None:
+        for cell in (cell for backend in self.backends for cell in backend.cells):
+            is_known = cell.length in self.lengths and cell.depth in self.depths
+            _expect(is_known, f"lengths {self.lengths} and depths {self.depths}, got {cell.length}, {cell.depth}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,6 +355,10 @@ class FidelitySection:
     new_tokens: int  # tokens generated after each
     divergence: list[Divergence]  # where greedy continuations diverge; one entry per backend
 
+    def __post_init__(self) -> None:
+        horizons = {tuple(each.equal_share) for each in self.divergence}
+        _expect(len(horizons) <= 1, f"equal_share of the same numbers of tokens, got {sorted(horizons)}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ChannelRange:
@@ -314,7 +374,7 @@ class ChannelRange:
 class TwinResult:
     """One twin of the model."""
 
-    name: str  # what was changed in it
+    name: TwinName  # what was changed in it
     is_same_function: bool  # whether it computes the same function as the model
     # The largest ratio of a key channel's range to the median channel's, over its layers.
     key_ratio: float | None = None
@@ -322,11 +382,6 @@ class TwinResult:
     refused: str | None = None  # why the model cannot be changed like this, or null
     # The results of the backends; null if the twin was refused. The first backend is exact on the same twin.
     tokens: PerplexitySection | None = None
-
-    @property
-    def title(self) -> str:
-        """Its name on pages and plots."""
-        return "unchanged" if self.name == "as it is" else self.name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,6 +394,11 @@ class ThresholdStudy:
     skipped: list[float]  # share of low tiles that each skips in the first window
     tokens: PerplexitySection  # the reference, and the backend with each threshold
 
+    def __post_init__(self) -> None:
+        count = len(self.tokens.backends) - 1
+        _expect({None, self.own} <= set(self.thresholds), f"thresholds with null and {self.own}, got {self.thresholds}")
+        _expect(len(self.thresholds) == len(self.skipped) == count, f"{count} thresholds, and a share for each")
+
 
 @dataclass(frozen=True, kw_only=True)
 class StressSection:
@@ -349,6 +409,9 @@ class StressSection:
     twins: list[TwinResult]  # the unchanged model comes first
     query_ranges: list[ChannelRange] = field(default_factory=list)  # the same for queries; empty in older files
     thresholds: list[ThresholdStudy] = field(default_factory=list)  # of backends that skip tiles; empty in older files
+
+    def __post_init__(self) -> None:
+        _expect(any(twin.tokens is not None for twin in self.twins), "twins with results")
 
 
 @dataclass(frozen=True, kw_only=True)

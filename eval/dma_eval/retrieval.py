@@ -20,7 +20,7 @@ from .data import Text, tokenize
 from .errors import UserError, one_line
 from .parts import RetrievalPart
 from .reading import NonFiniteLogitsError, log_likelihood, origin, read
-from .results import RetrievalBackend, RetrievalCell, RetrievalSection
+from .results import RetrievalBackend, RetrievalCell, RetrievalKind, RetrievalSection
 from .session import Session, share, united
 
 SHORTEST = 1024
@@ -45,7 +45,9 @@ def default_lengths(max_context: int | None) -> list[int]:
     return lengths[-4:] or [limit]
 
 
-def measure_retrieval(session: Session, kind: str, text: Text | None, part: RetrievalPart) -> RetrievalSection:
+def measure_retrieval(
+    session: Session, kind: RetrievalKind, text: Text | None, part: RetrievalPart
+) -> RetrievalSection:
     """Ask every backend the same questions. ``kind`` is ``needle``, which needs a text, or ``kv``."""
     loaded = session.loaded
     lengths = sorted(set(part.lengths)) or default_lengths(loaded.max_context)

@@ -63,7 +63,7 @@ class Twin:
 
 
 TWINS = (
-    Twin("as it is"),
+    Twin("unchanged"),
     Twin("keys x 8", keys=8.0),
     Twin("keys x 32", keys=32.0),
     Twin("queries x 8", keys=1 / 8),

@@ -105,9 +105,9 @@ def test_cache_formats_are_measured(run: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(script, "FORMATS", [script.UNROTATED, script.INT4])
     results = run(script, "measure_cache_formats", "--context", 512, "--windows", 1)["results"]
     assert list(dict.fromkeys(each["twin"] for each in results)) == list(script.MEASURED)
-    names = [each["format"] for each in results if each["twin"] == "as it is"]
+    names = [each["format"] for each in results if each["twin"] == "unchanged"]
     assert names[:3] == ["int4, not rotated", "int4, V rotated", "int4, V rotated; the first layer in int8"]
-    assert all(0 < each["kl"] < 1 for each in results if each["twin"] == "as it is")
+    assert all(0 < each["kl"] < 1 for each in results if each["twin"] == "unchanged")
 
 
 def test_draws_are_measured(run: Any) -> None:

@@ -304,7 +304,7 @@ class TestPlots:
     def test_no_line_joins_twins(self, section: PerplexitySection, drawn: list[Figure]) -> None:
         twins = [
             TwinResult(name=name, is_same_function=True, key_ratio=1.0, query_ratio=1.0, refused=None, tokens=section)
-            for name in ("as it is", "keys x 8")
+            for name in ("unchanged", "keys x 8")
         ]
         plot_stress(StressSection(range_tokens=64, key_ranges=[], query_ranges=[], twins=twins), "", Path("p.png"))
         assert {line.get_linestyle() for line in drawn[0].axes[0].get_lines()} == {"None"}
@@ -406,7 +406,7 @@ class TestPlots:
         """A backend that failed has no line; in SVG, Matplotlib puts every text into a comment beside its outlines."""
         tokens = replace(section, backends=[*section.backends, FAILED])
         twin = TwinResult(
-            name="as it is", is_same_function=True, key_ratio=1.0, query_ratio=1.0, refused=None, tokens=tokens
+            name="unchanged", is_same_function=True, key_ratio=1.0, query_ratio=1.0, refused=None, tokens=tokens
         )
         stress = StressSection(range_tokens=64, key_ranges=[], query_ranges=[], twins=[twin])
         plot_stress(stress, "A title", tmp_path / "p.svg")
