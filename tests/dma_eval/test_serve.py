@@ -560,34 +560,6 @@ def test_stop_strings_of_any_length():
     assert (stops.is_found, stops.flush()) == (True, "")
 
 
-def test_tokens_that_follow_soon_are_shown_together(question):
-    tokenizer = load_model(str(DEMO_MODEL), dtype="float32", device="cpu").tokenizer
-    ids = tokenizer(question).input_ids[:12]
-
-    async def answer(seconds, stops=()):
-        job = Job(tokenizer, 1, len(ids), stops, None)
-        for token in ids:
-            job.feed([token], seconds)
-            await asyncio.sleep(0)
-        job.finish()
-        pieces = [job.queue.get_nowait() for _ in range(job.queue.qsize())]
-        assert pieces.pop() is None
-        return pieces, job
-
-    text = tokenizer.decode(ids)
-    alone, _ = asyncio.run(answer(0.0))
-    together, job = asyncio.run(answer(60.0))
-    assert "".join(alone) == "".join(together) == text
-    assert len(alone) > len(together) == 2  # the first token is not held back
-    assert (job.ids, job.finish_reason) == (ids, "length")
-
-    stop = tokenizer.decode(ids[3:5])
-    before = {seconds: asyncio.run(answer(seconds, [stop])) for seconds in (0.0, 60.0)}
-    for pieces, job in before.values():
-        assert "".join(pieces) == text[: text.index(stop)]
-        assert (job.ids, job.finish_reason) == (ids[:5], "stop")  # no token after the stop string counts
-
-
 def test_requests_that_lose_their_pages_are_counted(question):
     """Each of three requests grows beyond a page, and the cache has four."""
     loaded = load_model(str(DEMO_MODEL), dtype="float32", device="cpu")

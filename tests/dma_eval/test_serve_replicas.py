@@ -343,7 +343,7 @@ def test_requests_that_arrive_together_are_spread_evenly():
     asyncio.run(choose(30))
 
 
-def test_the_first_part_of_an_answer_has_a_text():
+def test_tokens_that_a_busy_replica_generates_meanwhile_are_sent_together():
     pytest.importorskip("ray", reason="the extra 'ray' is not installed")
     from dma_eval.serving import replicas
     from dma_eval.serving.gate import Gate
@@ -358,9 +358,9 @@ def test_the_first_part_of_an_answer_has_a_text():
         await send({"type": "http.response.start", "status": 200, "headers": []})
         raise RuntimeError("it failed")
 
-    def read(application):
+    def read(application, seconds_per_part=0.001):
         model = object.__new__(replicas.Model)
-        model._gate = Gate(application)
+        model._gate, model._seconds_per_part = Gate(application), seconds_per_part
         scope = {"method": "POST", "path": "/", "query_string": b"", "headers": []}
         parts = []
 
@@ -374,11 +374,14 @@ def test_the_first_part_of_an_answer_has_a_text():
             return parts, error
         return parts, None
 
-    parts, _ = read(application)
-    first, *others = (message for part in parts for message in part)
-    assert first["type"] == "http.response.start"
-    assert len(parts[0]) > 1  # another replica can take over until a text is sent
-    assert b"".join(message["body"] for message in others) == b"012345678"
+    alone, _ = read(application)
+    busy, _ = read(application, seconds_per_part=0.5)
+    for parts in (alone, busy):
+        first, *others = (message for part in parts for message in part)
+        assert first["type"] == "http.response.start"
+        assert len(parts[0]) > 1  # another replica can take over until a text is sent
+        assert b"".join(message["body"] for message in others) == b"012345678"
+    assert len(busy) == 2 < len(alone)
     parts, error = read(failing)
     assert parts == []  # none without a text
     assert str(error) == "it failed"

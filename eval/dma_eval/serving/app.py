@@ -161,8 +161,7 @@ def load(settings: Settings) -> tuple[LoadedModel, Backend, Engine]:
     activate(loaded.model, backend)
     if not settings.continuous_batching:
         return loaded, backend, Sequential(loaded)
-    batches = batching_settings(loaded.model, settings.cache_gib)
-    return loaded, backend, Batched(loaded, batches, settings.max_replicas or settings.replicas)
+    return loaded, backend, Batched(loaded, batching_settings(loaded.model, settings.cache_gib))
 
 
 def serve(app: FastAPI, engine: Engine, listener: socket.socket, settings: Settings, api_key: str | None) -> None:

@@ -27,11 +27,6 @@ from .checks import ApiError, Request
 
 SHUTDOWN_SECONDS = 1.0
 WATCH_SECONDS = 0.5  # between two checks of the generation thread
-PARTS_PER_SECOND = 500
-"""Most pieces of text that a server sends to all its clients. Each costs CPU time beside the generation thread.
-
-With 32 open requests a client gets new text every 64 ms: as a rule several tokens.
-"""
 CPU_BATCH_TOKENS = 2048  # a batch cannot be interrupted; Transformers' default of 8,192 takes half a minute on a CPU
 END = None  # the last item of a job's queue
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # the decoded form of an incomplete character
@@ -41,19 +36,19 @@ class StopFilter:
     """Cuts a streamed text at the first stop string, and holds back text that may be the beginning of one."""
 
     def __init__(self, stops: Iterable[str]) -> None:
-        self.stops = tuple(stops)
+        self._stops = tuple(stops)
         self._held = ""
         self.is_found = False
 
     def feed(self, text: str) -> str:
         """Return the text that may be shown."""
         held = self._held + text
-        found = [place for stop in self.stops if (place := held.find(stop)) >= 0]
+        found = [place for stop in self._stops if (place := held.find(stop)) >= 0]
         if found:
             self.is_found = True
             self._held = ""
             return held[: min(found)]
-        shown = len(held) - max((self._begun(stop, held) for stop in self.stops), default=0)
+        shown = len(held) - max((self._begun(stop, held) for stop in self._stops), default=0)
         self._held = held[shown:]
         return held[:shown]
 
@@ -90,8 +85,6 @@ class Job:
         self._tokenizer, self._parser, self._limit = tokenizer, parser, limit
         self._stop = StopFilter(stops)
         self._shown = self._read = 0  # tokens before these are shown; are decoded
-        self._new: list[int] = []  # tokens that were not decoded yet
-        self._timer: asyncio.TimerHandle | None = None  # after which they are
         if parser is not None:
             self._emit_events(parser.initial_events)
 
@@ -105,41 +98,23 @@ class Job:
         """Whether the answer is finished."""
         return self.finish_reason is not None or self.error is not None or self.is_cancelled.is_set()
 
-    def feed(self, tokens: Iterable[int], seconds: float = 0.0) -> None:
-        """Add new tokens. Their text follows within so many seconds, that of the first token at once."""
-        self._new += tokens
-        if self.first_token_seconds is None and self._new:
-            self.first_token_seconds = time.perf_counter() - self.started
-            seconds = 0.0
-        if seconds == 0.0:
-            self._show()
-        elif self._timer is None:
-            self._timer = self.loop.call_later(seconds, self._show)
-
-    def _show(self) -> None:
-        """Decode the new tokens and put their text into the queue."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        new, self._new = self._new, []
-        if self.is_over or not new:
-            return
-        size = 1 if self._stop.stops else len(new)  # a stop string ends the answer at its own token
-        text = ""
-        for start in range(0, len(new), size):
-            self.ids += new[start : start + size]
-            text += self._stop.feed(self._decode())
+    def feed(self, tokens: Iterable[int]) -> None:
+        """Add new tokens."""
+        for token in tokens:
+            if self.is_over:
+                return
+            if self.first_token_seconds is None:
+                self.first_token_seconds = time.perf_counter() - self.started
+            self.ids.append(token)
+            text = self._decode()
+            if text and (shown := self._stop.feed(text)):
+                self._emit(shown)
             if self._stop.is_found:
-                break
-        if text:
-            self._emit(text)
-        if self._stop.is_found:
-            self._end("stop")
-            self._halt()
+                self._end("stop")
+                self._halt()
 
     def finish(self) -> None:
         """Finish the answer: the model has generated its last token."""
-        self._show()
         if not self.is_over:
             rest = self._stop.feed(self._decode(is_last=True))
             if rest := rest + self._stop.flush():
@@ -345,18 +320,12 @@ UNBATCHED = (
 class Batched(Engine):
     """Continuous batching. Each request has its own temperature (0 is greedy), ``top_p`` and ``top_k``.
 
-    Args:
-        loaded: The model.
-        batches: Sizes of its batches and cache.
-        replicas: How many such engines the server has, which together keep to :data:`PARTS_PER_SECOND`.
-
     Raises:
         UserError: The generation thread does not start.
     """
 
-    def __init__(self, loaded: LoadedModel, batches: ContinuousBatchingConfig, replicas: int = 1) -> None:
+    def __init__(self, loaded: LoadedModel, batches: ContinuousBatchingConfig) -> None:
         self._loaded = loaded
-        self._seconds_per_part = replicas / PARTS_PER_SECOND
         self._vocabulary = loaded.model.config.get_text_config().vocab_size
         batches.per_request_processors = True
         if loaded.model.device.type == "cpu" and batches.max_batch_tokens is None:
@@ -404,7 +373,7 @@ class Batched(Engine):
             if output.error is not None:
                 job.fail(ApiError(f"generation failed: {output.error}", status=500 if self.is_alive() else 503))
             else:
-                job.feed(new, self._seconds_per_part * len(self._jobs))
+                job.feed(new)
                 if output.is_finished():
                     job.finish()
             if output.error is not None or output.is_finished():
