@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from itertools import cycle, pairwise
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -54,17 +53,14 @@ LEAST_REACH = 1.0  # percentage points to each side, so that a small difference 
 GRID: dict[str, Any] = {"color": "#dddddd", "linewidth": 0.8}
 MARKERS = ("o", "s", "^", "D", "v", "P")
 GIB = 2**30
+HEADS = "Query head", "Layer"
 
 
-def make_figure(height: float, width: float = WIDTH) -> Figure:
-    """Return an empty figure; sizes are in inches."""
-    return Figure(figsize=(width, height), dpi=DPI, layout="constrained")
-
-
-def save(figure: Figure, title: str, path: Path) -> None:
-    """Add the title and write the file."""
+def make_figure(title: str, height: float, width: float = WIDTH) -> Figure:
+    """Return a figure with a title; sizes are in inches."""
+    figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
     figure.suptitle(title, fontsize=12, fontweight="bold")
-    figure.savefig(path)
+    return figure
 
 
 def tidy(ax: Axes, *, rows: bool = False) -> None:
@@ -102,9 +98,7 @@ def _color(label: str) -> str | None:
     return COLORS.get(re.sub(r"^(?:sdpa[:+])?(quanto|hqq|fp8)\d*$", r"\1", name))
 
 
-def plot_comparison(
-    section: PerplexitySection, title: str, path: Path, *, quality: bool = True, positions: bool = True
-) -> None:
+def plot_comparison(section: PerplexitySection, title: str, *, quality: bool = True, positions: bool = True) -> Figure:
     """Draw the quality of each backend, and loss and divergence by position; or one of the two."""
     others = len(section.backends) - 1
     drawn: list[tuple[Callable[[FigureBase, PerplexitySection], None], float]] = []  # with their heights
@@ -113,11 +107,11 @@ def plot_comparison(
     if positions:
         drawn.append((_draw_positions, 4.2 if drawn else 4.6))
     heights = [height for _, height in drawn]
-    figure = make_figure(sum(heights))
+    figure = make_figure(title, sum(heights))
     places = figure.subfigures(len(drawn), 1, squeeze=False, height_ratios=heights, hspace=0.04)
     for (draw, _), (place,) in zip(drawn, places, strict=True):
         draw(place, section)
-    save(figure, title, path)
+    return figure
 
 
 def _draw_quality(figure: FigureBase, section: PerplexitySection) -> None:
@@ -218,11 +212,11 @@ def _draw_positions(figure: FigureBase, section: PerplexitySection) -> None:
     legend_below(figure, axes[0])
 
 
-def plot_tasks(section: TaskSection, title: str, path: Path) -> None:
+def plot_tasks(section: TaskSection, title: str) -> Figure:
     """Draw the difference of each task's accuracy from the reference, in points, with its interval."""
     reference, *others = section.backends
     rows = [(task, metric) for task in section.tasks if (metric := task.accuracy) is not None]
-    figure = make_figure(1.9 + (0.16 * len(others) + 0.24) * max(1, len(rows)))
+    figure = make_figure(f"{title}: accuracy", 1.9 + (0.16 * len(others) + 0.24) * max(1, len(rows)))
     ax = figure.subplots()
     tidy(ax, rows=True)
     styles = line_styles(backend.label for backend in section.backends)
@@ -246,17 +240,17 @@ def plot_tasks(section: TaskSection, title: str, path: Path) -> None:
     intervals = f"with {share(section.confidence, '.0f')} intervals"
     ax.set_xlabel(f"Difference from {reference.label}, percentage points, {intervals}")
     legend_below(figure, ax)
-    save(figure, f"{title}: accuracy", path)
+    return figure
 
 
-def plot_tradeoff(sections: Sequence[PerplexitySection], title: str, path: Path) -> None:
+def plot_tradeoff(sections: Sequence[PerplexitySection], title: str) -> Figure:
     """Draw quality against speed, one point for each backend and context, and against memory where that is exact.
 
     Backends that read through a cache, and simulations, are lines: nobody runs a model at their speed.
     The resident memory of a process is not drawn, because it varies more from run to run than between backends.
     """
     has_memory = all(section.memory_kind == "cuda_allocated" for section in sections)
-    figure = make_figure(4.6)
+    figure = make_figure(f"{title}: quality against speed{' and memory' if has_memory else ''}", 4.6)
     axes = figure.subplots(1, 1 + has_memory, sharey=True, squeeze=False)[0]
     styles = line_styles(backend.label for section in sections for backend in section.backends)
     changes: list[float] = []
@@ -289,10 +283,10 @@ def plot_tradeoff(sections: Sequence[PerplexitySection], title: str, path: Path)
     axes[0].set_ylabel("Change of perplexity, %")
     _widen(axes[0], "y", changes)
     legend_below(figure, axes[0])
-    save(figure, f"{title}: quality against speed{' and memory' if has_memory else ''}", path)
+    return figure
 
 
-def plot_heads(section: FidelitySection, title: str, path: Path) -> None:
+def plot_heads(section: FidelitySection, title: str) -> Figure:
     """Draw the relative L1 error of each head, one heat map per backend."""
     maps = []
     for heads in section.heads:
@@ -305,24 +299,27 @@ def plot_heads(section: FidelitySection, title: str, path: Path) -> None:
     low = max(low, high * 1e-5)
     high = max(high, low * 1.01)
     maps = [(heading, np.maximum(errors, low)) for heading, errors in maps]
-    figure, _, bar = _heat_maps(maps, "Query head", "Layer", "Relative L1 error", norm=LogNorm(low, high))
+    figure = _heat_maps(
+        f"{title}: error of each head's attention output", maps, HEADS, "Relative L1 error", norm=LogNorm(low, high)
+    )
+    bar = figure.axes[-1]
     decades = math.log10(high / low)  # few labels in a wide range, more in a narrow one, so that they do not overlap
     steps = (1.0,) if decades > 3 else (1.0, 3.0) if decades > 1.2 else (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
-    bar.ax.yaxis.set_major_locator(LogLocator(subs=steps))
-    bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.2g} %"))
-    bar.ax.yaxis.set_minor_locator(NullLocator())
-    save(figure, f"{title}: error of each head's attention output", path)
+    bar.yaxis.set_major_locator(LogLocator(subs=steps))
+    bar.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.2g} %"))
+    bar.yaxis.set_minor_locator(NullLocator())
+    return figure
 
 
-def plot_skipped(section: FidelitySection, title: str, path: Path) -> None:
+def plot_skipped(section: FidelitySection, title: str) -> Figure:
     """Draw the share of low tiles that each head skips, one heat map per backend that skips any."""
     shares = {heads.label: np.array(heads.skipped) for heads in section.heads if heads.skipped is not None}
     maps = [(f"{label}\n{share(each.mean())} of all", each) for label, each in shares.items()]
-    figure, _, _ = _heat_maps(maps, "Query head", "Layer", "Low tiles skipped, share", vmin=0, vmax=1)
-    save(figure, f"{title}: tile skipping at {section.tokens.context:,} tokens", path)
+    title = f"{title}: tile skipping at {section.tokens.context:,} tokens"
+    return _heat_maps(title, maps, HEADS, "Low tiles skipped, share", vmin=0, vmax=1)
 
 
-def plot_retrieval(section: RetrievalSection, title: str, path: Path) -> None:
+def plot_retrieval(section: RetrievalSection, title: str) -> Figure:
     """Draw the share of answers found by depth and length, one heat map per backend."""
     maps = []
     for backend in section.backends:
@@ -330,49 +327,57 @@ def plot_retrieval(section: RetrievalSection, title: str, path: Path) -> None:
         for cell in backend.cells:
             found[section.depths.index(cell.depth), section.lengths.index(cell.length)] = cell.correct / cell.samples
         maps.append((backend.label + (" (failed)" if backend.failure else ""), found))
-    labels = "Prompt, tokens", "Depth of the answer", "Found, share of samples"
-    figure, axes, _ = _heat_maps(maps, *labels, height=1.1 + 0.45 * len(section.depths), vmin=0, vmax=1)
-    for ax, (_, found) in zip(axes, maps, strict=True):
+    height, axes = 1.1 + 0.45 * len(section.depths), ("Prompt, tokens", "Depth of the answer")
+    title, label = f"{title}: retrieval, {section.kind}", "Found, share of samples"
+    figure = _heat_maps(title, maps, axes, label, height=height, vmin=0, vmax=1)
+    for ax, (_, found) in zip(figure.axes, maps, strict=False):
         for (row, column), value in np.ndenumerate(found):
             if not np.isnan(value):
                 color = "white" if value < 0.5 else "black"
                 ax.text(column, row, share(value, ".0f"), ha="center", va="center", fontsize=9, color=color)
         ax.set_xticks(range(len(section.lengths)), [f"{length:,}" for length in section.lengths])
         ax.set_yticks(range(len(section.depths)), [share(depth, ".0f") for depth in section.depths])
-    save(figure, f"{title}: retrieval, {section.kind}", path)
+    return figure
 
 
 def _heat_maps(
-    maps: Sequence[tuple[str, Array]], xlabel: str, ylabel: str, label: str, height: float | None = None, **style: Any
-) -> tuple[Figure, list[Any], Any]:
-    """Draw heat maps with titles, at most four in a row, and a bar of the colours.
+    title: str,
+    maps: Sequence[tuple[str, Array]],
+    axes: tuple[str, str],
+    label: str,
+    height: float | None = None,
+    **style: Any,
+) -> Figure:
+    """Draw heat maps with headings, at most four in a row, and a bar of the colours, which is the last of the axes.
 
-    ``height`` is that of a row in inches, by default that of a layer for each row of a map.
+    ``axes`` and ``label`` are the labels of the x axis, the y axis and the bar. ``height`` is that of a row in inches,
+    by default that of a layer for each row of a map.
     """
     height = min(6.0, 1.2 + 0.13 * len(maps[0][1])) if height is None else height
     columns = min(len(maps), 4)
     rows = -(-len(maps) // columns)
-    figure = make_figure(1.3 + rows * height)
-    axes = list(figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flat)
-    for index, (ax, (title, values)) in enumerate(zip(axes, maps, strict=False)):
+    figure = make_figure(title, 1.3 + rows * height)
+    places = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flatten()
+    for index, (ax, (heading, values)) in enumerate(zip(places, maps, strict=False)):
         image = ax.imshow(values, aspect="auto", interpolation="nearest", **style)
-        ax.set_title(title, fontsize=9)
+        ax.set_title(heading, fontsize=9)
         for axis in (ax.xaxis, ax.yaxis):
             axis.get_major_locator().set_params(integer=True)
         if index % columns == 0:
-            ax.set_ylabel(ylabel)
+            ax.set_ylabel(axes[1])
         if index >= len(maps) - columns:  # the lowest of its column, which need not be in the last row
-            ax.set_xlabel(xlabel)
+            ax.set_xlabel(axes[0])
             ax.tick_params(labelbottom=True)
-    for ax in axes[len(maps) :]:
+    for ax in places[len(maps) :]:
         ax.set_visible(False)
-    return figure, axes[: len(maps)], figure.colorbar(image, ax=axes, label=label)
+    figure.colorbar(image, ax=list(places), label=label)
+    return figure
 
 
-def plot_stress(section: StressSection, title: str, path: Path) -> None:
+def plot_stress(section: StressSection, title: str) -> Figure:
     """Draw the divergence of each backend on each twin, one row per twin."""
     measured = [(twin, twin.tokens) for twin in section.twins if twin.tokens is not None]
-    figure = make_figure(2.2 + 0.42 * len(measured))
+    figure = make_figure(f"{title}: twins with larger outlier channels", 2.2 + 0.42 * len(measured))
     ax = figure.subplots()
     tidy(ax, rows=True)
     ax.grid(True, axis="y", **GRID)
@@ -390,12 +395,12 @@ def plot_stress(section: StressSection, title: str, path: Path) -> None:
     ax.set_ylim(len(measured) - 0.5, -0.5)
     ax.set_xlabel("KL per token from the twin's own exact attention, nats")
     legend_below(figure, ax)
-    save(figure, f"{title}: twins with larger outlier channels", path)
+    return figure
 
 
-def plot_thresholds(section: StressSection, title: str, path: Path) -> None:
+def plot_thresholds(section: StressSection, title: str) -> Figure:
     """Draw the divergence against the share of low tiles skipped, one point per threshold."""
-    figure = make_figure(4.0)
+    figure = make_figure(f"{title}: thresholds of tile skipping", 4.0)
     ax = figure.subplots()
     tidy(ax)
     styles = line_styles(study.label for study in section.thresholds).values()
@@ -410,4 +415,4 @@ def plot_thresholds(section: StressSection, title: str, path: Path) -> None:
     ax.set_xlabel("Low tiles skipped, %")
     ax.set_ylabel("KL per token, nats")
     legend_below(figure, ax)
-    save(figure, f"{title}: thresholds of tile skipping", path)
+    return figure

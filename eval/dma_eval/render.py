@@ -5,11 +5,10 @@ from __future__ import annotations
 import base64
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tomli_w
 
@@ -20,8 +19,11 @@ from .names import reads_cache
 from .pages import MISSING, PAGES, Page, Table, can_retrieve, templates
 from .results import RESULTS, ModelInfo, Report, backend_configs, backend_groups
 
-Drawing = tuple[Callable[[Any, str, Path], None], str, str, Any, str, Any]
-"""A function of :mod:`plots`, the stem of its file, a caption, what is drawn, a title, and the section of the plot."""
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Drawing = tuple["Figure", str, str, Any]
+"""A plot, the stem of its file, its caption, and its section."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,10 @@ def write_run(report: Report, folder: Path) -> list[str]:
         write_json(report, folder / RESULTS)
         plots = []
         taken = Counter[str]()
-        for draw, stem, caption, drawn, title, section in _drawings(report):
+        for figure, stem, caption, section in _drawings(report):
             taken[stem] += 1
             file = f"{stem}.png" if taken[stem] == 1 else f"{stem}-{taken[stem]}.png"
-            draw(drawn, title, folder / file)
+            figure.savefig(folder / file)
             plots.append(Plot(caption, file, section))
         (folder / "report.md").write_text(to_markdown(report, plots), encoding="utf-8")
         (folder / "report.html").write_text(to_html(report, plots, folder), encoding="utf-8")
@@ -62,40 +64,37 @@ def _drawings(report: Report) -> Iterator[Drawing]:
     from . import plots  # Matplotlib takes half a second to import, and a card needs none
 
     name = Path(report.model.name).name
-    quality = partial(plots.plot_comparison, positions=False)
-    positions = partial(plots.plot_comparison, quality=False)
     for section in report.perplexity:
         context = f"context {section.context:,}"
         where = f"{name}, {context}"
         if len(section.backends) > 1:
-            caption = f"Quality of each backend at {context}"
-            yield quality, f"quality-{section.context}", caption, section, where, section
-        caption = f"Loss and divergence by position, {context}"
-        yield positions, f"positions-{section.context}", caption, section, where, section
+            figure = plots.plot_comparison(section, where, positions=False)
+            yield figure, f"quality-{section.context}", f"Quality of each backend at {context}", section
+        figure = plots.plot_comparison(section, where, quality=False)
+        yield figure, f"positions-{section.context}", f"Loss and divergence by position, {context}", section
     timed = [section for section in report.perplexity if section.backends[0].tokens_per_second is not None]
     if any(len(section.backends) > 1 for section in timed):
         caption = "Quality against speed; a line has no comparable speed (a cache or a simulation)"
-        yield plots.plot_tradeoff, "tradeoff", caption, timed, name, None
+        yield plots.plot_tradeoff(timed, name), "tradeoff", caption, None
     for tasks in report.tasks:
         if len(tasks.backends) > 1 and any(task.metrics for task in tasks.tasks):
-            yield plots.plot_tasks, "tasks", "Difference of accuracy, with 95 % intervals", tasks, name, tasks
+            yield plots.plot_tasks(tasks, name), "tasks", "Difference of accuracy, with 95 % intervals", tasks
     for fidelity in report.fidelity:
-        caption, title = "Loss and divergence by position, against SDPA in fp32", f"{name}, against SDPA in fp32"
-        yield positions, "fidelity", caption, fidelity.tokens, title, fidelity
+        figure = plots.plot_comparison(fidelity.tokens, f"{name}, against SDPA in fp32", quality=False)
+        yield figure, "fidelity", "Loss and divergence by position, against SDPA in fp32", fidelity
         if fidelity.heads:
             caption = "Error of every head's output, each layer on SDPA's own inputs"
-            yield plots.plot_heads, "heads", caption, fidelity, name, fidelity
+            yield plots.plot_heads(fidelity, name), "heads", caption, fidelity
         if any(heads.skipped is not None for heads in fidelity.heads):
-            caption = "Share of low tiles that every head skips"
-            yield plots.plot_skipped, "skipped", caption, fidelity, name, fidelity
+            yield plots.plot_skipped(fidelity, name), "skipped", "Share of low tiles that every head skips", fidelity
     for asked in filter(can_retrieve, report.retrieval):
         caption = f"Retrieval ({asked.kind}) by length and depth"
-        yield plots.plot_retrieval, f"retrieval-{asked.kind}", caption, asked, name, asked
+        yield plots.plot_retrieval(asked, name), f"retrieval-{asked.kind}", caption, asked
     for stress in report.stress:
-        yield plots.plot_stress, "stress", "Divergence on twins of the model", stress, name, stress
+        yield plots.plot_stress(stress, name), "stress", "Divergence on twins of the model", stress
         if stress.thresholds:
             caption = "Divergence against the share of low tiles skipped"
-            yield plots.plot_thresholds, "thresholds", caption, stress, name, stress
+            yield plots.plot_thresholds(stress, name), "thresholds", caption, stress
 
 
 def to_markdown(report: Report, plots: Sequence[Plot] = ()) -> str:

@@ -34,7 +34,6 @@ from dma_eval.results import (
     read_report,
 )
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from PIL import Image
 
 FAILED = BackendResult(label="broken", implementation="broken", config=None, failure="NaN | somewhere")
@@ -294,28 +293,21 @@ class TestMeasured:
 
 
 class TestPlots:
-    @pytest.fixture
-    def drawn(self, monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-        """Figures instead of files."""
-        figures: list[Figure] = []
-        monkeypatch.setattr(plots, "save", lambda figure, title, path: figures.append(figure))
-        return figures
-
-    def test_no_line_joins_twins(self, section: PerplexitySection, drawn: list[Figure]) -> None:
+    def test_no_line_joins_twins(self, section: PerplexitySection) -> None:
         twins = [
             TwinResult(name=name, is_same_function=True, key_ratio=1.0, query_ratio=1.0, refused=None, tokens=section)
             for name in ("unchanged", "keys x 8")
         ]
-        plot_stress(StressSection(range_tokens=64, key_ranges=[], query_ranges=[], twins=twins), "", Path("p.png"))
-        assert {line.get_linestyle() for line in drawn[0].axes[0].get_lines()} == {"None"}
-        assert [label.get_text() for label in drawn[0].axes[0].get_yticklabels()] == ["unchanged", "keys x 8"]
+        (ax,) = plot_stress(StressSection(range_tokens=64, key_ranges=[], query_ranges=[], twins=twins), "").axes
+        assert {line.get_linestyle() for line in ax.get_lines()} == {"None"}
+        assert [label.get_text() for label in ax.get_yticklabels()] == ["unchanged", "keys x 8"]
 
     @pytest.mark.parametrize("left_out", [{}, {"positions": False}, {"quality": False}])
     def test_is_a_picture(self, report: Report, tmp_path: Path, left_out: dict[str, bool]) -> None:
         """With a failed backend in it, a divergence of zero, and positions without a token."""
         section = report.perplexity[0]
         section.backends[1] = replace(section.backends[1], kl_mean=0.0)
-        plot_comparison(section, "A title", tmp_path / "p.png", **left_out)
+        plot_comparison(section, "A title", **left_out).savefig(tmp_path / "p.png")
         with Image.open(tmp_path / "p.png") as image:
             image.load()
             assert image.format == "PNG"
@@ -348,7 +340,7 @@ class TestPlots:
 
     def test_ticks_reach_beyond_every_value(self) -> None:
         """With one value that would squeeze all others; each end of the axis is a labelled tick."""
-        ax = plots.make_figure(3.0).subplots()
+        ax = plots.make_figure("A title", 3.0).subplots()
         values = [0.01, -0.02, 0.03, 0.02, 0.9]
         ax.plot(values)
         plots._widen(ax, "y", values)
@@ -358,16 +350,14 @@ class TestPlots:
         assert {low, high} <= set(ax.get_yticks())
         assert all(label.get_text() for label in ax.get_yticklabels())
 
-    def test_resident_memory_is_not_drawn(self, section: PerplexitySection, drawn: list[Figure]) -> None:
-        for kind in ("process_rss", "cuda_allocated"):
-            plots.plot_tradeoff([replace(section, memory_kind=kind)], "A title", Path("p.png"))
+    def test_resident_memory_is_not_drawn(self, section: PerplexitySection) -> None:
+        kinds = ("process_rss", "cuda_allocated")
+        drawn = [plots.plot_tradeoff([replace(section, memory_kind=kind)], "A title") for kind in kinds]
         assert [len(figure.axes) for figure in drawn] == [1, 2]
         assert all(ax.get_xlim()[0] == 0 for figure in drawn for ax in figure.axes)
 
     @pytest.mark.parametrize("errors", [[1e-5, 1e-1], [1e-3, 2e-3], [0.004, 0.03]])
-    def test_labels_of_a_colour_bar_do_not_overlap(
-        self, section: PerplexitySection, drawn: list[Figure], errors: list[float]
-    ) -> None:
+    def test_labels_of_a_colour_bar_do_not_overlap(self, section: PerplexitySection, errors: list[float]) -> None:
         heads = [HeadErrors(label="b", relative_l1=[errors], cosine=[[1.0, 1.0]])]
         fidelity = FidelitySection(
             tokens=section,
@@ -380,8 +370,7 @@ class TestPlots:
             new_tokens=0,
             divergence=[],
         )
-        plots.plot_heads(fidelity, "A title", Path("p.png"))
-        (figure,) = drawn
+        figure = plots.plot_heads(fidelity, "A title")
         FigureCanvasAgg(figure).draw()
         low, high = figure.axes[-1].get_ylim()
         ticks = zip(figure.axes[-1].get_yticks(), figure.axes[-1].get_yticklabels(), strict=True)
@@ -390,14 +379,14 @@ class TestPlots:
         assert not any(one.overlaps(other) for one, other in pairwise(sorted(boxes, key=lambda box: box.y0)))
 
     def test_of_one_backend(self, section: PerplexitySection, tmp_path: Path) -> None:
-        plot_comparison(replace(section, backends=section.backends[:1]), "Alone", tmp_path / "p.png")
+        plot_comparison(replace(section, backends=section.backends[:1]), "Alone").savefig(tmp_path / "p.png")
         with Image.open(tmp_path / "p.png") as image:
             assert image.width > image.height
 
     def test_grows_with_the_backends(self, section: PerplexitySection, tmp_path: Path) -> None:
         heights = []
         for count in (2, 3):
-            plot_comparison(replace(section, backends=section.backends[:count]), "Some", tmp_path / "p.png")
+            plot_comparison(replace(section, backends=section.backends[:count]), "Some").savefig(tmp_path / "p.png")
             with Image.open(tmp_path / "p.png") as image:
                 heights.append(image.height)
         assert heights[1] > heights[0]
@@ -409,12 +398,12 @@ class TestPlots:
             name="unchanged", is_same_function=True, key_ratio=1.0, query_ratio=1.0, refused=None, tokens=tokens
         )
         stress = StressSection(range_tokens=64, key_ranges=[], query_ranges=[], twins=[twin])
-        plot_stress(stress, "A title", tmp_path / "p.svg")
+        plot_stress(stress, "A title").savefig(tmp_path / "p.svg")
         text = (tmp_path / "p.svg").read_text(encoding="utf-8")
         assert [f"<!-- {result.label} -->" in text for result in tokens.backends] == [False, True, True, False]
 
     @pytest.mark.parametrize(("suffix", "start"), [("svg", b"<?xml"), ("pdf", b"%PDF")])
     def test_other_formats(self, section: PerplexitySection, tmp_path: Path, suffix: str, start: bytes) -> None:
         path = tmp_path / f"p.{suffix}"
-        plot_comparison(section, "A title", path, positions=False)
+        plot_comparison(section, "A title", positions=False).savefig(path)
         assert path.read_bytes().startswith(start)

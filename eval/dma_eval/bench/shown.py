@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
 from dma_eval.pages import MISSING, Columns, Table, make_table, number, of
-from dma_eval.plots import WIDTH, legend_below, line_styles, make_figure, save, tidy
+from dma_eval.plots import WIDTH, legend_below, line_styles, make_figure, tidy
 
 from .results import DecodeResult, GenerateReport, GenerateResult, PrefillResult, ServeResult, SpeedResult, UrlResult
 
@@ -191,7 +191,7 @@ def _draw(
     panels: Mapping[str, Panel], title: str, path: Path, *, columns: int, height: float = 4.2, width: float = WIDTH
 ) -> None:
     """Draw each panel below its heading, with one legend."""
-    figure = make_figure(height, width)
+    figure = make_figure(title, height, width)
     axes = figure.subplots(-(-len(panels) // columns), columns, squeeze=False).flatten()
     for ax, (heading, draw) in zip(axes, panels.items(), strict=False):
         draw(ax)
@@ -200,7 +200,7 @@ def _draw(
     for ax in axes[len(panels) :]:
         ax.set_visible(False)
     legend_below(figure, axes[0])
-    save(figure, title, path)
+    figure.savefig(path)
 
 
 def _lines(

@@ -67,7 +67,7 @@ def ppl(args: PplOptions, text: options.TextOptions, part: PerplexityPart) -> in
         if args.plot is not None:
             from dma_eval.plots import plot_comparison
 
-            plot_comparison(section, f"{Path(args.model).name}, context {section.context:,}", args.plot)
+            plot_comparison(section, f"{Path(args.model).name}, context {section.context:,}").savefig(args.plot)
         if args.markdown is not None:
             plots = [] if args.plot is None else [Plot("Comparison of the backends", link(args.plot, args.markdown))]
             write_text(to_markdown(report, plots), args.markdown)
