@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import gather_object
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -26,7 +27,7 @@ from .parts import FidelityPart, PerplexityPart
 from .perplexity import compare, cut
 from .reading import common_prefix, continued, takes_last
 from .results import BackendResult, Divergence, FidelitySection, HeadErrors
-from .session import Session, gathered, share, united
+from .session import Session, share, united
 
 REFERENCE = Backend("sdpa, fp32", "sdpa")
 BUCKETS = 8
@@ -190,9 +191,9 @@ def head_errors(
         failure = one_line(error)
     finally:
         model.set_attn_implementation("sdpa")
-    for why in filter(None, gathered(failure)):
+    for why in filter(None, gather_object([failure])):
         raise UserError(f"{type(model).__name__}: the heads cannot be measured: {why}")
-    shares = gathered(sums)
+    shares = gather_object([sums])
     errors = []
     for backend in measured:
         layers = sorted({layer for each in shares for label, layer in each if label == backend.label})

@@ -263,12 +263,9 @@ class TaskSection:
 
     def __post_init__(self) -> None:
         labels = [each.label for each in self.backends]
-        for task in self.tasks:
-            for metric in task.metrics:
-                given = [value.label for value in metric.values]
-                _expect(given == labels, f"values of {task.name}, {metric.name} for {labels}, got {given}")
-        for group in self.groups:
-            _expect(list(group.values) == labels, f"values of {group.group} for {labels}, got {list(group.values)}")
+        given = [(f"{t.name}, {m.name}", [each.label for each in m.values]) for t in self.tasks for m in t.metrics]
+        for name, found in [*given, *((each.group, list(each.values)) for each in self.groups)]:
+            _expect(found == labels, f"values of {name} for {labels}, got {found}")
 
 
 @dataclass(frozen=True, kw_only=True)

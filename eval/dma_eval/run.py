@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from accelerate.state import PartialState
+from accelerate.utils import broadcast_object_list
 from rich.markup import escape
 
 from . import console
@@ -26,7 +27,7 @@ from .perplexity import default_context, measure_perplexity
 from .render import write_run
 from .results import RESULTS, SECTIONS, PerplexitySection, Report, has_failures, here_and_now
 from .retrieval import measure_retrieval
-from .session import Session, from_main, join_processes, leave_processes, load
+from .session import Session, join_processes, load
 from .stress import measure_stress
 
 FAILURES = (UserError, RuntimeError, ValueError, TypeError)
@@ -118,7 +119,7 @@ class Run:
             return section
         (kind,) = get_args(get_type_hints(Report)[name.partition(",")[0]])  # type of the elements of the report's field
         identity = session.identity(*session.backends, **settings)
-        piece = from_main(store.load(kind, identity, "parts", name) if self._is_main else None)
+        (piece,) = broadcast_object_list([store.load(kind, identity, "parts", name) if self._is_main else None])
         if piece is not None:
             console.print_note(f"{name}: taken from the folder")
         else:
@@ -175,7 +176,8 @@ class Run:
             also(report)
             if out is not None:
                 console.print_wrote(*write_run(report, out), folder=out)
-        leave_processes()
+        PartialState().wait_for_everyone()
+        PartialState().destroy_process_group()
         if is_interrupted:
             return console.INTERRUPTED
         return console.FAILED if failed or any(has_failures(section) for _, section in report.sections) else 0

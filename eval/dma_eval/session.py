@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from accelerate.state import PartialState
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import gather_object
 
 from . import console
 from .backends import Backend
@@ -56,32 +56,14 @@ def load(args: LoadOptions) -> LoadedModel:
         return load_model(args.model, device=device, **options)
 
 
-def leave_processes() -> None:
-    """Close the process group, so that no process ends before the others are finished."""
-    PartialState().wait_for_everyone()
-    PartialState().destroy_process_group()
-
-
 def share(items: Sequence[Value]) -> list[Value]:
     """Return this process's share of ``items``: every n-th one for n processes."""
     return list(items[PartialState().process_index :: PartialState().num_processes])
 
 
-def from_main(value: Value) -> Value:
-    """Broadcast the value of process 0."""
-    received: list[Value] = broadcast_object_list([value])
-    return received[0]
-
-
-def gathered(value: Value) -> list[Value]:
-    """Return the values of all processes, in order of rank, to all of them."""
-    values: list[Value] = gather_object([value])
-    return values
-
-
 def united(values: dict[Any, Value]) -> dict[Any, Value]:
     """Return the items of all processes. For duplicate keys, the lower rank wins."""
-    return {key: value for each in reversed(gathered(values)) for key, value in each.items()}
+    return {key: value for each in reversed(gather_object([values])) for key, value in each.items()}
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import yaml
 from accelerate.state import PartialState
+from accelerate.utils import broadcast_object_list, gather_object
 from datasets.exceptions import DatasetsError
 from jinja2 import TemplateError
 from lm_eval.api.model import CacheHook, CachingLM
@@ -30,7 +31,7 @@ from .files import Piece
 from .harness import DMALM, BackendFailure
 from .parts import TasksPart
 from .results import TaskSection
-from .session import Session, from_main, gathered
+from .session import Session
 from .task_summary import UnitRecord, metric_values, summarize_tasks, task_record
 
 FOLDER = "samples"
@@ -73,7 +74,7 @@ def find_tasks(names: Sequence[str], include_paths: Sequence[Path] = ()) -> Task
             raise UserError(f"--include-path: no such folder: {path}")
     files = {name for name in asked if Path(name).suffix in YAML_SUFFIXES}
     for name in sorted(files):
-        _check_yaml(Path(name))
+        _fields_of(Path(name))
     folders = [str(path) for path in include_paths]
     manager = TaskManager(include_path=folders, include_defaults=False)
     local = manager.all_tasks
@@ -82,8 +83,8 @@ def find_tasks(names: Sequence[str], include_paths: Sequence[Path] = ()) -> Task
     unknown = [name for name in asked if name not in files and name not in manager.task_index]
     if unknown:
         for file in (each for path in include_paths for each in sorted(path.rglob("*.y*ml"))):
-            _check_yaml(file)  # lm-eval ignores a file that is not YAML, or that lacks a field
-            if file.stem == unknown[0] and (lacking := _missing_fields(file)):
+            lacking = _missing_fields(file)  # lm-eval ignores a file that is not YAML, or that lacks a field
+            if file.stem == unknown[0] and lacking:
                 raise UserError(f"--tasks: {file} lacks {', '.join(lacking)}")
         near = difflib.get_close_matches(unknown[0], manager.all_tasks, SHOWN_NAMES, cutoff=0.5)
         hints = [f"did you mean: {', '.join(near)}?"] if near else []
@@ -94,28 +95,24 @@ def find_tasks(names: Sequence[str], include_paths: Sequence[Path] = ()) -> Task
     return TaskNames(tuple(asked), manager)
 
 
-def _check_yaml(file: Path) -> None:
-    """Check that a file is YAML. Tags, which name functions, are not resolved."""
+def _fields_of(file: Path) -> set[str]:
+    """Return the fields of a YAML file. Tags, which name functions, are not resolved."""
     try:
-        for _ in yaml.parse(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader):
-            pass
+        node = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
         raise UserError(f"--tasks: {file} is not YAML: {place}{error.problem}") from error
     except (OSError, ValueError) as error:
         raise UserError(f"--tasks: cannot read {file}: {one_line(error)}") from error
+    return {key.value for key, _ in node.value} if isinstance(node, yaml.MappingNode) else set()
 
 
 def _missing_fields(file: Path | None) -> list[str]:
     """Return the fields that a task lacks; none for a group, or a file that includes another one."""
-    if file is None or not file.is_file():
-        return []
-    node = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)  # does not resolve tags
-    found = {key.value for key, _ in node.value} if isinstance(node, yaml.MappingNode) else set()
-    if found & {"include", "group", "class", "custom_dataset"}:
-        return []
-    return [name for name in FIELDS if name not in found]
+    found = set(FIELDS) if file is None or not file.is_file() else _fields_of(file)
+    is_complete = found & {"include", "group", "class", "custom_dataset"}
+    return [] if is_complete else [name for name in FIELDS if name not in found]
 
 
 def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSection:
@@ -124,6 +121,8 @@ def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSe
     The session's seed selects few-shot examples, sampled answers and bootstrap resamples.
     """
     backends, processes, store, progress = session.backends, PartialState(), session.store, session.progress
+    if part.chat_template and session.loaded.tokenizer.chat_template is None:
+        raise UserError("--apply-chat-template: the model's tokenizer has no chat template")
     for backend in backends:
         activate(session.loaded.model, backend)
     lm = DMALM.of(session.loaded, batch_size=part.batch_size)
@@ -137,7 +136,8 @@ def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSe
     }
     answers: dict[tuple[str, str], UnitRecord | str] = {}  # records, and the reasons of missing ones
     for unit, identity in identities.items():
-        piece = from_main(store.load(UnitRecord, identity, FOLDER, *unit) if processes.is_main_process else None)
+        saved = store.load(UnitRecord, identity, FOLDER, *unit) if processes.is_main_process else None
+        (piece,) = broadcast_object_list([saved])
         if piece is not None:
             answers[unit] = piece.content
     # Load all data before all evaluations, so that missing data are an error now and not hours later.
@@ -234,18 +234,13 @@ def _evaluate(lm: Any, unit: Mapping[str, Any], backend: Backend, part: TasksPar
     lm.resume_pairs()
     began = time.perf_counter()
     chat = {"apply_chat_template": part.chat_template, "fewshot_as_multiturn": part.chat_template}
-    try:
-        results = evaluate(lm, unit, limit=part.limit, bootstrap_iters=0, **chat)
-    except (ValueError, AttributeError) as error:
-        if part.chat_template and "chat_template" in str(error):
-            raise UserError("--apply-chat-template: the model's tokenizer has no chat template") from error
-        raise
+    results = evaluate(lm, unit, limit=part.limit, bootstrap_iters=0, **chat)
     seconds = time.perf_counter() - began
-    failed = next((failure for failure in gathered(lm.failure) if failure is not None), None)
+    failed = next((failure for failure in gather_object([lm.failure]) if failure is not None), None)
     if failed is not None:
         raise BackendFailure(failed)
-    fallbacks = sum(map(Counter, gathered(dict(dma_hf.fallback_counts()))), Counter[str]())
-    pairs = sum(gathered(lm.pairs), Counter[str]())
+    fallbacks = sum(map(Counter, gather_object([dma_hf.fallback_counts()])), Counter[str]())
+    pairs = sum(gather_object([lm.pairs]), Counter[str]())
     record = None
     if PartialState().is_main_process:
         record = UnitRecord(
@@ -255,6 +250,6 @@ def _evaluate(lm: Any, unit: Mapping[str, Any], backend: Backend, part: TasksPar
             groups={name: metric_values(values) for name, values in results.get("groups", {}).items()},
             low_share=pairs["low"] / pairs["seen"] if pairs["seen"] else None,
         )
-    made = from_main(record)
-    assert made is not None
+    (made,) = broadcast_object_list([record])
+    assert isinstance(made, UnitRecord)
     return made
