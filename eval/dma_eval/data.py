@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .errors import UserError, one_line
+from .parts import PerplexityPart
 from .results import DataInfo
 
 PARAGRAPH_BREAK = "\n\n"
@@ -127,28 +128,21 @@ def tokenize(tokenizer: Any, text: str) -> Tensor:
     return torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
 
 
-def make_windows(
-    tokens: int,
-    context: int,
-    stride: int | None = None,
-    limit: int | None = None,
-    *,
-    skip: int = 0,
-    spread: bool = False,
-) -> list[Window]:
+def make_windows(tokens: int, context: int, part: PerplexityPart) -> list[Window]:
     """Cut a text of ``tokens`` tokens into windows of ``context``, as the perplexity guide of Transformers does.
 
     Every token is scored once. Without a stride, windows do not overlap, and each scores all its tokens except the
     first. With a stride below ``context``, each window after the first scores its last ``stride`` tokens. The last
-    window may be shorter. The first ``skip`` windows are left out. At most ``limit`` windows are kept: the first ones,
-    or full ones that are spread over the text.
+    window may be shorter. The first ``skip_windows`` windows are left out. At most ``max_windows`` are kept: the first
+    ones, or full ones that are spread over the text.
     """
-    stride = context if stride is None else stride
+    stride = context if part.stride is None else part.stride
+    limit, skip = part.max_windows, part.skip_windows
     if context < 2:
         raise UserError(f"--context must be at least 2 tokens, got {context}")
     if not 1 <= stride <= context:
         raise UserError(f"--stride must be from 1 to the context, {context}, got {stride}")
-    if spread and limit is None:
+    if part.spread and limit is None:
         raise UserError("--spread needs --max-windows; without it all windows are read")
     if tokens < context:
         raise UserError(
@@ -163,7 +157,7 @@ def make_windows(
     windows = windows[skip:]
     if limit is None or limit >= len(windows):
         return windows
-    if spread and windows[-1].length < context:  # full windows only, so that all have the same weight
+    if part.spread and windows[-1].length < context:  # full windows only, so that all have the same weight
         windows = windows[:-1]
     last = len(windows) - 1
-    return [windows[round(i * last / max(1, limit - 1))] for i in range(limit)] if spread else windows[:limit]
+    return [windows[round(i * last / max(1, limit - 1))] for i in range(limit)] if part.spread else windows[:limit]

@@ -112,9 +112,7 @@ def cut(loaded: LoadedModel, text: Text, part: PerplexityPart, context: int | No
     context = default_context(loaded) if context is None else context
     loaded.check_positions(context, "--context")
     input_ids = tokenize(loaded.tokenizer, text.content)
-    windows = make_windows(
-        len(input_ids), context, part.stride, part.max_windows, skip=part.skip_windows, spread=part.spread
-    )
+    windows = make_windows(len(input_ids), context, part)
     vocabulary = loaded.model.get_input_embeddings().num_embeddings
     largest = int(input_ids.max())
     if largest >= vocabulary:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from dma_eval.data import Window, load_text, make_windows, tokenize
 from dma_eval.errors import UserError
 from dma_eval.models import LoadedModel
+from dma_eval.parts import PerplexityPart
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -83,32 +85,39 @@ def cuts(draw: st.DrawFn) -> tuple[int, int, int]:
 
 class TestWindows:
     def test_without_overlap(self) -> None:
-        assert make_windows(10, 4) == [Window(0, 4, 1), Window(4, 8, 1), Window(8, 10, 1)]
+        assert make_windows(10, 4, PerplexityPart()) == [Window(0, 4, 1), Window(4, 8, 1), Window(8, 10, 1)]
 
     def test_with_stride(self) -> None:
-        assert make_windows(10, 6, 2) == [Window(0, 6, 1), Window(2, 8, 4), Window(4, 10, 4)]
+        assert make_windows(10, 6, PerplexityPart(stride=2)) == [Window(0, 6, 1), Window(2, 8, 4), Window(4, 10, 4)]
 
     def test_last_token_alone_cannot_be_predicted(self) -> None:
-        assert make_windows(9, 4)[-1] == Window(4, 8, 1)
+        assert make_windows(9, 4, PerplexityPart())[-1] == Window(4, 8, 1)
 
     def test_limit(self) -> None:
-        assert make_windows(100, 10, 5, limit=3) == make_windows(100, 10, 5)[:3]
+        assert (
+            make_windows(100, 10, PerplexityPart(stride=5, max_windows=3))
+            == make_windows(100, 10, PerplexityPart(stride=5))[:3]
+        )
 
     def test_skip_and_spread(self) -> None:
-        every = make_windows(100, 10)
-        assert make_windows(100, 10, skip=2) == every[2:]
-        assert make_windows(100, 10, limit=3, skip=2) == every[2:5]
-        assert make_windows(100, 10, limit=4, spread=True) == [every[i] for i in (0, 3, 6, 9)]
-        assert make_windows(100, 10, limit=3, skip=1, spread=True) == [every[i] for i in (1, 5, 9)]
-        assert make_windows(100, 10, limit=1, spread=True) == every[:1]
-        assert make_windows(100, 10, limit=50, spread=True) == every
-        assert make_windows(107, 10, limit=4, spread=True) == [every[i] for i in (0, 3, 6, 9)]  # none of 7 tokens
+        every = make_windows(100, 10, PerplexityPart())
+        assert make_windows(100, 10, PerplexityPart(skip_windows=2)) == every[2:]
+        assert make_windows(100, 10, PerplexityPart(max_windows=3, skip_windows=2)) == every[2:5]
+        assert make_windows(100, 10, PerplexityPart(max_windows=4, spread=True)) == [every[i] for i in (0, 3, 6, 9)]
+        assert make_windows(100, 10, PerplexityPart(max_windows=3, skip_windows=1, spread=True)) == [
+            every[i] for i in (1, 5, 9)
+        ]
+        assert make_windows(100, 10, PerplexityPart(max_windows=1, spread=True)) == every[:1]
+        assert make_windows(100, 10, PerplexityPart(max_windows=50, spread=True)) == every
+        assert make_windows(107, 10, PerplexityPart(max_windows=4, spread=True)) == [
+            every[i] for i in (0, 3, 6, 9)
+        ]  # none of 7 tokens
 
     @given(cuts())
     def test_overlapping_windows_score_every_token_once(self, cut: tuple[int, int, int]) -> None:
         """Of adjoining windows, the first token of each has nothing before it; of overlapping ones, only the text's."""
         tokens, context, stride = cut
-        windows = make_windows(tokens, context, stride)
+        windows = make_windows(tokens, context, PerplexityPart(stride=stride))
         scored = [token for window in windows for token in range(window.begin + window.first, window.end)]
         starts = {0} if stride < context else set(range(0, tokens, context))
         assert scored == [token for token in range(tokens) if token not in starts]
@@ -117,23 +126,27 @@ class TestWindows:
     @given(cuts())
     def test_windows_lie_within_the_text(self, cut: tuple[int, int, int]) -> None:
         tokens, context, stride = cut
-        for index, window in enumerate(make_windows(tokens, context, stride)):
+        for index, window in enumerate(make_windows(tokens, context, PerplexityPart(stride=stride))):
             assert window.begin == index * stride
             assert window.end == min(window.begin + context, tokens)
             assert 1 <= window.first < window.length
 
     @pytest.mark.parametrize(
-        ("arguments", "message"),
+        ("tokens", "context", "options", "message"),
         [
-            ((100, 1), "--context must be at least 2 tokens, got 1"),
-            ((100, 10, 0), "--stride must be from 1 to the context, 10, got 0"),
-            ((100, 10, 11), "--stride must be from 1 to the context, 10, got 11"),
-            ((100, 10, 5, 1, 30), "--skip-windows: the text has 19 windows of 10; 30 are skipped"),
-            ((100, 10, 5, None, 0, True), "--spread needs --max-windows"),
-            ((9, 10), "the text has 9 tokens, too few for one window of 10"),
+            (100, 1, {}, "--context must be at least 2 tokens, got 1"),
+            (100, 10, {"stride": 0}, "--stride must be from 1 to the context, 10, got 0"),
+            (100, 10, {"stride": 11}, "--stride must be from 1 to the context, 10, got 11"),
+            (
+                100,
+                10,
+                {"stride": 5, "skip_windows": 30},
+                "--skip-windows: the text has 19 windows of 10; 30 are skipped",
+            ),
+            (100, 10, {"spread": True}, "--spread needs --max-windows"),
+            (9, 10, {}, "the text has 9 tokens, too few for one window of 10"),
         ],
     )
-    def test_out_of_range(self, arguments: tuple[int, ...], message: str) -> None:
-        *cut, skip, spread = (*arguments, *(5, None, 0, False)[len(arguments) - 2 :])
+    def test_out_of_range(self, tokens: int, context: int, options: dict[str, Any], message: str) -> None:
         with pytest.raises(UserError, match=message):
-            make_windows(*cut, skip=skip, spread=spread)
+            make_windows(tokens, context, PerplexityPart(**options))
