@@ -21,50 +21,59 @@ from ..runtime.launch import launch_kernel
 from ..runtime.plan import LaunchPlan, make_plan
 from .kernel_args import CacheInputs, CacheSizes, PageConfig, Strided
 from .page_kernel import page_block, quantize_key_tile, quantize_value_tile, unquantized_row
-from .page_layout import PageLayout
+from .page_layout import ROWS, PageLayout
 from .storage import LayerStorage
 
 _TILE = tl.constexpr(TILE)
 _TILE_SHIFT = tl.constexpr(TILE.bit_length() - 1)
+_PAGE_ROWS = tl.constexpr(ROWS)
 _ROWS = tl.constexpr(16)
 """Tokens stored at a time; a decode step has few."""
+PIECES = 4
+"""CTAs that quantize a tile, so that a decode step waits less: each a quarter of the tokens of values, or of the
+channels of keys. Pieces of rotated keys have whole Hadamard blocks, so there are fewer."""
+_PIECES = tl.constexpr(PIECES)
 
 MAX_REGISTERS = 128
-"""Per thread. Without the limit, quantization takes over 200 and an SM holds one CTA instead of two, although most CTAs
-quantize nothing. Triton 3.9 spills nothing, Triton 3.6 some 40 registers in the quantizing branch."""
+"""Per thread, so that an SM holds two CTAs. Only whole tiles of rotated keys need as many."""
 
 
 @triton.jit
 def _append_tile(
-    new, unquantized, row, i_kv, page_ptr, tile, length, end, sizes, is_complete,
+    new, unquantized, row, i_kv, page_ptr, tile, piece, length, end, sizes, is_complete,
     D: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, HADAMARD: tl.constexpr, ARE_KEYS: tl.constexpr,
     STORE: tl.constexpr, QUANTIZE: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a tile of keys or values if it is complete, and store its new tokens unquantized."""
+    """Quantize a piece of a tile of keys or values if the tile is complete, and store its new tokens unquantized."""
     residual_base = unquantized.residual + (row * unquantized.stride_residual + i_kv * sizes.residual_tiles * _TILE * D)
     sink_base = unquantized.sink + (row * unquantized.stride_sink + i_kv * sizes.sink_tiles * _TILE * D)
-    o_d = tl.arange(0, BLOCK)
-    m_d = (o_d < D)[None, :]
     first = tile * _TILE
     index = (tile % sizes.residual_tiles) * _TILE
-    if QUANTIZE:  # noqa: SIM102 (a constexpr branch)
-        if is_complete:
-            o_t = tl.arange(0, _TILE)
-            m_old = (first + o_t < length)[:, None] & m_d
-            offset = (first + o_t - length).to(tl.int64)[:, None] * new.stride_t
+    if QUANTIZE:
+        TOKENS: tl.constexpr = _TILE if ARE_KEYS else _TILE // _PIECES
+        CHANNELS: tl.constexpr = max(BLOCK // _PIECES, HADAMARD, _PAGE_ROWS) if ARE_KEYS else BLOCK
+        first_channel = piece * CHANNELS if ARE_KEYS else 0
+        if is_complete & (first_channel < D):
+            token = (0 if ARE_KEYS else piece * TOKENS) + tl.arange(0, TOKENS)
+            o_d = first_channel + tl.arange(0, CHANNELS)
+            m_d = (o_d < D)[None, :]
+            m_old = (first + token < length)[:, None] & m_d
+            offset = (first + token - length).to(tl.int64)[:, None] * new.stride_t
             offset += o_d[None, :].to(tl.int64) * new.stride_d
-            x = tl.load(new.ptr + offset, mask=(first + o_t >= length)[:, None] & m_d, other=0.0)
-            old = tl.load(residual_base + (index + o_t)[:, None] * D + o_d[None, :], mask=m_old, other=0.0)
-            whole = hadamard(tl.where(m_old, old, x).to(tl.float32), HADAMARD, 1.0)
+            x = tl.load(new.ptr + offset, mask=(first + token >= length)[:, None] & m_d, other=0.0)
+            old = tl.load(residual_base + (index + token)[:, None] * D + o_d[None, :], mask=m_old, other=0.0)
+            x = hadamard(tl.where(m_old, old, x).to(tl.float32), HADAMARD, 1.0)
             if ARE_KEYS:
-                quantize_key_tile(whole, page_ptr, D, BITS)
+                quantize_key_tile(x, page_ptr, first_channel, D, BITS)
             else:
-                quantize_value_tile(whole, page_ptr, D, BITS)
+                quantize_value_tile(x, page_ptr, piece * TOKENS, D, BITS)
     if STORE:
+        o_d = tl.arange(0, BLOCK)
+        m_d = (o_d < D)[None, :]
         is_sink = tile < sizes.sink_tiles
         oldest = end - sizes.residual_tiles * _TILE
         start = tl.maximum(tl.maximum(length, first), tl.where(is_sink, 0, oldest))
-        last = tl.minimum(end, first + _TILE)
+        last = tl.where(piece == 0, tl.minimum(end, first + _TILE), start)  # the other pieces store nothing
         for i_row in range(start, last, _ROWS):
             position = i_row + tl.arange(0, _ROWS)
             m_x = (position < last)[:, None] & m_d
@@ -79,10 +88,10 @@ def _append_tile(
 
 @triton.jit
 def append_head(
-    key, value, cache, i_head, i_tile, are_values, length, new_len, sizes,
+    key, value, cache, i_head, i_tile, are_values, piece, length, new_len, sizes,
     CONFIG: tl.constexpr, STORE: tl.constexpr, QUANTIZE: tl.constexpr,
 ):  # fmt: skip
-    """Append keys or values to one tile of a kv head: the ``i_tile``-th that new tokens can be in."""
+    """Append keys or values to a piece of a tile of a kv head: the ``i_tile``-th tile that new tokens can be in."""
     i_b = i_head // CONFIG.KV_HEADS
     i_kv = i_head % CONFIG.KV_HEADS
     end = length + new_len
@@ -96,12 +105,12 @@ def append_head(
         if are_values:
             _append_tile(
                 head_rows(value, i_b, i_kv), cache.value, row, i_kv, page_ptr + CONFIG.KEY_WORDS,
-                tile, length, end, sizes, is_complete,
+                tile, piece, length, end, sizes, is_complete,
                 CONFIG.DV, CONFIG.BLOCK_DV, CONFIG.BITS, CONFIG.VALUE_HADAMARD, False, STORE, QUANTIZE,
             )  # fmt: skip
         else:
             _append_tile(
-                head_rows(key, i_b, i_kv), cache.key, row, i_kv, page_ptr, tile, length, end, sizes, is_complete,
+                head_rows(key, i_b, i_kv), cache.key, row, i_kv, page_ptr, tile, piece, length, end, sizes, is_complete,
                 CONFIG.D, CONFIG.BLOCK_D, CONFIG.BITS, CONFIG.KEY_HADAMARD, True, STORE, QUANTIZE,
             )  # fmt: skip
 
@@ -111,13 +120,13 @@ def append_kernel(
     key, value, cache, new_len, max_pages, residual_tiles, sink_tiles,
     CONFIG: tl.constexpr, STORE: tl.constexpr, QUANTIZE: tl.constexpr,
 ):  # fmt: skip
-    """Append keys or values to one tile of a kv head; grid ``(B * Hkv, tiles that new tokens can be in, 2)``."""
+    """Append keys or values to a tile; grid ``(B * Hkv, tiles that new tokens can be in, 2 * pieces)``."""
     i_head = tl.program_id(0).to(tl.int64)
     length = tl.load(cache.lengths + i_head // CONFIG.KV_HEADS)
     sizes = CacheSizes(max_pages, residual_tiles, sink_tiles)
     append_head(
-        key, value, cache, i_head, tl.program_id(1), tl.program_id(2) == 1, length, new_len, sizes,
-        CONFIG, STORE, QUANTIZE,
+        key, value, cache, i_head, tl.program_id(1), tl.program_id(2) % 2 == 1, tl.program_id(2) // 2, length, new_len,
+        sizes, CONFIG, STORE, QUANTIZE,
     )  # fmt: skip
 
 
@@ -144,7 +153,7 @@ def _plan_append(format: str, layouts: tuple[Any, ...]) -> LaunchPlan:
         for store, quantize in passes:
             constants = {"CONFIG": PageConfig.of(layout, kv_heads), "STORE": store, "QUANTIZE": quantize}
             launch_kernel(
-                append_kernel, constants, (batch * kv_heads, max_tiles, 2),
+                append_kernel, constants, (batch * kv_heads, max_tiles, 2 * PIECES if quantize else 2),
                 Strided.of(key), Strided.of(value), CacheInputs(*cache).tensors, new_len, *sizes,
                 num_warps=append_warps(layout), maxnreg=MAX_REGISTERS,
             )  # fmt: skip

@@ -50,10 +50,10 @@ def _signs(BITS: tl.constexpr):
 
 
 @triton.jit
-def quantize_key_tile(x, page_ptr, D: tl.constexpr, BITS: tl.constexpr):
-    """Quantize a tile of keys, fp32 ``[TILE, BLOCK]`` with zeros in padded channels, into its page block.
+def quantize_key_tile(x, page_ptr, first_channel, D: tl.constexpr, BITS: tl.constexpr):
+    """Quantize channels of a tile of keys, fp32 ``[TILE, BLOCK]`` with zeros in padded channels, into its page block.
 
-    ``page_ptr`` points to the sections of keys, in 32-bit words.
+    ``page_ptr`` points to the sections of keys, in 32-bit words; ``first_channel`` is a multiple of ``ROWS``.
     """
     BLOCK: tl.constexpr = x.shape[1]
     MAX_CODE: tl.constexpr = (1 << BITS) - 1
@@ -71,24 +71,24 @@ def quantize_key_tile(x, page_ptr, D: tl.constexpr, BITS: tl.constexpr):
     words = tl.sum(tl.sum(fields << (BITS * (o_j + EIGHTH * o_e)).to(tl.uint32), 4), 2)  # [token, block, t]
     words ^= _signs(BITS)
     o_n = tl.arange(0, _TILE)[:, None, None]
-    o_c = tl.arange(0, BLOCK // COLUMNS)[None, :, None]
+    o_c = first_channel // COLUMNS + tl.arange(0, BLOCK // COLUMNS)[None, :, None]
     o_t = tl.arange(0, 4)[None, None, :]
     block = o_n // _ROWS * (STORED // COLUMNS) + o_c
     word = block * _BLOCK_WORDS + o_n % 8 * 16 + o_t * 4 + o_n // 8 % 4
     m_c = (o_c < STORED // COLUMNS) & (o_n >= 0) & (o_t >= 0)
     tl.store(page_ptr + word, words.to(tl.int32, bitcast=True), mask=m_c)
 
-    _store_channels(page_ptr + _TILE * STORED * BITS // 32, scale_bits, STORED)
-    _store_channels(page_ptr + _TILE * STORED * BITS // 32 + STORED // 2, zero_bits, STORED)
+    _store_channels(page_ptr + _TILE * STORED * BITS // 32, scale_bits, first_channel, STORED)
+    _store_channels(page_ptr + _TILE * STORED * BITS // 32 + STORED // 2, zero_bits, first_channel, STORED)
 
 
 @triton.jit
-def _store_channels(base, bits, STORED: tl.constexpr):
+def _store_channels(base, bits, first_channel, STORED: tl.constexpr):
     """Store the bits of one bfloat16 number per channel."""
     BLOCK: tl.constexpr = bits.shape[0]
     fields = tl.reshape(bits, [BLOCK // _ROWS, 4, 4, 2])  # [block, j, t, e]
     words = tl.sum(fields << (16 * tl.arange(0, 2)[None, None, None, :]).to(tl.uint32), 3)
-    o_c = tl.arange(0, BLOCK // _ROWS)[:, None, None]
+    o_c = first_channel // _ROWS + tl.arange(0, BLOCK // _ROWS)[:, None, None]
     o_j = tl.arange(0, 4)[None, :, None]
     o_t = tl.arange(0, 4)[None, None, :]
     mask = (o_c < STORED // _ROWS) & (o_j >= 0) & (o_t >= 0)
@@ -96,8 +96,12 @@ def _store_channels(base, bits, STORED: tl.constexpr):
 
 
 @triton.jit
-def quantize_value_tile(x, page_ptr, D: tl.constexpr, BITS: tl.constexpr):
-    """Quantize a tile of values into its page block; arguments as for :func:`quantize_key_tile`."""
+def quantize_value_tile(x, page_ptr, first_token, D: tl.constexpr, BITS: tl.constexpr):
+    """Quantize tokens of a tile of values, fp32 ``[TOKENS, BLOCK]``, into its page block.
+
+    Other arguments are as for :func:`quantize_key_tile`; ``first_token`` is a multiple of ``ROWS``.
+    """
+    TOKENS: tl.constexpr = x.shape[0]
     BLOCK: tl.constexpr = x.shape[1]
     MAX_CODE: tl.constexpr = (1 << BITS) - 1
     STORED: tl.constexpr = (D + _ROWS - 1) // _ROWS * _ROWS
@@ -105,7 +109,7 @@ def quantize_value_tile(x, page_ptr, D: tl.constexpr, BITS: tl.constexpr):
     COLUMNS: tl.constexpr = 8 * EIGHTH
     WIDTH: tl.constexpr = min(_GROUP, BLOCK)
     GROUPS: tl.constexpr = (D + _GROUP - 1) // _GROUP
-    grouped = tl.reshape(x, [_TILE, BLOCK // WIDTH, WIDTH])
+    grouped = tl.reshape(x, [TOKENS, BLOCK // WIDTH, WIDTH])
     o_d = tl.arange(0, BLOCK // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     m_d = (o_d < D)[None, :, :]
     smallest = tl.min(tl.where(m_d, grouped, float("inf")), 2)
@@ -115,12 +119,12 @@ def quantize_value_tile(x, page_ptr, D: tl.constexpr, BITS: tl.constexpr):
     )
     codes = tl.where(m_d, _quantize(grouped, scale[:, :, None], zero_point[:, :, None], MAX_CODE), 0)
 
-    fields = tl.reshape(codes, [_TILE // COLUMNS, EIGHTH, 4, 2, BLOCK])  # [block, j, t, e, channel]
+    fields = tl.reshape(codes, [TOKENS // COLUMNS, EIGHTH, 4, 2, BLOCK])  # [block, j, t, e, channel]
     o_j = tl.arange(0, EIGHTH)[None, :, None, None, None]
     o_e = tl.arange(0, 2)[None, None, None, :, None]
     words = tl.sum(tl.sum(fields << (BITS * (o_j + EIGHTH * o_e)).to(tl.uint32), 3), 1)  # [block, t, channel]
     words ^= _signs(BITS)
-    o_n = tl.arange(0, _TILE // COLUMNS)[:, None, None]
+    o_n = first_token // COLUMNS + tl.arange(0, TOKENS // COLUMNS)[:, None, None]
     o_t = tl.arange(0, 4)[None, :, None]
     o_c = tl.arange(0, BLOCK)[None, None, :]
     block = o_n * (STORED // _ROWS) + o_c // _ROWS
@@ -128,7 +132,7 @@ def quantize_value_tile(x, page_ptr, D: tl.constexpr, BITS: tl.constexpr):
     mask = (o_c < STORED) & (o_n >= 0) & (o_t >= 0)
     tl.store(page_ptr + word, words.to(tl.int32, bitcast=True), mask=mask)
 
-    o_n = tl.arange(0, _TILE)[:, None]
+    o_n = first_token + tl.arange(0, TOKENS)[:, None]
     o_g = tl.arange(0, BLOCK // WIDTH)[None, :]
     pair = ((o_n // _ROWS * GROUPS + o_g) * 8 + o_n % 8) * 4 + o_n // 8 % 4
     pairs = (scale_bits.to(tl.uint32) | (zero_bits << 16)).to(tl.int32, bitcast=True)

@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_wait
 from ..device.arithmetic import narrow
 from ..numerics.formats import TILE
 from ..runtime.launch import launch_kernel
-from .append import MAX_REGISTERS, append_head, append_warps
+from .append import MAX_REGISTERS, PIECES, append_head, append_warps
 from .decode_kernel import Splits
 from .decode_mma import QUERIES
 from .formats import VALUE_GROUP
@@ -35,6 +35,8 @@ pointers."""
 _TILE = tl.constexpr(TILE)
 _TILE_SHIFT = tl.constexpr(TILE.bit_length() - 1)
 _QUERIES = tl.constexpr(QUERIES)
+_TASKS = tl.constexpr(2 * PIECES)
+"""Pieces of a kv head's tile of keys and of its tile of values."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class CombineConfig(PageConfig):
     BLOCK_Q: int  # queries of a CTA
     BLOCK_S: int  # splits that are combined at once
     BLOCK_OUT: int  # channels of an output, padded
-    BLOCK_E: int  # tiles that a CTA may quantize
+    BLOCK_E: int  # pieces of tiles that a CTA may quantize
     USE_PDL: bool  # whether the launch may start before the previous one ends
 
 
@@ -148,11 +150,14 @@ def _combine(
 
 @triton.jit(noinline=True)  # if inlined in a loop, its constants would take registers
 def _quantize_head(heads_ptr, key, value, cache, i_task, new_len, sizes, CONFIG: tl.constexpr):
-    """Quantize the keys or the values of a kv head's tile if new tokens complete it."""
-    stored = tl.load(heads_ptr + i_task // 2 * 3 + 2)
+    """Quantize a piece of the keys or of the values of a kv head's tile if new tokens complete it."""
+    i_head = i_task // _TASKS
+    stored = tl.load(heads_ptr + i_head * 3 + 2)
+    i_task %= _TASKS
     append_head(
-        key, value, cache, (i_task // 2).to(tl.int64), 0, i_task % 2 == 1, stored, new_len, sizes, CONFIG, False, True
-    )
+        key, value, cache, i_head.to(tl.int64), 0, i_task >= _TASKS // 2, i_task % (_TASKS // 2), stored, new_len,
+        sizes, CONFIG, False, True,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["combine_ctas", "heads", "q_len", "max_pages", "residual_tiles", "sink_tiles"])
@@ -162,8 +167,8 @@ def combine_kernel(
 ):  # fmt: skip
     """Combine splits in the first ``combine_ctas`` CTAs, and quantize completed tiles in the others.
 
-    Each of the others handles up to ``BLOCK_E`` of the ``2 * heads`` tiles of keys and of values, and updates
-    ``lengths``; ``heads`` counts the kv heads of all rows.
+    Each of the others handles up to ``BLOCK_E`` pieces of tiles (:data:`.append.PIECES`), and updates ``lengths``;
+    ``heads`` counts the kv heads of all rows.
     """
     sizes = CacheSizes(max_pages, residual_tiles, sink_tiles)
     i_cta = tl.program_id(0)
@@ -176,15 +181,15 @@ def combine_kernel(
             gdc_wait()
         quantize_ctas = tl.num_programs(0) - combine_ctas
         task = i_cta - combine_ctas + tl.arange(0, CONFIG.BLOCK_E) * quantize_ctas
-        is_task = task < 2 * heads
-        stored = tl.load(splits.heads + task // 2 * 3 + 2, mask=is_task, other=0)
-        is_first = is_task & (task % (2 * CONFIG.KV_HEADS) == 0)
-        tl.store(cache.lengths + task // (2 * CONFIG.KV_HEADS), stored + q_len, mask=is_first)
+        is_task = task < _TASKS * heads
+        stored = tl.load(splits.heads + task // _TASKS * 3 + 2, mask=is_task, other=0)
+        is_first = is_task & (task % (_TASKS * CONFIG.KV_HEADS) == 0)
+        tl.store(cache.lengths + task // (_TASKS * CONFIG.KV_HEADS), stored + q_len, mask=is_first)
         is_complete = is_task & (((tl.maximum(stored, 0) >> _TILE_SHIFT) + 1) * _TILE <= stored + q_len)
         if tl.max(is_complete.to(tl.int32), 0) > 0:
             for i_e in range(CONFIG.BLOCK_E):
                 i_task = i_cta - combine_ctas + i_e * quantize_ctas
-                if i_task < 2 * heads:
+                if i_task < _TASKS * heads:
                     _quantize_head(splits.heads, key, value, cache, i_task, q_len, sizes, CONFIG)
 
 
@@ -200,14 +205,14 @@ def launch_combine(
     block_q = 1 if queries <= 2 * sms else BLOCK_Q
     block_out = max(VALUE_GROUP, triton.next_power_of_2(layout.value_dim))
     combine_ctas = triton.cdiv(queries, block_q)
-    quantize_ctas = 0 if key.ptr is None else min(2 * heads, sms)
+    quantize_ctas = 0 if key.ptr is None else min(2 * PIECES * heads, sms)
     config = CombineConfig(
         **vars(PageConfig.of(layout, kv_heads)),
         GROUP=q_heads // kv_heads,
         BLOCK_Q=block_q,
         BLOCK_S=SPLIT_ELEMENTS[block_q] // (block_q * block_out),
         BLOCK_OUT=block_out,
-        BLOCK_E=triton.next_power_of_2(triton.cdiv(2 * heads, max(quantize_ctas, 1))),
+        BLOCK_E=triton.next_power_of_2(triton.cdiv(2 * PIECES * heads, max(quantize_ctas, 1))),
         USE_PDL=use_pdl,
     )
     launch_kernel(
