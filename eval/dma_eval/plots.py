@@ -403,8 +403,9 @@ def plot_thresholds(section: StressSection, title: str) -> Figure:
     figure = make_figure(f"{title}: thresholds of tile skipping", 4.0)
     ax = figure.subplots()
     tidy(ax)
-    styles = line_styles(study.label for study in section.thresholds).values()
-    for study, (color, line) in zip(section.thresholds, styles, strict=True):
+    styles = line_styles(study.label for study in section.thresholds)
+    for study in section.thresholds:
+        color, line = styles[study.label]
         shares = [100 * each for each in study.skipped]
         values = [each.kl_mean or math.nan for each in study.tokens.backends[1:]]
         ax.plot(shares, values, line, marker=MARKERS[0], color=color, label=study.label)
