@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partialmethod
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.state import PartialState
 from dma_kernels.numerics.formats import TILE
@@ -25,7 +24,6 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import Collator
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import LogitsProcessorList
 
 from dma_hf import DMAConfig
@@ -35,11 +33,10 @@ from .backends import Backend, activate, new_cache, parse_backends
 from .errors import one_line
 from .models import LoadedModel
 from .names import DMA
-from .reading import NonFiniteLogitsError, log_likelihood, origin, read
+from .reading import NonFiniteLogitsError, continuation_log_probs, log_likelihood, origin
 
 Request = tuple[Any, list[int], list[int]]
 """The strings (or ``None``), the tokens of the context and those of the continuation."""
-PAD = 0  # any token would do: padding is masked
 PAIRS = "pairs"
 """Key of the counted pairs in lm-eval's cache of answers. Its other keys are hashes."""
 
@@ -155,28 +152,10 @@ class DMALM(HFLM):  # type: ignore[misc]
         most = max(len(continuation) for _, _, continuation in chunk)
         if most > self.max_length:
             raise ValueError(f"a continuation has {most:,} tokens, but the model's maximum is {self.max_length:,}")
-        sequences = [(context + continuation)[-(self.max_length + 1) :][:-1] for _, context, continuation in chunk]
-        scored = [len(continuation) for _, _, continuation in chunk]
-        longest = max(map(len, sequences))
-        self.pairs += sum((_pairs(len(sequence), self._reader.config) for sequence in sequences), Counter[str]())
-        # A cache needs padding on the left, which it does not store. Without one, padding is on the right.
-        side = "left" if self._reader.reads_cache else "right"
-        rows = [torch.tensor(sequence) for sequence in sequences]
-        ids = pad_sequence(rows, batch_first=True, padding_value=PAD, padding_side=side)
-        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side=side)
-        ends = [longest if side == "left" else len(sequence) for sequence in sequences]
-        first = min(end - count for end, count in zip(ends, scored, strict=True))  # position of the first logits
-        inputs: dict[str, Any] = {"last": longest - first}
-        if not bool(mask.all()):
-            inputs["mask"] = mask.to(self.device)
-        ids = ids.to(self.device)
-        logits = read(self.model, self._reader, ids, **inputs)
-        for row, end, count in zip(logits, ends, scored, strict=True):
-            log_probs = row[end - count - first : end - first].float().log_softmax(-1)
-            if bool(log_probs.isnan().any()):  # some models use minus infinity to exclude a token
-                where = origin(self.model, lambda: read(self.model, self._reader, ids, **inputs))
-                raise NonFiniteLogitsError(f"NaN or infinite logits{where}")
-            yield log_probs
+        pairs = [(before[-(self.max_length + 1 - len(after)) :], after) for _, before, after in chunk]
+        lengths = (len(before) + len(after) - 1 for before, after in pairs)
+        self.pairs += sum((_pairs(length, self._reader.config) for length in lengths), Counter[str]())
+        return continuation_log_probs(self.model, self._reader, pairs)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
         """Continue each context up to a stop string, greedily unless the task says otherwise."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from dma_kernels.numerics.formats import TILE
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from dma_hf.integrations.cache_argument import CACHE_ARGUMENT
@@ -62,6 +63,33 @@ def read(
             found[:, place : place + wanted] = logits[:, -wanted:]
     assert found is not None
     return found
+
+
+def continuation_log_probs(
+    model: PreTrainedModel, backend: Backend, pairs: Sequence[tuple[list[int], list[int]]]
+) -> Iterator[Tensor]:
+    """Yield fp32 log-probabilities ``[T, V]`` at the positions that predict the ``T`` last tokens of each sequence.
+
+    Each pair has the tokens before these, and these. The model already runs ``backend``, and reads all pairs at once.
+
+    Raises:
+        NonFiniteLogitsError: A log-probability is NaN.
+    """
+    rows = [torch.tensor([*before, *after][:-1]) for before, after in pairs]
+    longest = max(map(len, rows))
+    # A cache needs padding on the left, which it does not store. Without one, padding is on the right.
+    side = "left" if backend.reads_cache else "right"
+    ids = pad_sequence(rows, batch_first=True, padding_side=side).to(model.device)
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side=side)
+    ends = [longest if side == "left" else len(row) for row in rows]
+    first = min(end - len(after) for end, (_, after) in zip(ends, pairs, strict=True))  # position of the first logits
+    inputs: dict[str, Any] = {"last": longest - first, "mask": None if bool(mask.all()) else mask.to(model.device)}
+    for row, end, (_, after) in zip(read(model, backend, ids, **inputs), ends, pairs, strict=True):
+        log_probs = row[end - len(after) - first : end - first].float().log_softmax(-1)
+        if bool(log_probs.isnan().any()):  # some models use minus infinity to exclude a token
+            where = origin(model, lambda: read(model, backend, ids, **inputs))
+            raise NonFiniteLogitsError(f"NaN or infinite logits{where}")
+        yield log_probs
 
 
 def log_likelihood(log_probs: Tensor, tokens: Sequence[int]) -> tuple[float, bool]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
@@ -494,7 +494,7 @@ def read_results(kind: type[Kind], path: Path) -> Kind:
     except ValueError as error:
         raise UserError(f"{path} is not JSON: {error}") from error
     version = values.get("schema_version") if isinstance(values, dict) else None
-    newest = kind.schema_version
+    newest: Any = next(each.default for each in fields(kind) if each.name == "schema_version")
     if version not in range(1, newest + 1):
         raise UserError(f"{path}: expected schema_version {newest} or older, got {version!r}")
     try:

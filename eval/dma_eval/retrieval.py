@@ -19,7 +19,7 @@ from .backends import Backend, activate
 from .data import Text, tokenize
 from .errors import UserError, one_line
 from .parts import RetrievalPart
-from .reading import NonFiniteLogitsError, log_likelihood, origin, read
+from .reading import continuation_log_probs, log_likelihood
 from .results import RetrievalBackend, RetrievalCell, RetrievalKind, RetrievalSection
 from .session import Session, share, united
 
@@ -162,13 +162,8 @@ def _ask(model: PreTrainedModel, backend: Backend, prompts: Sequence[Prompt]) ->
     rows = max(1, BATCH_TOKENS // len(prompts[0].tokens))
     for begin in range(0, len(prompts), rows):
         batch = prompts[begin : begin + rows]
-        ids = torch.tensor([[*prompt.tokens, *prompt.answer[:-1]] for prompt in batch], device=model.device)
-        logits = read(model, backend, ids, last=max(len(prompt.answer) for prompt in batch))
-        for prompt, row in zip(batch, logits, strict=True):
-            log_probs = row[-len(prompt.answer) :].float().log_softmax(-1)
-            if bool(log_probs.isnan().any()):
-                where = origin(model, lambda ids=ids: read(model, backend, ids))  # type: ignore[misc]
-                raise NonFiniteLogitsError(f"NaN or infinite logits{where}")
+        found = continuation_log_probs(model, backend, [(prompt.tokens, prompt.answer) for prompt in batch])
+        for prompt, log_probs in zip(batch, found, strict=True):
             likelihood, is_greedy = log_likelihood(log_probs, prompt.answer)
             correct += is_greedy
             losses.append(-likelihood / len(prompt.answer))
