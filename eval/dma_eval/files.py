@@ -122,11 +122,11 @@ class Store:
             return None
         return piece if piece.identity == json.loads(json.dumps(identity)) else None
 
-    def save(self, piece: Piece[Any], *names: str) -> None:
+    def save(self, kind: type[Kind], piece: Piece[Kind], *names: str) -> None:
         """Save a piece under these names."""
         path = self._path(names)
         if path is not None:
-            write_json(piece, path, indent=None, kind=Piece[type(piece.content)])  # type: ignore[misc]
+            write_json(piece, path, indent=None, kind=Piece[kind])  # type: ignore[valid-type]
 
     def scratch(self, identity: Mapping[str, Any], *names: str) -> Path | None:
         """Return the file for an unfinished piece, one for each identity; ``None`` if nothing is saved."""

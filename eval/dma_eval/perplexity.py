@@ -74,13 +74,6 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class Batch:
-    """The results of each backend on one batch of windows, in order."""
-
-    passes: list[Pass]
-
-
-@dataclass(frozen=True)
 class Reading:
     """The part of a text that the model reads."""
 
@@ -149,7 +142,7 @@ def compare(
     identity = session.identity(*backends, text=reading.text.sha256, seed=seed)
     own = share(range(len(batches)))
     session.progress.begin("Measuring", len(backends) * sum(len(batches[index]) for index in own))
-    done: dict[int, Batch] = {}
+    done: dict[int, list[Pass]] = {}  # of each batch, the pass of each backend
     failed = [False] * len(backends)
     is_first = True
     reused = 0
@@ -158,7 +151,7 @@ def compare(
             batch = batches[index]
             identity["windows"] = [[window.begin, window.end, window.first] for window in batch]
             names = ("parts", *place, str(index))
-            kept = store.load(Batch, identity, *names)
+            kept = store.load(list[Pass], identity, *names)
             if kept is not None:
                 done[index] = kept.content
                 reused += len(batch)
@@ -171,9 +164,9 @@ def compare(
             for each in passes:
                 each.is_first = is_first
             is_first = False
-            done[index] = Batch(passes)
+            done[index] = passes
             if not any(failed):  # so that the next run tries again
-                store.save(Piece(identity=identity, content=done[index]), *names)
+                store.save(list[Pass], Piece(identity=identity, content=passes), *names)
     except KeyboardInterrupt:
         if not keeps_partial or PartialState().num_processes > 1 or not done:
             raise
@@ -285,10 +278,10 @@ def position_edges(context: int) -> list[int]:
 
 
 def summarize(
-    backends: Sequence[Backend], batches: Sequence[Batch], windows: Sequence[Window], context: int
+    backends: Sequence[Backend], batches: Sequence[Sequence[Pass]], windows: Sequence[Window], context: int
 ) -> list[BackendResult]:
     """Return the statistics of each backend against the first one, over batches of windows in order."""
-    passes = list(zip(*(batch.passes for batch in batches), strict=True))
+    passes = list(zip(*batches, strict=True))
     reference = passes[0] if all(each.failure is None for each in passes[0]) else None
     return [
         _summarize(backend, own, reference, windows, context) for backend, own in zip(backends, passes, strict=True)

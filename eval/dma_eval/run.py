@@ -130,7 +130,7 @@ class Run:
             gc.collect()  # frees the fp32 copy of the model, which is a cycle once it is configured
             is_complete = not (isinstance(section, PerplexitySection) and section.windows_left)
             if self._is_main and is_complete and not has_failures(section):  # so that the next run tries again
-                store.save(piece, "parts", name)
+                store.save(kind, piece, "parts", name)
                 store.drop("parts", name)
         self._seconds[name] = piece.seconds
         return piece.content

@@ -161,7 +161,7 @@ def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSe
             with _remembered(lm, partial) as asked:
                 record = _evaluate(asked, units[name], backend, part, session)
             if processes.is_main_process:
-                store.save(Piece(identity=identities[unit], content=record), FOLDER, *unit)
+                store.save(UnitRecord, Piece(identity=identities[unit], content=record), FOLDER, *unit)
             answers[unit] = record
         except BackendFailure as error:
             answers[unit] = str(error)

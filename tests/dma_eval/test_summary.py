@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from dma_eval.backends import Backend
 from dma_eval.data import Window
-from dma_eval.perplexity import Batch, Pass, TokenScores, position_edges, summarize, tokens_per_second
+from dma_eval.perplexity import Pass, TokenScores, position_edges, summarize, tokens_per_second
 from dma_eval.results import BackendResult
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,7 +31,7 @@ def measured(label: str, nll: list[list[float]], kl: list[list[float]] | None = 
 
 
 def results(*backends: Measured, windows: Sequence[Window] = WINDOWS, context: int = 4) -> list[BackendResult]:
-    batches = [Batch(list(passes)) for passes in zip(*(passes for _, passes in backends), strict=True)]
+    batches = list(zip(*(passes for _, passes in backends), strict=True))
     return summarize([Backend(label, label) for label, _ in backends], batches, windows, context)
 
 
