@@ -136,9 +136,9 @@ def times_faster(frame: pd.DataFrame, base: str, values: str = "ms") -> pd.DataF
     return times.rdiv(times[base], axis=0)
 
 
-def prefill(file: str) -> pd.DataFrame:
+def prefill(*files: str) -> pd.DataFrame:
     """The time of FlashAttention-3, and how many times faster others are, quantization counted."""
-    frame = load(file)
+    frame = load(*files)
     frame["is_special"] = frame["case"].str.contains(",")  # other heads, or bidirectional
     frame = frame.sort_values(["is_special", "shape.batch", "shape.length"], kind="stable")
     cells = times_faster(frame, "fa3").apply(show, form=".2f", unit="x").rename(columns=name)
@@ -216,19 +216,18 @@ def median_and_p99(frame: pd.DataFrame, key: str, form: str, unit: str) -> pd.Se
     return show(frame[key], form, unit) + " (" + show(frame[f"{key}_p99"], form, unit) + ")"
 
 
-def replicas() -> pd.DataFrame:
-    """New tokens per second of one and two replicas, and waiting times; two runs of each."""
-    runs = pd.MultiIndex.from_product([(1, 2), (2, 3)], names=["replicas", "seed"])
-    rows = [read(f"replicas-{count}-seed-{seed}-h100.json")["results"][0] for count, seed in runs]
-    frame = pd.DataFrame(rows, index=runs)
+def replicas(*files: str) -> pd.DataFrame:
+    """New tokens per second on one and two GPUs, and waiting times: means of two runs."""
+    rows = [read(f"{file}-seed-{seed}-h100.json")["results"][0] | {"file": file} for file in files for seed in (2, 3)]
+    frame = pd.DataFrame(rows).groupby("file", sort=False).mean(numeric_only=True)
     speed = frame["tokens_per_second"]
     cells = {
         "new tokens/s": show(speed, ",.0f"),
-        "over one replica": show(speed / speed.groupby("seed").transform("first"), ".2f", "x"),
+        "over one replica and 64 requests": show(speed / speed["replicas-1-64"], ".2f", "x"),
         "first token, median (99 %)": median_and_p99(frame, "first_token_seconds", ".2f", " s"),
-        "between pieces of text": median_and_p99(frame, "between_tokens_milliseconds", ".1f", " ms"),
     }
-    return pd.DataFrame(cells).set_axis([f"{count}, prompts {seed}" for count, seed in runs])
+    named = frame.index.str.replace(r"([a-z-]+)-(\d+)-(\d+)", r"`--\1 \2`, \3 requests", regex=True)
+    return pd.DataFrame(cells).set_axis(list(named))
 
 
 def serve(*files: str) -> pd.DataFrame:
@@ -400,7 +399,7 @@ def skipping(view: str) -> pd.DataFrame:
 
 
 def results() -> pd.DataFrame:
-    """Seven rows: prefill, short prompts, decoding, generation, memory, serving and loss."""
+    """Prefill, short prompts, decoding, generation, memory, serving twice, and loss."""
     prefills, decodes = load("prefill-h200"), load("decode-h200")
     prefill, isolated = (times_faster(prefills, "fa3", key)[BALANCED] for key in ("ms", "sustained_milliseconds"))
     step, size = times_faster(decodes, "sdpa")[INT4], pivot(decodes, "bytes_ratio")[INT4]
@@ -412,6 +411,8 @@ def results() -> pd.DataFrame:
     flash, plain, ours = "FlashAttention-3, bf16", "SDPA, 16-bit cache", "`balanced+int4`"
     long = f"{prefill['32K']:.2f}x as fast; isolated {isolated['32K']:.2f}x"
     serving = f"{speed[INT4] / speed['sdpa']:.1f}x the tokens/s"
+    peers = served("serve-vllm-h100").set_index("label")["tokens_per_second"]
+    behind = f"{peers[INT8] / peers['vllm:fp8']:.2f}x the tokens/s"
     changes = ", ".join(f"{round(loss[label], 2) + 0.0:+.2f} %" for label in (BALANCED, INT4))
     rows = [
         ["Prefill of 32K tokens", "prefill", "`balanced`", flash, long],
@@ -420,6 +421,7 @@ def results() -> pd.DataFrame:
         ["Token of `generate` after 128K, 8B model, H100", "serving", name(INT8), plain, token],
         ["Cache size at 32K tokens", "decode", ours, plain, f"{size['32K']:.2f}x"],
         ["32 requests of 2,048 + 64 tokens, 8B model", "serving", ours, "SDPA in `generate_batch`", serving],
+        ["The same requests, H100", "serving", name(INT8), "vLLM 0.26, FP8 cache", behind],
         ["Perplexity", "quality", f"`balanced`, {ours}", "SDPA", changes],
     ]
     linked = [[f"[{what}](benchmarks/{page}.md)", *others] for what, page, *others in rows]
