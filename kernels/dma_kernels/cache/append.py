@@ -35,7 +35,7 @@ channels of keys. Pieces of rotated keys have whole Hadamard blocks, so there ar
 _PIECES = tl.constexpr(PIECES)
 
 MAX_REGISTERS = 128
-"""Per thread, so that an SM holds two CTAs. Only whole tiles of rotated keys need as many."""
+"""Per thread, so that an SM holds 16 warps. Only whole tiles of rotated keys need as many."""
 
 
 @triton.jit
@@ -155,7 +155,7 @@ def _plan_append(format: str, layouts: tuple[Any, ...]) -> LaunchPlan:
             launch_kernel(
                 append_kernel, constants, (batch * kv_heads, max_tiles, 2 * PIECES if quantize else 2),
                 Strided.of(key), Strided.of(value), CacheInputs(*cache).tensors, new_len, *sizes,
-                num_warps=append_warps(layout), maxnreg=MAX_REGISTERS,
+                num_warps=append_warps(layout) // 2, maxnreg=MAX_REGISTERS,  # a piece is small
             )  # fmt: skip
         return ()
 
