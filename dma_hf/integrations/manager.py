@@ -134,7 +134,7 @@ class DMAManager(ContinuousBatchingManager):  # type: ignore[misc]
         self._entered: list[PreTrainedModel] = []
         self._entering = threading.Lock()
         batching = copy.deepcopy(batching)
-        blocks = batching.max_blocks_per_request
+        blocks, decode_compile_config = batching.max_blocks_per_request, batching.decode_compile_config
         if self.cache_format is not None:
             batching.max_blocks_per_request = None  # it would select FlashAttention's kernel
         elif batching.use_cuda_graph is None:
@@ -153,6 +153,7 @@ class DMAManager(ContinuousBatchingManager):  # type: ignore[misc]
                 longest = 0 if hints is None else hints.max_prompt_length + hints.max_generated_length
                 blocks = math.ceil(longest / TILE) + 1 if longest else DEFAULT_BLOCKS
             resolved.max_blocks_per_request = blocks
+            resolved.decode_compile_config = decode_compile_config if blocks > 0 else None
             # No graph for prompts: their number and lengths are read on the host.
             resolved.use_cuda_graph = False, resolved.cuda_graph_booleans[1] and blocks > 0
 

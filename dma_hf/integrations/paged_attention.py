@@ -71,6 +71,7 @@ def leave_batching(model: PreTrainedModel) -> None:
             restore_names([each for each in state.names if str(attention_name(each[0])).startswith(PAGED_NAME)])
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def dma_paged_attention_forward(
     module: nn.Module,
     query: Tensor,

@@ -251,7 +251,6 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
         kwargs["cache"] = self
         return key, value
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: Batch, recipe: Recipe, **options: Any
     ) -> Tensor:

@@ -16,7 +16,14 @@ import torch
 from gguf import GGUFReader
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    CompileConfig,
+    ContinuousBatchingConfig,
+    PreTrainedModel,
+)
 from transformers.utils import cached_file
 
 from dma_hf.integrations.commit_hash import commit_of
@@ -277,9 +284,15 @@ def free_memory(device: torch.device | None) -> int:
     return host if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
 
 
-def batching_settings(model: PreTrainedModel, cache_gib: float | None) -> ContinuousBatchingConfig:
+def batching_settings(
+    model: PreTrainedModel, cache_gib: float | None, *, is_compiled: bool = False
+) -> ContinuousBatchingConfig:
     """Return Transformers' settings of continuous batching, with ``cache_gib`` GiB or most of the free memory."""
     config = ContinuousBatchingConfig()
+    if is_compiled:
+        config.varlen_compile_config = config.decode_compile_config = CompileConfig(
+            mode="default", fullgraph=False, dynamic=True
+        )
     if hasattr(config, "auto_switch_to_flash"):  # Transformers 5.19 and later; keep the chosen attention
         config.auto_switch_to_flash = False
     if cache_gib is not None:

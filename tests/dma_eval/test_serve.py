@@ -599,6 +599,7 @@ def test_requests_that_lose_their_pages_are_counted(question):
             "--attn: 'sdpa' takes neither presets nor caches of dma_mxfp, got 'sdpa+int4'",
         ),
         ([DEMO_MODEL, "--cache-gib", "1"], "--cache-gib is for --continuous-batching"),
+        ([DEMO_MODEL, "--compile"], "--compile is for --continuous-batching"),
         ([DEMO_MODEL, "--port", "99999"], "'--port': Input should be less than or equal to 65535, got '99999'"),
         ([DEMO_MODEL, "--host", "no.such.host.invalid", "--port", "0"], "cannot listen at no.such.host.invalid:0: "),
         ([DEMO_MODEL, "--api-key", ""], "--api-key: expected a key, got ''"),

@@ -99,6 +99,16 @@ def test_padded_batches_equal_isolated_requests(families, parts):
     assert_as_alone(model, outputs, parts)
 
 
+@pytest.mark.parametrize("blocks", [None, 0])
+def test_batches_of_decode_steps_are_compiled_if_they_have_block_tables(blocks, families):
+    model = families["llama"].build(dma_hf.NAME)
+    dma_hf.configure(model, "balanced", cache="int4")
+    compiled = CompileConfig(backend="eager", fullgraph=False, mode=None)
+    batching = ContinuousBatchingConfig(decode_compile_config=compiled, max_blocks_per_request=blocks, num_blocks=60)
+    with model.continuous_batching_context_manager(continuous_batching_config=batching) as manager:
+        assert (manager.batch_processor.model_runner._compiled_decode is None) == (blocks == 0)
+
+
 @pytest.mark.parametrize(
     ("format", "ratio", "lengths"),
     [("int8", 1.85, {4096: 1.65, 20480: 1.85}), ("int4", 3.3, {4096: 2.78, 12288: 3.3})],

@@ -68,6 +68,7 @@ def measure(
     *,
     seed: int,
     cache_gib: float | None,
+    is_compiled: bool = False,
 ) -> Iterator[ServeResult]:
     """Answer every set of requests with every backend, and yield each result at once.
 
@@ -77,13 +78,18 @@ def measure(
     return measure_each(
         {requests.name: requests for requests in sets},
         {backend.label: backend for backend in backends},
-        lambda requests, backend: _measure_one(model, requests, backend, seed, cache_gib),
+        lambda requests, backend: _measure_one(model, requests, backend, seed, cache_gib, is_compiled),
         lambda result: result.seconds,
     )
 
 
 def _measure_one(
-    model: PreTrainedModel, requests: RequestSet, backend: Backend, seed: int, cache_gib: float | None
+    model: PreTrainedModel,
+    requests: RequestSet,
+    backend: Backend,
+    seed: int,
+    cache_gib: float | None,
+    is_compiled: bool,
 ) -> ServeResult:
     gc.collect()  # the manager of the run before, and its graphs, are cycles
     if model.device.type == "cuda":
@@ -92,7 +98,7 @@ def _measure_one(
     vocabulary = model.config.get_text_config().vocab_size
     rehearsal = requests.rehearsal
     drawn, warm = requests.draw(seed, vocabulary), rehearsal.draw(seed + 1, vocabulary)
-    config = batching_settings(model, cache_gib)
+    config = batching_settings(model, cache_gib, is_compiled=is_compiled)
     if cache_gib is None and model.device.type == "cpu":  # whose free memory is not for one program
         config.num_blocks = requests.count * (requests.longest // config.page_size + 4)  # a slot is two
     hints = WorkloadHints(

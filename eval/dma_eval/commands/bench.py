@@ -274,7 +274,7 @@ def time_serve(args: ServeOptions) -> int:
         cache_gib=args.cache_gib,
         results=[],
     )
-    found = serve.measure(model, sets, backends, seed=args.seed, cache_gib=args.cache_gib)
+    found = serve.measure(model, sets, backends, seed=args.seed, cache_gib=args.cache_gib, is_compiled=args.compile)
     _record(args, report, report.results, found)
     room = "" if args.cache_gib is None else f", cache of {args.cache_gib:g} GiB"
     title = f"{report.model}, {report.layers} layers, {args.dtype}, {report.device.name}{room}"
@@ -288,7 +288,7 @@ def _time_url(args: ServeOptions) -> int:
     Raises:
         UserError: An option is only for models in this process, or openai is not installed.
     """
-    if given := _given(args, "shape", "layers", "cache_gib", "plot", "attn", "dtype", "device"):
+    if given := _given(args, "shape", "layers", "cache_gib", "compile", "plot", "attn", "dtype", "device"):
         raise UserError(f"--url excludes {', '.join(given)}: the server has its own model")
     if find_spec("openai") is None:
         raise UserError("--url needs openai, not installed here: pip install 'dma-hf[serve]'")

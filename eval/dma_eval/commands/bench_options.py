@@ -228,6 +228,7 @@ class ServeOptions(ModelChoice):
         shown="most of the free memory; on a CPU what all requests need",
         help="Memory for the paged cache, in GiB, the same for all.",
     )
+    compile: bool = option(False, help="Compile the batches of the model; vLLM always does.")
     url: str | None = url_option(
         None,
         help="Address of a server with OpenAI's interface, with /v1. It is measured instead of --attn. --model is the "

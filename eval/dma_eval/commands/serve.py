@@ -53,6 +53,7 @@ class ServeOptions(options.LoadOptions):
     cache_gib: float | None = server(
         None, min=0, shown="most of the free memory", help="Memory for the paged cache, in GiB."
     )
+    compile: bool = server(False, help="Compile the batches of --continuous-batching: faster, but slower to start.")
     host: str = server("localhost", help="Address to listen on.")
     port: int = server(DEFAULT_PORT, min=0, max=65535, help="Port to listen on; 0 takes any free one.")
     max_requests: int = server(
@@ -143,6 +144,8 @@ def serve(args: ServeOptions) -> int:
     check_names([args.attn])
     if args.cache_gib is not None and not args.continuous_batching:
         raise UserError("--cache-gib is for --continuous-batching; without it a cache grows with its request")
+    if args.compile and not args.continuous_batching:
+        raise UserError("--compile is for --continuous-batching")
     if args.max_replicas is not None and args.max_replicas < args.replicas:
         raise UserError(f"--max-replicas: expected at least --replicas {args.replicas}, got {args.max_replicas}")
     if args.tensor_parallel > 1 and (not args.continuous_batching or args.device_map is not None):

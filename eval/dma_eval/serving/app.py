@@ -161,7 +161,8 @@ def load(settings: Settings) -> tuple[LoadedModel, Backend, Engine]:
     activate(loaded.model, backend)
     if not settings.continuous_batching:
         return loaded, backend, Sequential(loaded)
-    return loaded, backend, Batched(loaded, batching_settings(loaded.model, settings.cache_gib))
+    batches = batching_settings(loaded.model, settings.cache_gib, is_compiled=settings.compile)
+    return loaded, backend, Batched(loaded, batches)
 
 
 def serve(app: FastAPI, engine: Engine, listener: socket.socket, settings: Settings, api_key: str | None) -> None:

@@ -35,6 +35,7 @@ class Settings(BaseModel):
     seed: int = 0
     continuous_batching: bool = False
     cache_gib: float | None = None
+    compile: bool = False
     replicas: int = Field(1, ge=1)
     max_replicas: int | None = None
     gpus_per_replica: float = Field(1, ge=0)
