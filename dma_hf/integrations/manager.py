@@ -137,6 +137,7 @@ class DMAManager(ContinuousBatchingManager):  # type: ignore[misc]
         blocks, decode_compile_config = batching.max_blocks_per_request, batching.decode_compile_config
         if self.cache_format is not None:
             batching.max_blocks_per_request = None  # it would select FlashAttention's kernel
+            batching.decode_compile_config = None  # which would be ignored without these blocks
         elif batching.use_cuda_graph is None:
             batching.use_cuda_graph = False  # lengths are read on the host
         try:

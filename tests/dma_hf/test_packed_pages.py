@@ -104,9 +104,9 @@ def test_batches_of_decode_steps_are_compiled_if_they_have_block_tables(blocks, 
     model = families["llama"].build(dma_hf.NAME)
     dma_hf.configure(model, "balanced", cache="int4")
     compiled = CompileConfig(backend="eager", fullgraph=False, mode=None)
-    batching = ContinuousBatchingConfig(decode_compile_config=compiled, max_blocks_per_request=blocks, num_blocks=60)
-    with model.continuous_batching_context_manager(continuous_batching_config=batching) as manager:
-        assert (manager.batch_processor.model_runner._compiled_decode is None) == (blocks == 0)
+    batching = ContinuousBatchingConfig(decode_compile_config=compiled, max_blocks_per_request=blocks)
+    manager = model.init_continuous_batching(continuous_batching_config=batching)
+    assert (manager.continuous_batching_config.decode_compile_config is None) == (blocks == 0)
 
 
 @pytest.mark.parametrize(

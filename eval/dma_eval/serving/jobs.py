@@ -340,6 +340,8 @@ class Batched(Engine):
         self._jobs: dict[str, Job] = {}
         self._count = 0
         self._is_watched = False
+        if batches.varlen_compile_config is not None:
+            self._manager.warmup()  # compiles; otherwise the first request would wait for it
         self._manager.start()
         while self._manager.batch_processor is None and self._manager.is_running():
             time.sleep(0.01)
