@@ -30,10 +30,6 @@ NAME = "dma_mxfp"
 ON_UNSUPPORTED = ("error", "sdpa")
 RUNTIME_FIELDS = ("backend", "on_unsupported")
 """Fields that depend on the machine that runs a model. They are not saved."""
-REMOVED_FIELDS = {"low_v": "values of low tiles follow pv; for a 4-bit cache set cache='int4'"}
-"""Fields of earlier versions and their replacements. They are accepted if they are ``None``."""
-RENAMED_PRESETS = {"kv8": "balanced+int8", "kv4": "balanced+int4"}
-"""Presets of earlier versions and what they are called now."""
 
 
 class Section(dict[str, Any]):
@@ -126,10 +122,9 @@ class DMAConfig(Recipe):
         prefix = f"{source}: " if source else ""
         if not isinstance(section, Mapping):
             raise TypeError(f"{prefix}expected a mapping of configuration keys, got {section!r}")
-        known = {key: value for key, value in section.items() if value is not None or key not in REMOVED_FIELDS}
-        _check_keys(known, prefix)
+        _check_keys(section, prefix)
         try:
-            return cls(**known)
+            return cls(**section)
         except ValueError as error:
             raise ValueError(f"{prefix}{error}") from None
 
@@ -233,29 +228,9 @@ def config_of(setting: str | Path | Mapping[str, Any] | Recipe, **changes: Any) 
 def preset_of(name: str, alternative: str = "", **changes: Any) -> DMAConfig:
     """Return what :meth:`DMAConfig.from_preset` does; ``alternative`` ends the error for an unknown preset."""
     preset, plus, cache = str(name).partition("+")
-    check_renamed(str(name))
     if preset not in PRESETS:
         raise ValueError(f"unknown preset {preset!r}; expected one of {', '.join(PRESETS)}{_WITH_CACHE}{alternative}")
     return _changed(PRESETS[preset], ({"cache": check_cache_name(cache)} if plus else {}) | changes)
-
-
-def check_renamed(name: str) -> None:
-    """Refuse the names of earlier versions.
-
-    Args:
-        name: ``PRESET[+CACHE]``.
-
-    Raises:
-        ValueError: It is one of them. The message has the new name.
-    """
-    preset, _, cache = name.partition("+")
-    renamed = RENAMED_PRESETS.get(preset)
-    if renamed is not None:
-        new = f"{renamed.partition('+')[0]}+{cache}" if cache in CACHE_FORMATS else renamed
-        raise ValueError(f"the preset {preset!r} is now called {new!r}")
-    if cache == "cache":
-        choices = " or ".join(repr(f"{preset}+{format}") for format in CACHE_FORMATS)
-        raise ValueError(f"the suffix '+cache' is gone; name the cache format: {choices}")
 
 
 def check_cache_name(cache: str) -> str:
@@ -275,8 +250,6 @@ def _changed(config: DMAConfig, changes: Mapping[str, Any]) -> DMAConfig:
 
 
 def _check_keys(section: Mapping[str, Any], prefix: str) -> None:
-    for key in section.keys() & REMOVED_FIELDS.keys():
-        raise ValueError(f"{prefix}the key {key!r} is gone: {REMOVED_FIELDS[key]}")
     unknown = [key for key in section if key not in FIELDS]
     if unknown:
         raise ValueError(

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
 
-from ..config import IMPLEMENTATIONS, NAME, check_cache_name, check_renamed, preset_of, split_name
+from ..config import IMPLEMENTATIONS, NAME, check_cache_name, preset_of, split_name
 
 CACHE_IMPLEMENTATION = "dma"
 """The value of ``generate(cache_implementation=...)`` for a :class:`~dma_hf.DMACache`."""
@@ -62,5 +62,4 @@ def _check_suffix(suffix: str) -> None:
     """Raise the error for a suffix of ``dma_mxfp`` that is not registered."""
     if suffix.startswith(":"):
         preset_of(suffix[1:], "; dma_hf.configure(model, ...) also takes TOML files")
-    check_renamed(suffix)
     check_cache_name(suffix[1:])

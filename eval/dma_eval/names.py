@@ -18,8 +18,6 @@ FORMAT_SUFFIXES = {"+int8": "int8", "+int4": "int4"}
 """Suffixes of ``dma_mxfp`` and their cache formats."""
 PEER_SUFFIXES = ("+quanto4", "+quanto2", "+hqq8", "+hqq4", "+hqq2", "+fp8")
 """Suffixes of other implementations, which select a ``QuantizedCache`` of Transformers."""
-RENAMED_PRESETS = {"kv8": "balanced+int8", "kv4": "balanced+int4"}
-"""Presets of earlier versions and their new names."""
 SIMULATED = "sim_"
 """Prefix of the names of simulated kernels."""
 API_KEY_VARIABLE = "DMA_HF_API_KEY"
@@ -56,13 +54,6 @@ def _check_name(name: str, option: str) -> None:
     rest, suffix = split_suffix(name)
     implementation, colon, setting = rest.partition(":")
     base, plus, cache = setting.partition("+")
-    if base in RENAMED_PRESETS:
-        new = RENAMED_PRESETS[base]
-        new = new.partition("+")[0] + suffix if suffix in FORMAT_SUFFIXES else new
-        raise UserError(f"{option}: the preset {base!r} is now called {new!r}: {implementation}:{new}")
-    if name.endswith("+cache"):
-        choices = " or ".join(name.removesuffix("+cache") + each for each in FORMAT_SUFFIXES)
-        raise UserError(f"{option}: the suffix '+cache' is gone; name the cache format: {choices}")
     if suffix in PEER_SUFFIXES:
         raise UserError(
             f"{option}: {name!r}: {suffix} is a cache of Transformers, which {DMA} does not use; valid: {caches}"

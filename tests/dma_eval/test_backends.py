@@ -14,7 +14,6 @@ from dma_kernels.cache.formats import CACHE_FORMATS
 from dma_kernels.numerics.formats import TILE
 
 import dma_hf
-from dma_hf.config import RENAMED_PRESETS
 
 
 class TestParse:
@@ -97,11 +96,6 @@ class TestParse:
             ("dma_mxfp:+int4", r"'dma_mxfp:\+int4' names no preset"),
             ("dma_mxfp:balanced+int3", r"'dma_mxfp:balanced\+int3' has an unknown cache \+int3; valid: \+int8, \+int4"),
             ("dma_mxfp+int3", r"'dma_mxfp\+int3' has an unknown cache; valid: \+int8, \+int4"),
-            ("dma_mxfp:kv8", r"the preset 'kv8' is now called 'balanced\+int8': dma_mxfp:balanced\+int8"),
-            ("dma_mxfp:kv4+int8", r"the preset 'kv4' is now called 'balanced\+int8'"),
-            ("dma_mxfp:kv4+cache", r"the preset 'kv4' is now called 'balanced\+int4'"),
-            ("dma_mxfp+cache", r"the suffix '\+cache' is gone; .*: dma_mxfp\+int8 or dma_mxfp\+int4"),
-            ("dma_mxfp:my.toml+cache", r"the suffix '\+cache' is gone; .*: dma_mxfp:my.toml\+int8 or"),
             ("dma_mxfp:missing.toml", r"no such file: missing.toml"),
             ("", r"unknown backend ''"),
         ],
@@ -133,7 +127,6 @@ class TestParse:
 def test_presets_are_those_of_the_plugin() -> None:
     assert tuple(dma_hf.PRESETS) == names.PRESETS
     assert {f"+{format}": format for format in CACHE_FORMATS} == names.FORMAT_SUFFIXES
-    assert names.RENAMED_PRESETS == RENAMED_PRESETS
     assert tuple(baselines.QUANTIZED) == names.PEER_SUFFIXES
     assert all(name.startswith(names.SIMULATED) for name in baselines.SCHEMES)
     assert names.TILE == TILE

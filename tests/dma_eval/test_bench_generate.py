@@ -197,7 +197,6 @@ class TestFp8Weights:
         (["sdpa+quantized"], "got 'sdpa.quantized'"),
         (["flash9+dynamic"], "unknown backend 'flash9'"),
         (["dma_mxfp:kv9+int8"], r"--run: unknown preset 'kv9'; .* or a TOML file \(dma_mxfp:FILE.toml\)"),
-        (["dma_mxfp:kv4+int4"], "the preset 'kv4' is now called 'balanced.int4'"),
         (["sdpa+int4"], "'sdpa' takes neither presets nor caches of dma_mxfp, got 'sdpa.int4'"),
         (["sdpa+static", "sdpa+static"], "sdpa.static is given more than once"),
     ],

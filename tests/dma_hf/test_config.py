@@ -113,7 +113,6 @@ def test_valid_settings_are_accepted(tmp_path):
         (4, TypeError, r"expected a preset \(balanced, fp4, paper\), .* got 4"),
         ({"lo": "mxfp4"}, ValueError, "unknown key 'lo'; valid keys: low, low_q, .*on_unsupported"),
         ({"lo": "mxfp4", "hi": 1}, ValueError, "unknown keys 'lo', 'hi'"),
-        ({"low_v": "nvfp4"}, ValueError, "the key 'low_v' is gone: .*cache='int4'"),
         ({"low": "fp4"}, ValueError, "low must be one of bf16, .*; got 'fp4'"),
         ({"low": ["mxfp4"]}, ValueError, r"low must be one of .*; got \['mxfp4'\]"),
         ({"diagonal_tiles": "one"}, ValueError, "diagonal_tiles must be an integer of at least 0, got 'one'"),
@@ -129,17 +128,12 @@ def test_invalid_settings_are_rejected(setting, error, message):
         config_of(setting)
 
 
-def test_an_unset_field_of_an_earlier_version_is_ignored():
-    assert DMAConfig.from_dict({"low": "mxfp8", "low_v": None}) == DMAConfig(low="mxfp8")
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ('low = "fp4"', r"c\.toml: low must be one of"),
         ("diagonal_tiles = 1.5", r"c\.toml: diagonal_tiles must be an integer of at least 0, got 1\.5"),
         ("tiles = 1", r"c\.toml: unknown key 'tiles'; valid keys: "),
-        ('low_v = "nvfp4"', r"c\.toml: the key 'low_v' is gone"),
         ('[dma]\nlow = "mxfp4"', r"c\.toml: unknown key 'dma'"),
         ("low = mxfp4", r"c\.toml: not a TOML file: "),
     ],
@@ -172,21 +166,6 @@ def test_a_preset_name_may_have_a_cache_format(tmp_path):
             config_of(name)
     with pytest.raises(ValueError, match=r"unknown preset 'fast'; .*PRESET.int8 or PRESET.int4"):
         config_of("fast+int4")
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("kv8", "the preset 'kv8' is now called 'balanced+int8'"),
-        ("kv4", "the preset 'kv4' is now called 'balanced+int4'"),
-        ("kv4+int8", "the preset 'kv4' is now called 'balanced+int8'"),
-        ("kv4+cache", "the preset 'kv4' is now called 'balanced+int4'"),
-        ("fp4+cache", "the suffix '+cache' is gone; name the cache format: 'fp4+int8' or 'fp4+int4'"),
-    ],
-)
-def test_an_earlier_name_is_an_error_that_gives_the_new_one(old, new):
-    with pytest.raises(ValueError, match=re.escape(new)):
-        config_of(old)
 
 
 @pytest.mark.parametrize("cache", ["yes", True, 8, ["int4", "int8"]])
