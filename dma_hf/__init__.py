@@ -10,8 +10,6 @@ that runs one uses the packed cache that its settings name. Nothing else changes
     dma_hf.configure(model, "fp4", cache="int8")
 """
 
-from typing import NoReturn
-
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from .attention import dma_attention_forward
@@ -67,13 +65,3 @@ if __name__ == "dma_hf":  # the copy in a Hub kernel is registered by Transforme
         AttentionInterface.register(implementation, dma_attention_forward)
         AttentionMaskInterface.register(implementation, dma_mask)
     wrap_name_checks()
-
-
-def __getattr__(name: str) -> NoReturn:
-    """Refuse the names of earlier versions with their replacements."""
-    replacement = {
-        "preset": "DMAConfig.from_preset",
-        "resolve": "DMAConfig.from_preset, DMAConfig.from_toml or DMAConfig.from_dict",
-    }.get(name)
-    hint = "" if replacement is None else f"; use {replacement}"
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")

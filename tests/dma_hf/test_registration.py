@@ -83,15 +83,6 @@ def test_public_names_exist():
     assert all(hasattr(dma_hf, name) for name in dma_hf.__all__)
 
 
-def test_an_earlier_name_is_an_error_that_gives_the_new_one():
-    with pytest.raises(AttributeError, match=r"no attribute 'preset'; use DMAConfig.from_preset"):
-        dma_hf.preset  # noqa: B018
-    with pytest.raises(AttributeError, match=r"no attribute 'resolve'; use DMAConfig.from_preset, DMAConfig.from_toml"):
-        dma_hf.resolve  # noqa: B018
-    with pytest.raises(AttributeError, match=r"no attribute 'nothing'$"):
-        dma_hf.nothing  # noqa: B018
-
-
 def test_transformers_accepts_it_at_load_time(tmp_path):
     config = LlamaConfig(
         vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
@@ -132,8 +123,6 @@ def test_a_preset_is_accepted_at_load_time(setting, tmp_path, token_ids, familie
         (":my.toml", r"unknown preset 'my.toml'; .* dma_hf.configure\(model, ...\) also takes TOML files"),
         (":fp4+int5", "unknown cache format 'int5'; expected one of int8, int4"),
         ("+int5", "unknown cache format 'int5'; expected one of int8, int4"),
-        (":kv4", r"the preset 'kv4' is now called 'balanced\+int4'"),
-        (":fp4+cache", r"the suffix '\+cache' is gone; name the cache format: 'fp4\+int8' or 'fp4\+int4'"),
     ],
 )
 def test_a_typo_in_the_name_is_an_error_that_lists_the_valid_ones(suffix, message, families):

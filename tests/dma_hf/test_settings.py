@@ -209,7 +209,6 @@ def test_config_json_may_name_a_preset(llama, token_ids, tmp_path):
     ("section", "error", "message"),
     [
         ("fast", ValueError, "unknown preset 'fast'; expected one of balanced, fp4, paper, .*, or a mapping"),
-        ("kv4", ValueError, "the preset 'kv4' is now called 'balanced.int4'"),
         ({"lo": "mxfp4"}, ValueError, "unknown key 'lo'; valid keys: low, "),
         ({"low": "mxfp3"}, ValueError, "low must be one of"),
         ({"low": ["mxfp4"]}, ValueError, r"low must be one of .* got \['mxfp4'\]"),
