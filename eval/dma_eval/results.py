@@ -19,8 +19,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from annotated_types import MinLen
-from pydantic import AfterValidator, NonNegativeFloat, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveInt
 
 from .environment import Environment, collect, command_line
 from .errors import UserError
@@ -289,7 +288,8 @@ class Divergence:
     """Where one backend's greedy continuations diverge from the reference's."""
 
     label: str  # the backend
-    same_tokens: Annotated[list[int], MinLen(1)]  # for each prompt, number of leading tokens that equal the reference's
+    # For each prompt, number of leading tokens that equal the reference's.
+    same_tokens: Annotated[list[int], Field(min_length=1)]
     # Share of the first 64, 256, ... tokens that equal the reference's at the same place, mean over prompts; by that
     # number of tokens. Empty in older files.
     equal_share: dict[str, float] = field(default_factory=dict)
