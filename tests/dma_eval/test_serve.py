@@ -23,6 +23,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 import pytest
 from dma_eval.backends import activate, parse_backends
 from dma_eval.commands import serve
+from dma_eval.errors import UserError
 from dma_eval.models import batching_settings, load_model
 from transformers import GenerationConfig
 
@@ -586,6 +587,17 @@ def test_requests_that_lose_their_pages_are_counted(question):
     engine.close()
     assert answers == [done] * 3
     assert evictions > 0
+
+
+def test_batches_that_do_not_compile_are_an_error(monkeypatch):
+    def fail(manager):
+        raise RuntimeError("no compiler\nlong output")
+
+    monkeypatch.setattr("dma_hf.integrations.manager.DMAManager.warmup", fail)
+    loaded = load_model(str(DEMO_MODEL), dtype="float32", device="cpu")
+    activate(loaded.model, parse_backends(["dma_mxfp+int8"])[0])
+    with pytest.raises(UserError, match=r"^--compile: no compiler"):
+        Batched(loaded, batching_settings(loaded.model, 0.1, is_compiled=True))
 
 
 @pytest.mark.parametrize(

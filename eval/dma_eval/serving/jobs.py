@@ -321,7 +321,7 @@ class Batched(Engine):
     """Continuous batching. Each request has its own temperature (0 is greedy), ``top_p`` and ``top_k``.
 
     Raises:
-        UserError: The generation thread does not start.
+        UserError: The batches do not compile, or the generation thread does not start.
     """
 
     def __init__(self, loaded: LoadedModel, batches: ContinuousBatchingConfig) -> None:
@@ -341,7 +341,10 @@ class Batched(Engine):
         self._count = 0
         self._is_watched = False
         if batches.varlen_compile_config is not None:
-            self._manager.warmup()  # compiles; otherwise the first request would wait for it
+            try:
+                self._manager.warmup()  # otherwise the first request would wait for the compiler
+            except (RuntimeError, ValueError) as error:
+                raise UserError(f"--compile: {one_line(error)}") from error
         self._manager.start()
         while self._manager.batch_processor is None and self._manager.is_running():
             time.sleep(0.01)
