@@ -35,8 +35,7 @@ pointers."""
 _TILE = tl.constexpr(TILE)
 _TILE_SHIFT = tl.constexpr(TILE.bit_length() - 1)
 _QUERIES = tl.constexpr(QUERIES)
-_PIECES = tl.constexpr(2 * PIECES)
-"""Of a kv head's tile of keys and of its tile of values."""
+_PIECES = tl.constexpr(PIECES)
 
 
 @dataclass(frozen=True)
@@ -153,7 +152,7 @@ def _quantize_head(heads_ptr, key, value, cache, i_head, i_piece, new_len, sizes
     """Quantize a piece of a kv head's tile if new tokens complete it: of its keys, then of its values."""
     stored = tl.load(heads_ptr + i_head * 3 + 2)
     append_head(
-        key, value, cache, i_head.to(tl.int64), 0, i_piece >= _PIECES // 2, i_piece % (_PIECES // 2), stored, new_len,
+        key, value, cache, i_head.to(tl.int64), 0, i_piece >= _PIECES, i_piece % _PIECES, stored, new_len,
         sizes, CONFIG, False, True,
     )  # fmt: skip
 
@@ -179,7 +178,7 @@ def combine_kernel(
             gdc_wait()
         quantize_ctas = tl.num_programs(0) - combine_ctas
         task = i_cta - combine_ctas + tl.arange(0, CONFIG.BLOCK_E) * quantize_ctas
-        is_task = task < _PIECES * heads  # the same piece of every head comes before the next piece
+        is_task = task < 2 * _PIECES * heads  # the same piece of every head comes before the next piece
         stored = tl.load(splits.heads + task % heads * 3 + 2, mask=is_task, other=0)
         is_first = (task < heads) & (task % CONFIG.KV_HEADS == 0)
         tl.store(cache.lengths + task // CONFIG.KV_HEADS, stored + q_len, mask=is_first)
@@ -187,7 +186,7 @@ def combine_kernel(
         if tl.max(is_complete.to(tl.int32), 0) > 0:
             for i_e in range(CONFIG.BLOCK_E):
                 i_task = i_cta - combine_ctas + i_e * quantize_ctas
-                if i_task < _PIECES * heads:
+                if i_task < 2 * _PIECES * heads:
                     _quantize_head(
                         splits.heads, key, value, cache, i_task % heads, i_task // heads, q_len, sizes, CONFIG
                     )
