@@ -37,7 +37,7 @@ UNCHANGED, HARD_TWINS = "unchanged", ("keys x 32", "key biases", "values x 32")
 SHORT = ("smollm2-4096-fp32", "smollm2-4096-cpu-fp32", "smollm2-int4-4096-cpu-fp32")
 """Runs on windows of 4,096 tokens; ``int4`` of the last one is newer."""
 LONG = ("smollm2-8192-fp32", "smollm2-int4-8192-cpu-fp32")
-"""Likewise of 8,192 tokens."""
+"""Runs on windows of 8,192 tokens; the last one is newer, too."""
 NAMES = {
     "sdpa": "SDPA",
     "sim_sage": "SageAttention 1 (simulated)",
@@ -226,8 +226,8 @@ def replicas(*files: str) -> pd.DataFrame:
         "over one replica and 64 requests": show(speed / speed["replicas-1-64"], ".2f", "x"),
         "first token, median (99 %)": median_and_p99(frame, "first_token_seconds", ".2f", " s"),
     }
-    named = frame.index.str.replace(r"([a-z-]+)-(\d+)-(\d+)", r"`--\1 \2`, \3 requests", regex=True)
-    return pd.DataFrame(cells).set_axis(list(named))
+    labels = frame.index.str.replace(r"([a-z-]+)-(\d+)-(\d+)", r"`--\1 \2`, \3 requests", regex=True)
+    return pd.DataFrame(cells).set_axis(list(labels))
 
 
 def serve(*files: str) -> pd.DataFrame:

@@ -33,7 +33,7 @@ Backend = TypeVar("Backend")
 
 
 def _expect(holds: bool, what: str) -> None:
-    """Raise if what belongs together in a section does not fit, as after a change by hand."""
+    """Raise if what belongs together in a section does not fit, as in an edited file."""
     if not holds:
         raise ValueError(f"expected {what}")
 
