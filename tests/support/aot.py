@@ -46,9 +46,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "long-padded": {"softcap": None, "sinks": None, "kv_range": torch.tensor([[0, 65_536]])},
     "long-mask": {"softcap": None, "sinks": None, "mask": torch.empty(1, 1, 1, 65_536, dtype=torch.bool)},
     "short": {"softcap": None, "sinks": None},
+    "many": {"softcap": None, "sinks": None},
 }
-"""Options of a call by name. ``long`` ones run on the warp-specialized kernel, ``short`` has only high tiles, and names
-that end in ``skip`` have a recipe that skips tiles."""
+"""Options of a call by name. ``long`` ones run on the warp-specialized kernel, ``short`` has only high tiles,
+``many`` is a decode step of 32 rows, and names that end in ``skip`` have a recipe that skips tiles."""
 
 EIGHT_BIT_PRODUCT = r"\b(IGMMA|QGMMA|IMMA|QMMA|UTCQMMA|UTCIMMA|UTCOMMA|OMMA)\b"
 """Matrix instructions with operands of at most 8 bits, as the disassembler names them."""

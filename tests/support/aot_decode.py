@@ -6,12 +6,18 @@ chunk of more than 16 queries. An option is a name in ``aot.OPTIONS``.
 
 from __future__ import annotations
 
+from unittest import mock
+
 import torch
 from aot import OPTIONS, Compiled, answer_calls, compile_only
 from dma_kernels.cache.chunked_prefill import chunk_attention
 from dma_kernels.cache.decode import decode_step, plan_decode
 from dma_kernels.cache.reference import CacheOptions
 from dma_kernels.cache.storage import LayerStorage
+from dma_kernels.runtime import chip
+
+SMS = 132
+"""Multiprocessors of the chip: with 8 kv heads a step has fewer heads than that, with ``many`` more."""
 
 
 def compile_step(
@@ -19,15 +25,16 @@ def compile_step(
 ) -> list[Compiled]:
     """Compile a call with 32 query and 8 kv heads."""
     dtype = torch.float16 if option == "fp16" else torch.bfloat16
+    batch = 32 if option == "many" else 1
     storage = LayerStorage.allocate(
-        format, batch=1, kv_heads=8, head_dim=head_dim, value_dim=value_dim, dtype=dtype,
+        format, batch=batch, kv_heads=8, head_dim=head_dim, value_dim=value_dim, dtype=dtype,
         device=torch.device("cpu"), tiles=64,
     )  # fmt: skip
     query, key, value = (
-        torch.zeros(1, queries, heads, dim, dtype=dtype).transpose(1, 2)
+        torch.zeros(batch, queries, heads, dim, dtype=dtype).transpose(1, 2)
         for heads, dim in ((32, head_dim), (8, head_dim), (8, value_dim))
     )
-    with compile_only(arch) as compiled:
+    with compile_only(arch) as compiled, mock.patch.object(chip, "sm_count", return_value=SMS):
         plan_decode.cache_clear()  # plans are not keyed by chip
         if queries <= 16:
             decode_step(query, key, value, storage, CacheOptions(scale=0.125, **OPTIONS[option]))

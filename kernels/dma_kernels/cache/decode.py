@@ -127,6 +127,7 @@ def plan_decode(
         GROUP=group,
         LOW_QUERIES=4 if group * q_len <= 4 else QUERIES,
         W=tiling.warps,
+        STEPS=tiling.steps,
         STAGES=tiling.stages,
         HAS_WINDOW=window is not None,
         HAS_SOFTCAP=softcap is not None,

@@ -24,7 +24,8 @@ class DecodeTiling:
     """How the decode kernel divides its work."""
 
     warps: int  # warps of a CTA
-    stages: int  # half tiles of keys or values in shared memory, per warp
+    steps: int  # steps in which a warp loads the keys of a tile, and its values
+    stages: int  # steps in shared memory, per warp
     ctas: int  # CTAs of the grid, which split the tiles of all heads
 
 
@@ -38,16 +39,16 @@ def select_decode_tiling(
     """
     # With two stages, shared alternately by keys and values, more 8-bit or head_dim 256 warps fit in shared memory.
     stages = 2 if block_d == block_dv and (bits == 8 or block_d > 128) else 4
-    stage_bytes = (block_d + block_dv) * 4 * stages * bits + 4 * block_d + 8 * block_dv
+    # At head_dim 256, smaller stages make room for eight 8-bit warps. With few heads, longer loads are faster.
+    steps = 4 if stages == 2 and bits == 8 and block_d > 128 and heads >= sms else 2
+    stage_bytes = (block_d + block_dv) * 8 * stages * bits // steps + 4 * block_d + 8 * block_dv
     capacity = SHARED_MEMORY.get(arch, 102_400)
     # Four warps halve the splits of few 4-bit heads. With many heads, smaller CTAs hide each other's latency.
     warps = 4 if bits == 4 and heads < sms else 2
-    if heads >= sms and bits == 8 and block_d > 128:
-        warps = 1
     while warps > 1 and warps * stage_bytes + CTA_RESERVED > capacity:
         warps //= 2
     resident = sms * max(1, min(WARPS_PER_SM // warps, capacity // (warps * stage_bytes + CTA_RESERVED)))
-    return DecodeTiling(warps, stages, min(_whole_heads(resident, heads), heads * tiles))
+    return DecodeTiling(warps, steps, stages, min(_whole_heads(resident, heads), heads * tiles))
 
 
 def _whole_heads(resident: int, heads: int) -> int:

@@ -42,7 +42,8 @@ class DecodeConfig(PageConfig):
     GROUP: int  # query heads per kv head
     LOW_QUERIES: int  # queries of a block in the loop over low tiles: 4 if no more are needed, else 8
     W: int  # warps of a CTA
-    STAGES: int  # half tiles of keys or values in shared memory, per warp: 2, or 4
+    STEPS: int  # steps in which a warp loads the keys of a tile, and its values: 2, or 4
+    STAGES: int  # steps in shared memory, per warp: ``2 * STEPS``, or a divisor of ``STEPS`` greater than 1
     HAS_WINDOW: bool  # whether there is a sliding window
     HAS_SOFTCAP: bool  # whether scores are capped
     USE_PDL: bool  # whether the next launch may start before this one ends (programmatic dependent launch)

@@ -51,8 +51,6 @@ from .decode_mma import (
 
 _TILE = tl.constexpr(TILE)
 _TILE_SHIFT = tl.constexpr(TILE.bit_length() - 1)
-_STEP = tl.constexpr(TILE // 2)
-"""Tokens of a pipeline stage: half a tile."""
 _MAX_INT16 = tl.constexpr(MAX_INT16)
 _PER_MANTISSA = tl.constexpr(2.0**-23)
 _SMALLEST_SCALE = tl.constexpr(2.0**-100)
@@ -269,15 +267,18 @@ def _buffers(count: tl.constexpr, shape: tl.constexpr):
 
 @jit
 def _view_buffers(buffers, shape: tl.constexpr):
-    """Return views of the two buffers with another shape."""
+    """Return views of buffers with another shape."""
     LAYOUT: tl.constexpr = _shared_layout(len(shape))
-    return view(buffers[0], gl.int32, shape, LAYOUT), view(buffers[1], gl.int32, shape, LAYOUT)
+    views = ()
+    for i in gl.static_range(len(buffers)):
+        views += (view(buffers[i], gl.int32, shape, LAYOUT),)  # type: ignore[assignment]
+    return views
 
 
 class AsyncCopies(NamedTuple):
     """Copies of keys, or of values, from page blocks to shared memory."""
 
-    codes: Any  # buffers of both steps
+    codes: Any  # buffers, used by one step after the other
     scales: Any  # buffers of scales and zero points: two of keys, one of values
     code_offsets: Any  # words from the start of a page block, in the first step
     scale_offsets: Any
@@ -292,7 +293,8 @@ def _load_keys_async(has_tile, block, keys, i_step: tl.constexpr, STEP_WORDS: tl
             scales = gl.convert_layout(block, axis_layout(CHANNELS, 3, 0))[:, None, None] + keys.scale_offsets
             for i in gl.static_range(2):
                 async_load(keys.scales[i], scales + i * SCALE_WORDS)
-        async_load(keys.codes[i_step], block[:, None, None] + (keys.code_offsets + i_step * STEP_WORDS))
+        codes = keys.codes[i_step % len(keys.codes)]
+        async_load(codes, block[:, None, None] + (keys.code_offsets + i_step * STEP_WORDS))
     commit_group()
 
 
@@ -305,8 +307,42 @@ def _load_values_async(has_tile, block, values, i_step: tl.constexpr, STEP_WORDS
             tokens = gl.convert_layout(block, axis_layout(value_scales_layout(W), 4, 1))[None, :, None, None]
             async_load(values.scales[0], tokens + values.scale_offsets)
         rows = gl.convert_layout(block, axis_layout(codes_layout(W, 4), 4, 1))[None, :, None, None]
-        async_load(values.codes[i_step], rows + (values.code_offsets + i_step * STEP_WORDS))
+        codes = values.codes[i_step % len(values.codes)]
+        async_load(codes, rows + (values.code_offsets + i_step * STEP_WORDS))
     commit_group()
+
+
+@jit
+def _concat_steps(x, W: tl.constexpr):
+    """Concatenate the rows of two or four tensors."""
+    if len(x) == 2:
+        whole = _concat_rows(x[0], x[1], W)
+    else:
+        whole = _concat_rows(_concat_rows(x[0], x[1], W), _concat_rows(x[2], x[3], W), W)
+    return whole
+
+
+@jit
+def _split_steps(x, STEPS: tl.constexpr, W: tl.constexpr):
+    """Split rows into two or four tensors."""
+    first, last = _split_rows(x, W)
+    return (first, last) if STEPS == 2 else _split_rows(first, W) + _split_rows(last, W)
+
+
+@jit
+def _load_ahead(
+    i_load: tl.constexpr, block, has_next, next_block, keys, values, STEPS: tl.constexpr, K_STEP: tl.constexpr,
+    V_STEP: tl.constexpr, SCALE_WORDS: tl.constexpr,
+):  # fmt: skip
+    """Start a load: those of a tile's ``STEPS`` steps of keys, then of values, then those of the next tile."""
+    if i_load < STEPS:
+        _load_keys_async(True, block, keys, i_load, K_STEP, SCALE_WORDS)
+    elif i_load < 2 * STEPS:
+        _load_values_async(True, block, values, i_load - STEPS, V_STEP)
+    elif i_load < 3 * STEPS:
+        _load_keys_async(has_next, next_block, keys, i_load - 2 * STEPS, K_STEP, SCALE_WORDS)
+    else:
+        _load_values_async(has_next, next_block, values, i_load - 3 * STEPS, V_STEP)
 
 
 @jit
@@ -343,6 +379,8 @@ def attend_low(q, cache, page_table, i_kv, first, last, q_pos, sizes, softcap, l
     W: tl.constexpr = CONFIG.W
     BITS: tl.constexpr = CONFIG.BITS
     STAGES: tl.constexpr = CONFIG.STAGES
+    STEPS: tl.constexpr = CONFIG.STEPS
+    STEP: tl.constexpr = _TILE // STEPS
     IS_ROTATED: tl.constexpr = CONFIG.KEY_HADAMARD > 1
     MMA: tl.constexpr = mma_layout(W)
     SUMS: tl.constexpr = scores_layout(W)
@@ -359,12 +397,12 @@ def attend_low(q, cache, page_table, i_kv, first, last, q_pos, sizes, softcap, l
     KEY_SCALES: tl.constexpr = _TILE * STORED * BITS // 32
     VALUE_CODES: tl.constexpr = CONFIG.KEY_WORDS
     VALUE_SCALES: tl.constexpr = VALUE_CODES + _TILE * VALUE_STORED * BITS // 32
-    K_STEP: tl.constexpr = _STEP * STORED * BITS // 32
-    V_STEP: tl.constexpr = _STEP * VALUE_STORED * BITS // 32
+    K_STEP: tl.constexpr = STEP * STORED * BITS // 32
+    V_STEP: tl.constexpr = STEP * VALUE_STORED * BITS // 32
     pages = cache.kv_pages + i_kv * CONFIG.PAGE_WORDS
     # Padded channels are read from the last stored block: their queries are 0 and their outputs are not stored.
     o_k = gl.arange(0, 128, layout=axis_layout(KEYS, 3, 2))[None, None, :]
-    i_r = gl.arange(0, _STEP * BLOCK_D // (32 * CO), layout=axis_layout(KEYS, 3, 1))[None, :, None]
+    i_r = gl.arange(0, STEP * BLOCK_D // (32 * CO), layout=axis_layout(KEYS, 3, 1))[None, :, None]
     k_offsets = (
         i_r // (BLOCK_D // CO) * (STORED // CO) + gl.minimum(i_r % (BLOCK_D // CO), STORED // CO - 1)
     ) * 128 + o_k
@@ -374,7 +412,7 @@ def attend_low(q, cache, page_table, i_kv, first, last, q_pos, sizes, softcap, l
     scale_offsets = KEY_SCALES + gl.minimum(i_r, STORED // 32 - 1) * 16 + o_w
     o_v = gl.arange(0, 128, layout=axis_layout(VALUES, 4, 3))[None, None, None, :]
     i_g = gl.arange(0, G, layout=axis_layout(VALUES, 4, 0))[:, None, None, None]
-    i_r = gl.arange(0, 2 * _STEP // CO, layout=axis_layout(VALUES, 4, 2))[None, None, :, None]
+    i_r = gl.arange(0, 2 * STEP // CO, layout=axis_layout(VALUES, 4, 2))[None, None, :, None]
     v_offsets = i_r // 2 * (VALUE_STORED // 32) + gl.minimum(2 * i_g + i_r % 2, VALUE_STORED // 32 - 1)
     v_offsets = VALUE_CODES + v_offsets * 128 + o_v
     TOKENS: tl.constexpr = value_scales_layout(W)
@@ -388,26 +426,24 @@ def attend_low(q, cache, page_table, i_kv, first, last, q_pos, sizes, softcap, l
     acc = gl.full([G * W, 64, C], 0.0, gl.float32, SUMS)
     o_w = gl.arange(0, W, layout=axis_layout(KEYS, 3, 0))
     s_warp = gl.arange(0, W, layout=axis_layout(SUMS, 3, 0))[:, None, None]
-    s_row = gl.arange(0, _STEP, layout=axis_layout(SUMS, 3, 1))[None, :, None]
+    s_row = gl.arange(0, STEP, layout=axis_layout(SUMS, 3, 1))[None, :, None]
     q_end = gl.minimum(_band_start(q_pos, sizes.diagonal_tiles), last)  # end of each query's low tiles
 
-    # ---- async copies: keys and values of a tile in two steps each. A stage is reused for the same step of the next
-    # tile, or, with two stages, alternately for keys and values.
-    k_buffers = _buffers(2, [W, _STEP * BLOCK_D // (32 * CO), 128])
-    if STAGES == 2:
-        v_buffers = _view_buffers(k_buffers, [G, W, 2 * _STEP // CO, 128])
+    # ---- async copies: keys, then values, in steps. A stage is reused ``STAGES`` steps later, by the next tile or, if
+    # there are fewer stages than steps, alternately for keys and values.
+    if STAGES == 2 * STEPS:
+        k_buffers = _buffers(STEPS, [W, STEP * BLOCK_D // (32 * CO), 128])
+        v_buffers = _buffers(STEPS, [G, W, 2 * STEP // CO, 128])
     else:
-        v_buffers = _buffers(2, [G, W, 2 * _STEP // CO, 128])
+        k_buffers = _buffers(STAGES, [W, STEP * BLOCK_D // (32 * CO), 128])
+        v_buffers = _view_buffers(k_buffers, [G, W, 2 * STEP // CO, 128])
     scale_buffers = _buffers(2, [W, BLOCK_D // 32, 16])
     pair_buffers = _buffers(1, [G, W, _TILE // 32, 32])
     key_copies = AsyncCopies(k_buffers, scale_buffers, k_offsets, scale_offsets)
     value_copies = AsyncCopies(v_buffers, pair_buffers, v_offsets, pair_offsets)
     block = _page_blocks(pages, page_table, gl.minimum(first + o_w, last - 1), cache, sizes)
-    for i_step in gl.static_range(2):
-        _load_keys_async(True, block, key_copies, i_step, K_STEP, STORED // 2)
-    if STAGES == 4:
-        for i_step in gl.static_range(2):
-            _load_values_async(True, block, value_copies, i_step, V_STEP)
+    for i_load in gl.static_range(STAGES):
+        _load_ahead(i_load, block, True, block, key_copies, value_copies, STEPS, K_STEP, V_STEP, STORED // 2)
     for start in range(first, last, W):
         has_next = start + W < last
         next_tile = gl.minimum(start + W + o_w, last - 1)
@@ -415,7 +451,7 @@ def attend_low(q, cache, page_table, i_kv, first, last, q_pos, sizes, softcap, l
         is_tile = start + s_warp < q_end
         # ---- scores
         scores = ()
-        for i_step in gl.static_range(2):
+        for i_step in gl.static_range(STEPS):
             wait_group(STAGES - 1)
             if i_step == 0:
                 operand, descale, offset = _quantize_queries(
@@ -424,25 +460,25 @@ def attend_low(q, cache, page_table, i_kv, first, last, q_pos, sizes, softcap, l
                 )  # fmt: skip
                 if not CONFIG.HAS_SOFTCAP:
                     offset = gl.where(is_tile, offset, float("-inf"))
-                offset = repeat_rows(offset, _STEP, SUMS)
-            words = k_buffers[i_step].load(KEYS)
-            keys = to_key_operand(words.to(gl.uint32, bitcast=True), BITS, W, _STEP, BLOCK_D)
-            s = mma(keys, operand, gl.full([W, _STEP, N], 0, gl.int32, MMA))
-            if STAGES == 2:
-                _load_values_async(True, block, value_copies, i_step, V_STEP)
-            else:
-                _load_keys_async(has_next, next_block, key_copies, i_step, K_STEP, STORED // 2)
+                offset = repeat_rows(offset, STEP, SUMS)
+            words = k_buffers[i_step % len(k_buffers)].load(KEYS)
+            keys = to_key_operand(words.to(gl.uint32, bitcast=True), BITS, W, STEP, BLOCK_D)
+            s = mma(keys, operand, gl.full([W, STEP, N], 0, gl.int32, MMA))
+            _load_ahead(
+                i_step + STAGES, block, has_next, next_block, key_copies, value_copies, STEPS, K_STEP, V_STEP,
+                STORED // 2,
+            )  # fmt: skip
             s = combine_bytes(s, W) * descale[:, None, :] + offset
             if CONFIG.HAS_SOFTCAP:
                 s = gl.where(is_tile, _cap(s, softcap), float("-inf"))
             if CONFIG.HAS_WINDOW:
-                k_pos = (start + s_warp) * _TILE + i_step * _STEP + s_row
+                k_pos = (start + s_warp) * _TILE + i_step * STEP + s_row
                 s = gl.where(k_pos > q_pos - sizes.window, s, float("-inf"))
             scores += (s,)  # type: ignore[assignment]
         # ---- probabilities, relative to the maximum of the tile
         wait_group(STAGES - 1)
         scale, zero_point = _value_scales(load_value_scales(pair_buffers[0]), G, W, C)
-        s = _concat_rows(scores[0], scores[1], W)  # type: ignore[misc]
+        s = _concat_steps(scores, W)
         m_tile = gl.maximum(_max_scaled(s, scale, G, W), -1.0e30)
         p = gl.exp2(s - (m_tile - _P_EXPONENT)[:, None, :])
         m_new = gl.maximum(m_i, m_tile)
@@ -455,19 +491,19 @@ def attend_low(q, cache, page_table, i_kv, first, last, q_pos, sizes, softcap, l
         p = repeat_groups(p, G, SUMS)
         offsets = offsets * alpha + reduce_lanes(p * (zero_point + MIDDLE * scale), SUMS) * beta
         # ---- values
-        probabilities = _split_rows(p, W)
-        scales = _split_rows(scale, W)
+        probabilities = _split_steps(p, STEPS, W)
+        scales = _split_steps(scale, STEPS, W)
         sums = gl.full([G * W, 64, N], 0, gl.int32, MMA)
-        for i_step in gl.static_range(2):
-            if i_step == 1:
+        for i_step in gl.static_range(STEPS):
+            if i_step > 0:
                 wait_group(STAGES - 1)
-            words = v_buffers[i_step].load(VALUES)
-            values = to_value_operand(words.to(gl.uint32, bitcast=True), BITS, W, _STEP, G)
+            words = v_buffers[i_step % len(v_buffers)].load(VALUES)
+            values = to_value_operand(words.to(gl.uint32, bitcast=True), BITS, W, STEP, G)
             sums = mma(values, to_probability_operand(probabilities[i_step], scales[i_step], BITS, W), sums)
-            if STAGES == 2:
-                _load_keys_async(has_next, next_block, key_copies, i_step, K_STEP, STORED // 2)
-            else:
-                _load_values_async(has_next, next_block, value_copies, i_step, V_STEP)
+            _load_ahead(
+                STEPS + i_step + STAGES, block, has_next, next_block, key_copies, value_copies, STEPS, K_STEP, V_STEP,
+                STORED // 2,
+            )  # fmt: skip
         acc = acc * alpha + combine_bytes(sums, W) * (beta * (1.0 / (1 << (8 - BITS))))
         block = next_block
     wait_group(0)

@@ -22,6 +22,7 @@ STEPS = [
     "int8:90:128:128:1:fp16",
     "int4:80:128:128:1:fp16",
     "int8:80:64:64:16:sinks",
+    *(f"int8:{arch}:256:256:1:many" for arch in (80, 90, 120)),
 ]
 CHUNKS = [f"{format}:{arch}:128:128:200" for format in ("int8", "int4") for arch in (80, 90, 100, 120)]
 
