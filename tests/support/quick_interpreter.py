@@ -2,8 +2,9 @@
 
 At each call of a device function the interpreter patches all members of the language's modules again, although the
 calling kernel has patched them. It also repeats integer arithmetic in 64 bits to find overflows that it reports only in
-debug mode. Each operation builds its result's type and shape anew, although a kernel has a few dozen of them. Checked
-with Triton 3.6 and 3.9.
+debug mode. Each operation builds its result's type and shape anew, although a kernel has a few dozen of them. Each
+operation on two operands derives the types that both are cast to and copies the smaller one to the shape of the other,
+although NumPy broadcasts. Checked with Triton 3.6 and 3.9.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ from triton.runtime import interpreter
 
 
 def make_quick() -> None:
-    """Patch the language once per kernel, disable overflow checks, and build each type once."""
+    """Patch the language once per kernel, disable overflow checks, and build each type and promotion once."""
     _share_types()
+    _share_promotions()
+    interpreter._patch_attr = _patch_attr
+    language.core._unwrap_if_constexpr = _unwrap_if_constexpr
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
     patch = interpreter._patch_lang
@@ -91,3 +95,69 @@ def _share_types() -> None:
     block_type.__new__, block_type.__init__ = new_type, init_type_once
     tensor.__init__ = init_tensor_from_type
     interpreter._get_np_dtype = numpy_dtype_once
+
+
+def _share_promotions() -> None:
+    """Derive the types of a binary operation's operands once, keep constants, and leave broadcasting to NumPy."""
+    core, semantic = language.core, interpreter.TritonSemantic
+    tensor, handle = core.tensor, interpreter.TensorHandle
+    promote = semantic.binary_op_type_checking_impl
+    promoted: dict[Any, Any] = {}
+
+    def key_of(operand: Any) -> Any:
+        """Return what decides an operand's promotion; ``None`` for zeros, whose sign a key would lose, and for NaN."""
+        if isinstance(operand, tensor):
+            return id(operand.type)
+        if isinstance(operand, float):
+            return ("float", operand) if operand and operand == operand else None
+        return (type(operand), operand) if isinstance(operand, int) else None
+
+    def result(operand: Any, outcome: Any) -> Any:
+        """Return a tensor with the operand's values, and the type or the constant that ``outcome`` is."""
+        if isinstance(outcome, tensor):
+            return outcome
+        if operand.type is outcome:
+            return operand
+        if operand.dtype is not outcome.scalar:
+            operand = interpreter_semantic.cast(operand, outcome.scalar)
+        return tensor(operand.handle, outcome)
+
+    def outcome_of(operand: Any, full: Any) -> Any:
+        """Return the type of a promoted tensor, and for a number the promoted tensor itself, with a single element."""
+        if isinstance(operand, tensor):
+            return full.type
+        return tensor(handle(full.handle.data.reshape(-1)[:1].copy(), full.handle.dtype), full.type)
+
+    def promote_once(self: Any, lhs: Any, rhs: Any, *options: Any, **named: Any) -> tuple[Any, Any]:
+        keys = key_of(lhs), key_of(rhs)
+        if None in keys:
+            return promote(self, lhs, rhs, *options, **named)
+        key = (*keys, options, *named.items())
+        if key not in promoted:
+            outcomes = map(outcome_of, (lhs, rhs), promote(self, lhs, rhs, *options, **named))
+            types = [getattr(operand, "type", None) for operand in (lhs, rhs)]  # which so keep their identity
+            promoted[key] = (*outcomes, types)
+        left, right, _ = promoted[key]
+        return result(lhs, left), result(rhs, right)
+
+    interpreter_semantic = semantic(interpreter.interpreter_builder)
+    semantic.binary_op_type_checking_impl = promote_once
+
+
+def _unwrap_if_constexpr(value: Any, unwrap: Callable[[Any], Any] = language.core._unwrap_if_constexpr) -> Any:
+    """Do as the language does, and ask about sequences only what can be one."""
+    return value if type(value) in _NEVER_CONSTEXPR else unwrap(value)
+
+
+_NEVER_CONSTEXPR = frozenset((int, bool, float, str, type(None), language.core.tensor))
+
+
+def _patch_attr(target: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    """Give a builtin the interpreter's semantic, without the wrapper that checks that it has one."""
+    function, semantic = getattr(member, "__wrapped__", member), interpreter.TritonSemantic(builder)
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        options["_semantic"] = semantic
+        return function(*arguments, **options)
+
+    scope.set_attr(target, name, call)
