@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from functools import wraps
@@ -14,6 +15,8 @@ for variable in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DI
     os.environ.setdefault(variable, "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's, for small matrices, as in one_thread below
 
+gc.set_threshold(50_000, 20, 100)  # an interpreted kernel makes a million objects a second, which need no collector
+
 import torch  # noqa: E402
 
 # Without a CUDA device Triton kernels run in its interpreter, which has to be told before a kernel is defined: so here,
@@ -23,6 +26,9 @@ if not torch.cuda.is_available():
     from quick_interpreter import make_quick
 
     make_quick()
+
+KEPT_TOGETHER = ("tests/dma_eval/test_serve_replicas.py",)
+"""Modules whose tests share a server that takes long to start."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -41,6 +47,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """Exclude modules and tests, millions of objects that stay, from garbage collection until the end."""
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Let the interpreter collect everything when it exits."""
+    gc.unfreeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give a worker the next test when it is done, or all tests of a module in ``KEPT_TOGETHER``, which come first.
+
+    By default the first worker would get most of the long ones. ``xdist_group`` has no effect in pytest 9.2.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class NextTest(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            module = nodeid.split("::")[0]
+            return module if module in KEPT_TOGETHER else nodeid
+
+    return NextTest(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -33,8 +33,6 @@ MAX_REQUESTS, MAX_QUEUED, DRAIN_SECONDS = 8, 8, 2
 DIED = "the replica that computed this answer has died; send the request again"
 START_SECONDS, STOP_SECONDS, TIMEOUT = 180, 20, 120
 
-pytestmark = pytest.mark.xdist_group("replicas")  # in order: they share a server, until one of them stops it
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
