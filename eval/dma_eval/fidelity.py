@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,16 +20,15 @@ from dma_hf import NAME as DMA
 from dma_hf import counted_tiles
 
 from .backends import Backend, activate
-from .data import Text, Window
+from .data import Text
 from .errors import UserError, one_line
 from .parts import FidelityPart, PerplexityPart
 from .perplexity import compare, cut
 from .reading import common_prefix, continued, takes_last
-from .results import BackendResult, Divergence, FidelitySection, HeadErrors
+from .results import Divergence, FidelitySection, HeadErrors
 from .session import Session, share, united
 
 REFERENCE = Backend("sdpa, fp32", "sdpa")
-BUCKETS = 8
 HORIZONS = (64, 256, 1024)
 """Numbers of generated tokens for which the share of equal tokens is reported, because errors accumulate."""
 PROBE = "dma_eval_probe"
@@ -56,15 +54,9 @@ def measure_fidelity(session: Session, text: Text, part: FidelityPart) -> Fideli
     heads = head_errors(session, reference_model, measured, working) if measured else []
     halves = [ids[begin : begin + prompt_tokens] for begin in (0, prompt_tokens) for ids in full]
     starts = halves[: part.prompts]  # also the second halves if there are few windows
-    edges = bucket_edges(tokens.position_edges)
     return FidelitySection(
         tokens=tokens,
         dtype=str(loaded.model.dtype).removeprefix("torch."),
-        bucket_edges=edges,
-        bucket_change={
-            result.label: bucket_changes(results[0], result, windows, tokens.position_edges, edges)
-            for result in results[1:]
-        },
         head_windows=len(measured),
         heads=heads,
         prompt_tokens=prompt_tokens,
@@ -89,31 +81,6 @@ def in_fp32(model: PreTrainedModel) -> PreTrainedModel:
             f"the fp32 weights of the reference need {gib:,.1f} GiB more memory; use a larger device"
         ) from error
     return converted
-
-
-def bucket_edges(edges: Sequence[int]) -> list[int]:
-    """Return every n-th of the fine edges, so that at most 8 buckets remain."""
-    step = math.ceil((len(edges) - 1) / BUCKETS)
-    return [*edges[:-1:step], edges[-1]]
-
-
-def bucket_changes(
-    reference: BackendResult,
-    result: BackendResult,
-    windows: Sequence[Window],
-    fine: Sequence[int],
-    coarse: Sequence[int],
-) -> list[float | None]:
-    """Return the change of perplexity in percent in each coarse bucket, from the losses in the fine ones."""
-    if not result.position_nll or not reference.position_nll:
-        return []
-    losses, expected = (np.array(each.position_nll, float) for each in (result, reference))
-    counts = np.histogram(np.concatenate([np.arange(each.first, each.length) for each in windows]), fine)[0]
-    sums = np.where(counts > 0, counts * (losses - expected), 0)
-    first = np.searchsorted(fine, coarse[:-1])
-    with np.errstate(invalid="ignore", over="ignore"):
-        changes = 100 * np.expm1(np.add.reduceat(sums, first) / np.add.reduceat(counts, first))
-    return [float(change) if np.isfinite(change) else None for change in changes]
 
 
 def _divergence(

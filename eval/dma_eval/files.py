@@ -21,10 +21,10 @@ Kind = TypeVar("Kind")
 
 
 def parse(kind: type[Kind], content: bytes | Mapping[str, Any]) -> Kind:
-    """Convert JSON to a dataclass. A ``ValueError`` names the first wrong or unknown field."""
+    """Convert JSON to a dataclass. A ``ValueError`` names the first wrong field."""
     text = content if isinstance(content, bytes) else json.dumps(content, default=str)
     try:
-        return TypeAdapter(kind).validate_json(text, strict=True, extra="forbid")
+        return TypeAdapter(kind).validate_json(text, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
@@ -34,9 +34,9 @@ def parse(kind: type[Kind], content: bytes | Mapping[str, Any]) -> Kind:
         raise ValueError(f"{place}{': ' if place else ''}{message}{got}") from None
 
 
-def write_json(value: Any, path: Path, indent: int | None = 2, *, kind: Any = None) -> None:
-    """Write a dataclass as JSON (RFC 8259: NaN is an error). ``kind`` gives the type of a generic one."""
-    values = TypeAdapter(kind or type(value)).dump_python(value, mode="json")
+def write_json(value: Any, path: Path, indent: int = 2) -> None:
+    """Write a dataclass as JSON (RFC 8259: NaN is an error)."""
+    values = TypeAdapter(type(value)).dump_python(value, mode="json")
     write_text(json.dumps(values, indent=indent, ensure_ascii=False, allow_nan=False) + "\n", path)
 
 
@@ -126,7 +126,8 @@ class Store:
         """Save a piece under these names."""
         path = self._path(names)
         if path is not None:
-            write_json(piece, path, indent=None, kind=Piece[kind])  # type: ignore[valid-type]
+            # Answers may hold infinities, which become null.
+            write_text(TypeAdapter(Piece[kind]).dump_json(piece).decode(), path)  # type: ignore[valid-type]
 
     def scratch(self, identity: Mapping[str, Any], *names: str) -> Path | None:
         """Return the file for an unfinished piece, one for each identity; ``None`` if nothing is saved."""

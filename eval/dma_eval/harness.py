@@ -12,21 +12,18 @@ fp32, at scored positions only. Logits that are not finite stop the evaluation.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partialmethod
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.state import PartialState
-from dma_kernels.numerics.formats import TILE
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import Collator
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from dma_hf import DMAConfig
 from dma_hf.integrations.cache_argument import CACHE_ARGUMENT
 
 from .backends import Backend, activate, new_cache, parse_backends
@@ -37,8 +34,6 @@ from .reading import NonFiniteLogitsError, continuation_log_probs, log_likelihoo
 
 Request = tuple[Any, list[int], list[int]]
 """The strings (or ``None``), the tokens of the context and those of the continuation."""
-PAIRS = "pairs"
-"""Key of the counted pairs in lm-eval's cache of answers. Its other keys are hashes."""
 
 
 class BackendFailure(RuntimeError):
@@ -82,7 +77,6 @@ class DMALM(HFLM):  # type: ignore[misc]
         if accelerator is not None:  # lm-eval counts processes on GPUs only
             self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
         self.failure: str | None = None
-        self.pairs = Counter[str]()  # of queries and keys since the backend was selected, see ``_pairs``
         self.on_answers: Callable[[int], None] = lambda count: None
         self.use(backend)
 
@@ -101,12 +95,6 @@ class DMALM(HFLM):  # type: ignore[misc]
         activate(self.model, backend)
         self._reader = backend
         self.failure = None
-        self.pairs = Counter[str]()
-
-    def resume_pairs(self) -> None:
-        """Start counting pairs from the count in lm-eval's cache."""
-        database = self.cache_hook.dbdict
-        self.pairs = Counter[str]() if database is None else database.get(PAIRS, Counter[str]())
 
     # As lm-eval's own, without its progress bars.
     loglikelihood = partialmethod(HFLM.loglikelihood, disable_tqdm=True)
@@ -141,8 +129,6 @@ class DMALM(HFLM):  # type: ignore[misc]
                     answers.append(answer)
                     if key is not None:
                         self.cache_hook.add_partial("loglikelihood", key, answer)
-            if self.cache_hook.dbdict is not None:
-                self.cache_hook.dbdict[PAIRS] = self.pairs
             self.on_answers(len(answers) - done)
         original: list[tuple[float, bool]] = collator.get_original(answers)
         return original
@@ -153,8 +139,6 @@ class DMALM(HFLM):  # type: ignore[misc]
         if most > self.max_length:
             raise ValueError(f"a continuation has {most:,} tokens, but the model's maximum is {self.max_length:,}")
         pairs = [(before[-(self.max_length + 1 - len(after)) :], after) for _, before, after in chunk]
-        lengths = (len(before) + len(after) - 1 for before, after in pairs)
-        self.pairs += sum((_pairs(length, self._reader.config) for length in lengths), Counter[str]())
         return continuation_log_probs(self.model, self._reader, pairs)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
@@ -191,16 +175,3 @@ class DMALM(HFLM):  # type: ignore[misc]
         self.failure = one_line(error)
         if self.world_size == 1:
             raise BackendFailure(self.failure) from error
-
-
-def _pairs(length: int, config: DMAConfig | None) -> Counter[str]:
-    """Return how many keys the queries of a causal sequence see, and how many of these are in low tiles.
-
-    Windows are ignored.
-    """
-    pairs = Counter({"seen": length * (length + 1) // 2})
-    if config is not None:
-        for tile in range(config.sink_tiles + config.diagonal_tiles + 1, -(-length // TILE)):
-            low_tiles = tile - config.diagonal_tiles - config.sink_tiles
-            pairs["low"] += low_tiles * TILE * (min(length, (tile + 1) * TILE) - tile * TILE)
-    return pairs

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import pairwise, product
+from itertools import product
 from typing import Any
 
 import jinja2
@@ -27,6 +27,8 @@ from .results import (
 )
 
 MISSING = "–"
+BUCKETS = 8
+"""Ranges of positions for which fidelity is listed."""
 WORST = 5
 """Heads, and layers, that are listed."""
 IMPLAUSIBLE = 2.0
@@ -91,12 +93,17 @@ def of(field: str, form: str, unit: str = "", *, factor: float = 1.0) -> Callabl
 
 
 def make_table(columns: Columns, results: Sequence[Any], caption: str = "") -> Table:
-    """Return a row for each result. A failed one has ``failed`` in place of its first number."""
-    rows = [[cell(result) for cell in columns.values()] for result in results]
+    """Return a row for each result, without the columns that no result has.
+
+    A failed one has ``failed`` in place of its first number.
+    """
+    ran = [result for result in results if result.failure is None]
+    shown = {name: cell for name, cell in columns.items() if not ran or any(cell(each) != MISSING for each in ran)}
+    rows = [[cell(result) for cell in shown.values()] for result in results]
     for row, result in zip(rows, results, strict=True):
         if result.failure is not None:
             row[row.index(MISSING)] = "failed"
-    return Table(tuple(columns), rows, caption)
+    return Table(tuple(shown), rows, caption)
 
 
 @cache
@@ -153,7 +160,10 @@ def warnings(section: PerplexitySection) -> list[str]:
 def perplexity_page(section: PerplexitySection) -> Page:
     """Show perplexity: one row per backend."""
     title = f"Perplexity at context {section.context:,}"
-    return Page(title, [make_table(COLUMNS, section.backends)], _lines("perplexity", section), warnings(section))
+    shown = {
+        name: cell for name, cell in COLUMNS.items() if name != "peak memory" or section.memory_kind != "process_rss"
+    }
+    return Page(title, [make_table(shown, section.backends)], _lines("perplexity", section), warnings(section))
 
 
 def task_page(section: TaskSection) -> Page:
@@ -224,11 +234,17 @@ def _difference(value: MetricValue, metric: MetricResult) -> str:
 def fidelity_page(section: FidelitySection) -> Page:
     """Show fidelity: tokens, positions, worst heads, and where greedy continuations diverge."""
     tables = [make_table(FIDELITY_COLUMNS, section.tokens.backends)]
-    positions = [f"{low:,}–{high - 1:,}" for low, high in pairwise(section.bucket_edges)]
-    rows = [
-        [label, *(number(change, "+.2f", " %") for change in changes or [None] * len(positions))]
-        for label, changes in section.bucket_change.items()
-    ]
+    reference, *others = section.tokens.backends
+    edges = section.tokens.position_edges
+    parts = [part for part in np.array_split(np.arange(len(edges) - 1), BUCKETS) if len(part)]
+    positions = [f"{edges[part[0]]:,}–{edges[part[-1] + 1] - 1:,}" for part in parts]
+    rows = []
+    for result in others:
+        cells = [MISSING] * len(parts)
+        if result.position_nll and reference.position_nll:
+            change = np.array(result.position_nll, float) - np.array(reference.position_nll, float)
+            cells = [f"{100 * np.expm1(np.nanmean(change[part])):+.2f} %" for part in parts]
+        rows.append([result.label, *cells])
     tables.append(Table(("position", *positions), rows, "Change of perplexity by position in the window"))
     if section.heads:
         rows = []

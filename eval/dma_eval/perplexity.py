@@ -30,7 +30,6 @@ from .backends import Backend, activate
 from .data import Text, Window, make_windows, tokenize
 from .errors import UserError, one_line
 from .files import Piece
-from .memory import MemoryMeter
 from .models import LoadedModel
 from .parts import PerplexityPart
 from .progress import Progress
@@ -68,7 +67,7 @@ class Pass:
     tokens: int = 0  # tokens that were read
     seconds: float = 0.0  # wall-clock seconds, devices synchronized
     is_first: bool = False  # whether it is the first of its process, which is slower
-    peak_memory: int = 0  # bytes in use with the model loaded, plus the peak that the pass added
+    peak_memory: int | None = None  # bytes allocated with the model loaded, plus the peak that the pass added
     fallbacks: dict[str, int] = field(default_factory=dict)  # calls that ran other attention, by reason
     failure: str | None = None  # why the backend was stopped; None if it was not
 
@@ -137,7 +136,7 @@ def compare(
     models = [reference_model or model, *[model] * (len(backends) - 1)]
     for running, backend in zip(models, backends, strict=True):
         activate(running, backend)
-    meter = MemoryMeter(models[0], model)
+    loaded_bytes = allocated(model)
     batches = make_batches(reading.windows, part.batch_size)
     identity = session.identity(*backends, text=reading.text.sha256, seed=seed)
     own = share(range(len(batches)))
@@ -159,7 +158,7 @@ def compare(
                 continue
             ids = torch.stack([input_ids[window.begin : window.end] for window in batch]).to(model.device)
             runs = list(zip(models, backends, failed, strict=True))
-            passes = _read_batch(runs, ids, batch, meter, session.progress)
+            passes = _read_batch(runs, ids, batch, loaded_bytes, session.progress)
             failed = [each.failure is not None for each in passes]
             for each in passes:
                 each.is_first = is_first
@@ -184,7 +183,6 @@ def compare(
         skip_windows=part.skip_windows,
         spread=part.spread,
         tokens_scored=sum(window.scored for window in read),
-        memory_kind=meter.kind,
         position_edges=position_edges(context),
         backends=summarize(backends, [done[index] for index in sorted(done)], read, context),
     )
@@ -203,7 +201,7 @@ def _read_batch(
     runs: Sequence[tuple[PreTrainedModel, Backend, bool]],
     ids: Tensor,
     batch: Sequence[Window],
-    meter: MemoryMeter,
+    loaded_bytes: int,
     progress: Progress,
 ) -> list[Pass]:
     """Run every backend that has not failed on ``ids``, ``[B, T]``."""
@@ -214,7 +212,7 @@ def _read_batch(
         try:
             if has_failed:
                 continue
-            logits = _forward(model, backend, ids, made, meter)
+            logits = _forward(model, backend, ids, made, loaded_bytes)
             made.scores = [
                 score(row, window_ids, window, None if reference is None else reference[i])
                 for i, (row, window_ids, window) in enumerate(zip(logits, ids, batch, strict=True))
@@ -232,18 +230,31 @@ def _read_batch(
     return passes
 
 
-def _forward(model: PreTrainedModel, backend: Backend, ids: Tensor, made: Pass, meter: MemoryMeter) -> Tensor:
+def _devices(model: PreTrainedModel) -> range:
+    return range(torch.cuda.device_count() if model.device.type == "cuda" else 0)
+
+
+def allocated(model: PreTrainedModel) -> int:
+    """Return the bytes that PyTorch has allocated on all GPUs; 0 for a model on the CPU."""
+    return sum(map(torch.cuda.memory_allocated, _devices(model)))
+
+
+def _forward(model: PreTrainedModel, backend: Backend, ids: Tensor, made: Pass, loaded_bytes: int) -> Tensor:
     """Return logits ``[B, T, V]`` of one backend, and note time, memory and fallbacks in ``made``."""
     activate(model, backend)
     dma_hf.reset_fallback_counts()
-    with meter.measure():
-        meter.synchronize()
-        began = time.perf_counter()
-        logits = read(model, backend, ids)
-        meter.synchronize()
-        made.seconds = time.perf_counter() - began
+    devices, before = _devices(model), allocated(model)
+    for device in devices:
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    began = time.perf_counter()
+    logits = read(model, backend, ids)
+    for device in devices:
+        torch.cuda.synchronize(device)
+    made.seconds = time.perf_counter() - began
     made.tokens = ids.numel()
-    made.peak_memory = meter.baseline + meter.increase
+    if devices:
+        made.peak_memory = loaded_bytes - before + sum(map(torch.cuda.max_memory_allocated, devices))
     made.fallbacks = dict(dma_hf.fallback_counts())
     return logits
 
@@ -321,7 +332,7 @@ def _summarize(
         nll=mean,
         tokens_per_second=tokens_per_second(passes),
         forward_seconds=[each.seconds for each in passes],
-        peak_memory_bytes=max(each.peak_memory for each in passes),
+        peak_memory_bytes=max((each.peak_memory for each in passes if each.peak_memory is not None), default=None),
         fallbacks=fallbacks,
         window_nll=[float(scores.nll.mean(dtype=np.float64)) for each in passes for scores in each.scores],
         position_nll=_bucket_means(nll, positions, edges),

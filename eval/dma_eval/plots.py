@@ -247,9 +247,11 @@ def plot_tradeoff(sections: Sequence[PerplexitySection], title: str) -> Figure:
     """Draw quality against speed, one point for each backend and context, and against memory where that is exact.
 
     Backends that read through a cache, and simulations, are lines: nobody runs a model at their speed.
-    The resident memory of a process is not drawn, because it varies more from run to run than between backends.
     """
-    has_memory = all(section.memory_kind == "cuda_allocated" for section in sections)
+    has_memory = all(
+        section.memory_kind == "cuda_allocated" and section.backends[0].peak_memory_bytes is not None
+        for section in sections
+    )
     figure = make_figure(f"{title}: quality against speed{' and memory' if has_memory else ''}", 4.6)
     axes = figure.subplots(1, 1 + has_memory, sharey=True, squeeze=False)[0]
     styles = line_styles(backend.label for section in sections for backend in section.backends)

@@ -5,6 +5,7 @@ The files show single answers, and an interrupted run resumes from them.
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -35,19 +36,6 @@ STATISTICS: Mapping[str, Callable[[Array], Array]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sample:
-    """One answer."""
-
-    doc_id: int  # number of the document in its task
-    filter: str  # the filter of the answers that the values belong to
-    prompt_hash: str  # lm-eval's hash of the prompt, which must be equal for every backend
-    # The answer: the number of the choice, whether a continuation is the greedy one, or a text; null for tasks that
-    # only measure likelihood.
-    answer: Any
-    values: dict[str, list[float]]  # value and weight of each metric that averages over samples
-
-
-@dataclass(frozen=True, kw_only=True)
 class TaskRecord:
     """One task."""
 
@@ -58,16 +46,16 @@ class TaskRecord:
     aggregations: dict[str, str | None]  # lm-eval's name of each metric's aggregation; null where it has none
     higher_is_better: dict[str, bool | None]  # direction of each metric
     metrics: dict[str, float | None]  # lm-eval's own value of each metric, by ``metric,filter``
-    samples: list[Sample]  # every answer, ordered by document
+    samples: list[dict[str, Any]]  # lm-eval's log of every answer, ordered by document
 
     @property
     def asked(self) -> tuple[str, list[tuple[int, str, str]]]:
         """The fields that must be equal for every backend in a paired comparison."""
-        return self.name, [(sample.doc_id, sample.filter, sample.prompt_hash) for sample in self.samples]
+        return self.name, [(each["doc_id"], each["filter"], each["prompt_hash"]) for each in self.samples]
 
     def values(self, metric: str, filter_name: str) -> Array | None:
         """Values and weights of a metric, ``[N, 2]``; ``None`` if a sample has none."""
-        own = [sample.values.get(metric) for sample in self.samples if sample.filter == filter_name]
+        own = [_weighted(each.get(metric)) for each in self.samples if each["filter"] == filter_name]
         return None if not own or None in own else np.array(own, dtype=np.float64)
 
 
@@ -85,19 +73,11 @@ class UnitRecord:
 def task_record(name: str, results: Mapping[str, Any], task: Any) -> TaskRecord:
     """Make the record of one task from the results of ``lm_eval.evaluate``."""
     from lm_eval.api.registry import aggregation_registry
+    from lm_eval.utils import handle_non_serializable
 
     names = {aggregation_registry[each]: each for each in reversed(list(aggregation_registry))}
     aggregations = {metric: names.get(function) for metric, function in task.aggregation().items()}
-    samples = [
-        Sample(
-            doc_id=int(each["doc_id"]),
-            filter=str(each["filter"]),
-            prompt_hash=str(each["prompt_hash"]),
-            answer=_answer(each["filtered_resps"], task.OUTPUT_TYPE),
-            values={metric: value for metric in each["metrics"] if (value := _weighted(each[metric])) is not None},
-        )
-        for each in results["samples"][name]
-    ]
+    samples = json.loads(json.dumps(results["samples"][name], default=handle_non_serializable))
     return TaskRecord(
         name=name,
         version=str(results["versions"][name]),
@@ -106,7 +86,7 @@ def task_record(name: str, results: Mapping[str, Any], task: Any) -> TaskRecord:
         aggregations=aggregations,
         higher_is_better={metric: task.higher_is_better().get(metric) for metric in aggregations},
         metrics=metric_values(results["results"][name]),
-        samples=sorted(samples, key=lambda sample: (sample.filter, sample.doc_id)),
+        samples=sorted(samples, key=lambda each: (each["filter"], each["doc_id"])),
     )
 
 
@@ -124,14 +104,6 @@ def _weighted(value: Any) -> list[float] | None:
     """Return value and weight of one sample; ``None`` for other pairs, such as a reference and a prediction."""
     pair = list(value) if isinstance(value, (list, tuple)) else [value, 1]
     return [float(part) for part in pair] if len(pair) == 2 and all(map(_is_number, pair)) else None
-
-
-def _answer(responses: list[Any], output_type: str) -> Any:
-    if output_type == "multiple_choice":
-        return int(np.argmax([float(log_likelihood) for log_likelihood, _ in responses]))
-    if output_type == "loglikelihood":
-        return bool(responses[0][1])
-    return str(responses[0]) if output_type == "generate_until" else None
 
 
 def summarize_tasks(
@@ -180,7 +152,7 @@ def summarize_tasks(
 
 
 def _task(labels: Sequence[str], answers: Mapping[str, TaskRecord], seed: int) -> TaskResult:
-    task, reference = next(iter(answers.values())), answers.get(labels[0])
+    task = next(iter(answers.values()))
     for label, record in answers.items():
         if record.asked != task.asked:
             raise RuntimeError(f"task {task.name}: {label} got other questions than the backends before it")
@@ -190,9 +162,8 @@ def _task(labels: Sequence[str], answers: Mapping[str, TaskRecord], seed: int) -
         version=task.version,
         output_type=task.output_type,
         num_fewshot=task.num_fewshot,
-        samples=len({sample.doc_id for sample in task.samples}),
+        samples=len({each["doc_id"] for each in task.samples}),
         metrics=[_metric(task, key, labels, answers, seed) for key in keys],
-        answers_changed={label: _changed(reference, answers.get(label)) for label in labels[1:]},
     )
 
 
@@ -229,16 +200,6 @@ def _metric(
         higher_is_better=task.higher_is_better.get(name),
         values=values,
     )
-
-
-def _changed(reference: TaskRecord | None, other: TaskRecord | None) -> int | None:
-    """Return how many answers differ, counted once per document."""
-    if reference is None or other is None:
-        return None
-    pairs = list(zip(reference.samples, other.samples, strict=True))
-    if any(one.answer is None or two.answer is None for one, two in pairs):
-        return None
-    return len({one.doc_id for one, two in pairs if one.answer != two.answer})
 
 
 def statistic(name: str, samples: Array) -> float:

@@ -18,12 +18,14 @@ import yaml
 from accelerate.state import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 from datasets.exceptions import DatasetsError
+from dma_kernels.numerics.formats import TILE
 from jinja2 import TemplateError
 from lm_eval.api.model import CacheHook, CachingLM
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
 import dma_hf
+from dma_hf import DMAConfig
 
 from .backends import Backend, activate
 from .errors import UserError, one_line
@@ -38,8 +40,6 @@ FOLDER = "samples"
 """Subfolder of a run's folder with the records: a folder for each backend, with a file for each name."""
 SHOWN_NAMES = 12
 YAML_SUFFIXES = (".yaml", ".yml")
-FIELDS = ("task", "dataset_path", "doc_to_text", "doc_to_target", "output_type")
-"""Fields that the YAML file of a task needs, unless it includes another file."""
 UNUSABLE = (
     *(OSError, ValueError, LookupError, RuntimeError, TypeError, ImportError, AttributeError, AssertionError),
     *(ZeroDivisionError, DatasetsError, TemplateError),
@@ -74,7 +74,7 @@ def find_tasks(names: Sequence[str], include_paths: Sequence[Path] = ()) -> Task
             raise UserError(f"--include-path: no such folder: {path}")
     files = {name for name in asked if Path(name).suffix in YAML_SUFFIXES}
     for name in sorted(files):
-        _fields_of(Path(name))
+        check_yaml(Path(name))
     folders = [str(path) for path in include_paths]
     manager = TaskManager(include_path=folders, include_defaults=False)
     local = manager.all_tasks
@@ -83,9 +83,7 @@ def find_tasks(names: Sequence[str], include_paths: Sequence[Path] = ()) -> Task
     unknown = [name for name in asked if name not in files and name not in manager.task_index]
     if unknown:
         for file in (each for path in include_paths for each in sorted(path.rglob("*.y*ml"))):
-            lacking = _missing_fields(file)  # lm-eval ignores a file that is not YAML, or that lacks a field
-            if file.stem == unknown[0] and lacking:
-                raise UserError(f"--tasks: {file} lacks {', '.join(lacking)}")
+            check_yaml(file)  # lm-eval ignores a file that is not YAML
         near = difflib.get_close_matches(unknown[0], manager.all_tasks, SHOWN_NAMES, cutoff=0.5)
         hints = [f"did you mean: {', '.join(near)}?"] if near else []
         if include_paths:
@@ -95,24 +93,16 @@ def find_tasks(names: Sequence[str], include_paths: Sequence[Path] = ()) -> Task
     return TaskNames(tuple(asked), manager)
 
 
-def _fields_of(file: Path) -> set[str]:
-    """Return the fields of a YAML file. Tags, which name functions, are not resolved."""
+def check_yaml(file: Path) -> None:
+    """Check the syntax of a YAML file. Tags, which name functions, are not resolved."""
     try:
-        node = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
         raise UserError(f"--tasks: {file} is not YAML: {place}{error.problem}") from error
     except (OSError, ValueError) as error:
         raise UserError(f"--tasks: cannot read {file}: {one_line(error)}") from error
-    return {key.value for key, _ in node.value} if isinstance(node, yaml.MappingNode) else set()
-
-
-def _missing_fields(file: Path | None) -> list[str]:
-    """Return the fields that a task lacks; none for a group, or a file that includes another one."""
-    found = set(FIELDS) if file is None or not file.is_file() else _fields_of(file)
-    is_complete = found & {"include", "group", "class", "custom_dataset"}
-    return [] if is_complete else [name for name in FIELDS if name not in found]
 
 
 def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSection:
@@ -143,10 +133,6 @@ def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSe
     # Load all data before all evaluations, so that missing data are an error now and not hours later.
     missing = [name for name in tasks.names if any((backend.label, name) not in answers for backend in backends)]
     units = {name: _load(tasks, name, part) for name in missing}
-    owner: dict[str, str] = {}
-    for name, task in ((name, task) for name, unit in units.items() for task in unit["tasks"]):
-        if owner.setdefault(task, name) != name:
-            raise UserError(f"--tasks: task {task!r} is in both {owner[task]!r} and {name!r}; name it once")
     if processes.num_processes > 1:
         for task in (task for unit in units.values() for task in unit["tasks"].values()):
             _draw_examples_alike(task)
@@ -166,15 +152,10 @@ def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSe
         except BackendFailure as error:
             answers[unit] = str(error)
         except UNUSABLE as error:  # of the task: the errors of a backend are failures
-            raise UserError(f"--tasks: cannot evaluate {name!r}: {_why(tasks, name, error)}") from error
+            raise UserError(f"--tasks: cannot evaluate {name!r}: {one_line(error)}") from error
         if partial is not None:
             partial.unlink(missing_ok=True)
     return summarize_tasks(session, tasks.names, answers, part)
-
-
-def _why(tasks: TaskNames, name: str, error: BaseException) -> str:
-    lacking = _missing_fields(tasks.file(name))
-    return f"its file lacks {', '.join(lacking)}" if lacking else one_line(error)
 
 
 def _load(tasks: TaskNames, name: str, part: TasksPart) -> Mapping[str, Any]:
@@ -184,7 +165,7 @@ def _load(tasks: TaskNames, name: str, part: TasksPart) -> Mapping[str, Any]:
     except StopIteration as error:  # from inside `datasets`: a file without a row
         raise UserError(f"--tasks: cannot load {name!r}: its data have no rows") from error
     except UNUSABLE as error:
-        raise UserError(f"--tasks: cannot load {name!r}: {_why(tasks, name, error)}") from error
+        raise UserError(f"--tasks: cannot load {name!r}: {one_line(error)}") from error
     for task in loaded["tasks"].values():
         own = task.get_config("num_fewshot")
         if part.num_fewshot is not None and own != 0:  # a task with 0 examples keeps 0
@@ -231,7 +212,6 @@ def _evaluate(lm: Any, unit: Mapping[str, Any], backend: Backend, part: TasksPar
     for task in unit["tasks"].values():  # every backend must draw the same examples
         task.set_fewshot_seed(seed=session.seed)
     torch.manual_seed(session.seed)  # and the same answers, where a task samples them
-    lm.resume_pairs()
     began = time.perf_counter()
     chat = {"apply_chat_template": part.chat_template, "fewshot_as_multiturn": part.chat_template}
     results = evaluate(lm, unit, limit=part.limit, bootstrap_iters=0, **chat)
@@ -240,7 +220,6 @@ def _evaluate(lm: Any, unit: Mapping[str, Any], backend: Backend, part: TasksPar
     if failed is not None:
         raise BackendFailure(failed)
     fallbacks = sum(map(Counter, gather_object([dma_hf.fallback_counts()])), Counter[str]())
-    pairs = sum(gather_object([lm.pairs]), Counter[str]())
     record = None
     if PartialState().is_main_process:
         record = UnitRecord(
@@ -248,8 +227,28 @@ def _evaluate(lm: Any, unit: Mapping[str, Any], backend: Backend, part: TasksPar
             fallbacks=dict(fallbacks),
             tasks=[task_record(name, results, task) for name, task in unit["tasks"].items()],
             groups={name: metric_values(values) for name, values in results.get("groups", {}).items()},
-            low_share=pairs["low"] / pairs["seen"] if pairs["seen"] else None,
+            low_share=_low_share(lm, unit, results["samples"], backend.config),
         )
     (made,) = broadcast_object_list([record])
     assert isinstance(made, UnitRecord)
     return made
+
+
+def _low_share(lm: Any, unit: Mapping[str, Any], samples: Mapping[str, Any], config: DMAConfig | None) -> float | None:
+    scored = [name for name, task in unit["tasks"].items() if task.OUTPUT_TYPE != "generate_until"]
+    texts = ("".join(given) for name in scored for each in samples[name] for given in each["arguments"])
+    lengths = [min(len(lm.tok_encode(text)) - 1, lm.max_length) for text in texts]
+    return None if config is None or not lengths else low_share(lengths, config)
+
+
+def low_share(lengths: Sequence[int], config: DMAConfig) -> float:
+    """Return the share of the keys that the queries of causal sequences see which are in low tiles.
+
+    Windows are ignored.
+    """
+    low = 0
+    for length in lengths:
+        for tile in range(config.sink_tiles + config.diagonal_tiles + 1, -(-length // TILE)):
+            low_keys = (tile - config.diagonal_tiles - config.sink_tiles) * TILE
+            low += low_keys * (min(length, (tile + 1) * TILE) - tile * TILE)
+    return low / sum(length * (length + 1) // 2 for length in lengths)

@@ -17,7 +17,7 @@ from dma_eval.command import REQUIRED, add_command, option
 from dma_eval.commands.options import DEFAULT_ATTN, QualityOptions
 from dma_eval.commands.quality import link
 from dma_eval.errors import UserError, one_line
-from dma_eval.files import Piece, prepare_file, write_json
+from dma_eval.files import prepare_file, write_text
 from dma_eval.results import read_report
 from PIL import Image
 
@@ -87,7 +87,7 @@ class TestPpl:
         assert result.exit_code == 0, result.output
         assert result.stderr == ""
         header, _, *rows = [line.split() for line in result.stdout.strip().splitlines()[:4]]
-        assert " ".join(header) == "backend perplexity change KL / token top-1 tokens/s peak memory"
+        assert " ".join(header) == "backend perplexity change KL / token top-1 tokens/s"
         assert [row[0] for row in rows] == ["sdpa", "dma_mxfp:balanced"]
         assert "2 windows of 128 tokens (non-overlapping), 254 tokens predicted by every backend" in result.stdout
 
@@ -229,9 +229,9 @@ class TestPrepareFile:
         """To replace ``/dev/stdout`` would take it away from the whole machine."""
         (tmp_path / "file").touch()
         (tmp_path / "stdout").symlink_to(tmp_path / "file")
-        write_json(Piece(identity={}, content=3), tmp_path / "stdout", kind=Piece[int])
+        write_text("3\n", tmp_path / "stdout")
         assert (tmp_path / "stdout").is_symlink()
-        assert '"content": 3' in (tmp_path / "file").read_text(encoding="utf-8")
+        assert (tmp_path / "file").read_text(encoding="utf-8") == "3\n"
 
     def test_relative_link(self) -> None:
         assert link(Path("out/plots/r.png"), Path("out/r.md")) == "plots/r.png"

@@ -36,7 +36,7 @@ def shown(compared: Callable[..., PerplexitySection], monkeypatch: pytest.Monkey
 class TestTable:
     def test_wide_screen(self, shown: Callable[[int], list[str]]) -> None:
         header, rule, *rows = shown(100)[:4]
-        assert header.split() == " ".join(COLUMNS).split()
+        assert header.split() == " ".join(COLUMNS).removesuffix("peak memory").split()
         assert set(rule) == {"─"}
         assert [row.split()[0] for row in rows] == ["sdpa", "dma_mxfp:balanced"]
 
@@ -44,8 +44,7 @@ class TestTable:
         lines = shown(80)
         words = {word for line in lines[: lines.index("")] for word in line.split()}
         assert max(map(len, lines[: lines.index("")])) <= 80
-        assert {"perplexity", "change", "token", "top-1", "tokens/s", "memory", "dma_mxfp:balanced"} <= words
-        assert words & {"MiB", "GiB"}  # of a process that runs other tests too
+        assert {"perplexity", "change", "token", "top-1", "tokens/s", "dma_mxfp:balanced"} <= words
 
 
 @pytest.mark.parametrize("message", ["a:b:c", "[red]x[/]", "no end [/", "x" * 300])

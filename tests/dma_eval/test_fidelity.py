@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,13 @@ import pytest
 import torch
 from dma_eval import fidelity as fidelity_module
 from dma_eval.backends import parse_backends
-from dma_eval.data import Window, load_text, tokenize
+from dma_eval.data import load_text, tokenize
 from dma_eval.errors import UserError
-from dma_eval.fidelity import bucket_changes, bucket_edges, head_errors, in_fp32, measure_fidelity
+from dma_eval.fidelity import head_errors, in_fp32, measure_fidelity
 from dma_eval.models import LoadedModel, ModelSource, load_model
-from dma_eval.pages import fidelity_page
+from dma_eval.pages import Table, fidelity_page
 from dma_eval.parts import FidelityPart
-from dma_eval.results import BackendResult, FidelitySection, HeadErrors, read_report
+from dma_eval.results import FidelitySection, HeadErrors, read_report
 from dma_eval.session import Session
 from tiny_models import SIZES
 from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
@@ -128,7 +129,6 @@ class TestComparison:
         assert paper.kl_mean is not None
         assert paper.kl_mean > 1e-5
         assert section.divergence[0].same_tokens == [6, 6]
-        assert section.bucket_change["sdpa"] == pytest.approx([0] * 8, abs=1e-4)
 
     def test_share_of_equal_tokens(self, fidelity: Fidelity, monkeypatch: pytest.MonkeyPatch) -> None:
         """Token by token at the same place, over each horizon that the continuations reach."""
@@ -162,7 +162,7 @@ class TestComparison:
         section = fidelity("dma_mxfp:paper", "sdpa")
         assert "model.layers.0.self_attn" in (section.tokens.backends[1].failure or "")
         assert [heads.label for heads in section.heads] == ["sdpa"]
-        assert section.bucket_change["dma_mxfp:paper"] == []
+        assert positions(section).rows[0][1:] == ["–"] * 8
         assert fidelity_page(section).warnings
 
     def test_refused(self, fidelity: Fidelity) -> None:
@@ -174,23 +174,21 @@ class TestComparison:
             fidelity("sdpa", context=128, prompts=1, new_tokens=449)
 
 
-class TestBuckets:
-    def test_edges(self) -> None:
-        assert bucket_edges([0, 4, 8, 12, 14]) == [0, 4, 8, 12, 14]
-        assert bucket_edges([*range(0, 512, 8), 512]) == list(range(0, 513, 64))
-        assert bucket_edges([*range(0, 100, 2), 100]) == [*range(0, 98, 14), 98, 100]
+def positions(section: FidelitySection) -> Table:
+    """The table of changes by position."""
+    return next(table for table in fidelity_page(section).tables if table.headers[0] == "position")
 
-    def test_changes_by_hand(self) -> None:
-        """Two windows of 4: position 0 is not scored; the buckets hold 2 and 4 tokens."""
 
-        def result(*losses: float | None) -> BackendResult:
-            return BackendResult(label="a", implementation="a", config=None, failure=None, position_nll=list(losses))
-
-        windows = [Window(0, 4, 1), Window(4, 8, 1)]
-        changes = bucket_changes(
-            result(None, 1.0, 2.0, 3.0), result(None, 1.5, 2.1, 3.3), windows, [0, 1, 2, 3, 4], [0, 2, 4]
-        )
-        assert changes == pytest.approx([100 * (np.exp(0.5) - 1), 100 * (np.exp(0.2) - 1)])
+def test_changes_by_position(fidelity: Fidelity) -> None:
+    """Position 0 is not scored."""
+    section = fidelity("sdpa")
+    assert [cell.removeprefix("-").removeprefix("+") for cell in positions(section).rows[0][1:]] == ["0.00 %"] * 8
+    losses = [None, *[1.0] * 15], [None, 1.5, *[1.1] * 14]
+    backends = [replace(each, position_nll=nll) for each, nll in zip(section.tokens.backends, losses, strict=True)]
+    edges = [*range(0, 64, 4), 62]
+    table = positions(replace(section, tokens=replace(section.tokens, position_edges=edges, backends=backends)))
+    assert table.headers == ("position", "0–7", *(f"{8 * i}–{8 * i + 7}" for i in range(1, 7)), "56–61")
+    assert table.rows == [["sdpa", "+64.87 %", *["+10.52 %"] * 7]]
 
 
 def test_in_fp32(loaded: LoadedModel, model_folder: Path) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from dma_eval.harness import DMALM, BackendFailure, _pairs
+from dma_eval.harness import DMALM, BackendFailure
 from dma_eval.models import LoadedModel
+from dma_eval.tasks import low_share
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
@@ -50,12 +51,11 @@ def hugging_face(loaded: LoadedModel) -> HFLM:
 
 @pytest.mark.parametrize("length", [1, 128, 384, 385, 700])
 @pytest.mark.parametrize(("diagonal", "sinks"), [(1, 1), (0, 2), (3, 0)])
-def test_pairs_are_those_of_the_rule(length: int, diagonal: int, sinks: int) -> None:
+def test_low_keys_are_those_of_the_rule(length: int, diagonal: int, sinks: int) -> None:
     query, key = torch.arange(length)[:, None] // 128, torch.arange(length) // 128
     is_low = (key < query - diagonal) & (key >= sinks)
-    pairs = _pairs(length, DMAConfig(diagonal_tiles=diagonal, sink_tiles=sinks))
-    assert (pairs["low"], pairs["seen"]) == (int(is_low.sum()), length * (length + 1) // 2)
-    assert _pairs(length, None)["low"] == 0
+    share = low_share([length, 1], DMAConfig(diagonal_tiles=diagonal, sink_tiles=sinks))
+    assert share == int(is_low.sum()) / (length * (length + 1) // 2 + 1)
 
 
 class TestScores:

@@ -16,7 +16,6 @@ from dma_eval import perplexity
 from dma_eval.backends import Backend
 from dma_eval.data import Window, tokenize
 from dma_eval.errors import UserError
-from dma_eval.memory import MemoryMeter
 from dma_eval.models import LoadedModel
 from dma_eval.pages import perplexity_page
 from dma_eval.perplexity import NonFiniteLogitsError, make_batches, score
@@ -26,9 +25,7 @@ from torch import Tensor
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
-    LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedModel,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -105,14 +102,12 @@ class TestPerplexity:
         assert identity.kl_mean == pytest.approx(0, abs=1e-6)
         assert identity.window_nll == pytest.approx(sdpa.window_nll, rel=1e-5)
 
-    def test_speed_and_memory_are_there(self, compared: Compared) -> None:
+    def test_speed_is_there(self, compared: Compared) -> None:
         section = compared("sdpa", context=128, max_windows=2)
         result = section.backends[0]
-        assert section.memory_kind == "process_rss"
         assert len(result.forward_seconds) == 2
         assert result.tokens_per_second == pytest.approx(128 / result.forward_seconds[1])
-        assert result.peak_memory_bytes is not None
-        assert result.peak_memory_bytes > 2**20
+        assert result.peak_memory_bytes is None  # of a GPU only
 
     def test_default_context_is_the_models(self, compared: Compared) -> None:
         assert compared("sdpa", max_windows=1).context == 512
@@ -230,28 +225,6 @@ class TestChoiceOfWindows:
         assert not any("implausibly low" in line for line in perplexity_page(section).warnings)
         (warning,) = perplexity_page(low).warnings
         assert warning.startswith("a perplexity of 1.83 is implausibly low for prose")
-
-
-class TestMemory:
-    @pytest.fixture
-    def large(self, tmp_path: Path) -> PreTrainedModel:
-        """A model of 160 MiB, mapped from its checkpoint, of which nothing has been read yet."""
-        config = LlamaConfig(
-            vocab_size=64, hidden_size=1024, intermediate_size=5120, num_hidden_layers=2, num_attention_heads=8
-        )
-        LlamaForCausalLM(config).save_pretrained(tmp_path)
-        return LlamaForCausalLM.from_pretrained(tmp_path)
-
-    def test_the_checkpoint_counts_once_for_all(self, large: PreTrainedModel) -> None:
-        """Not in what the first pass adds, as if others saved it."""
-        meter = MemoryMeter(large)
-        added = []
-        for _ in range(2):
-            with meter.measure(), torch.inference_mode():
-                large(torch.zeros(1, 8, dtype=torch.int64))
-            added.append(meter.increase)
-        assert max(added) < 2**25
-        assert meter.baseline > 4 * large.num_parameters()
 
 
 class TestScore:

@@ -118,7 +118,6 @@ class TestJson:
         [
             (lambda v: v.update(schema_version=99), f"expected schema_version {SCHEMA_VERSION} or older, got 99"),
             (lambda v: v.pop("schema_version"), f"expected schema_version {SCHEMA_VERSION} or older, got None"),
-            (lambda v: v.update(extra=1), "extra: Unexpected keyword argument, got 1"),
             (lambda v: v.pop("seed"), "seed: Field required"),
             (lambda v: v.update(seed="0"), "seed: Input should be a valid integer, got '0'"),
             (lambda v: v.update(seed=True), "seed: Input should be a valid integer, got True"),
@@ -147,7 +146,6 @@ class TestJson:
         [
             (None, "cannot read the report"),
             ("{", "is not JSON"),
-            ('{"schema_version": NaN}', "r.json is not JSON: it has a value NaN"),
             ("[]", f"expected schema_version {SCHEMA_VERSION} or older, got None"),
         ],
     )
@@ -161,12 +159,12 @@ class TestJson:
 class TestMarkdown:
     def test_table(self, report: Report) -> None:
         lines = to_markdown(report).splitlines()
-        start = lines.index("| backend | perplexity | change | KL / token | top-1 | tokens/s | peak memory |")
+        start = lines.index("| backend | perplexity | change | KL / token | top-1 | tokens/s |")
         cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[start + 2 : start + 6]]
         assert [row[0] for row in cells] == ["sdpa", "dma_mxfp:balanced", "dma_mxfp:paper", "broken"]
         assert cells == perplexity_page(report.perplexity[0]).tables[0].rows
         assert cells[0][2] == "+0.00 % ± 0.00"
-        assert cells[3][1:] == ["failed", "–", "–", "–", "–", "–"]
+        assert cells[3][1:] == ["failed", "–", "–", "–", "–"]
 
     def test_tables_are_rectangular(self, report: Report) -> None:
         """As many cells in each row as in the one above, a bar within a cell being escaped."""
@@ -249,7 +247,7 @@ class TestHtml:
 
     def test_has_the_numbers_of_the_report(self, page: str, report: Report) -> None:
         tables = _Tags(page).tables
-        assert tables[0][0] == list(COLUMNS)
+        assert tables[0][0] == [name for name in COLUMNS if name != "peak memory"]  # a CPU has none
         assert tables[0][1:] == perplexity_page(report.perplexity[0]).tables[0].rows
         for table in tables:
             assert len({len(row) for row in table}) == 1
@@ -350,11 +348,13 @@ class TestPlots:
         assert {low, high} <= set(ax.get_yticks())
         assert all(label.get_text() for label in ax.get_yticklabels())
 
-    def test_resident_memory_is_not_drawn(self, section: PerplexitySection) -> None:
-        kinds = ("process_rss", "cuda_allocated")
-        drawn = [plots.plot_tradeoff([replace(section, memory_kind=kind)], "A title") for kind in kinds]
-        assert [len(figure.axes) for figure in drawn] == [1, 2]
-        assert all(ax.get_xlim()[0] == 0 for figure in drawn for ax in figure.axes)
+    @pytest.mark.parametrize(("kind", "bytes", "axes"), [("cuda_allocated", 2**30, 2), ("process_rss", 2**30, 1)])
+    def test_resident_memory_is_not_drawn(self, section: PerplexitySection, kind: Any, bytes: int, axes: int) -> None:
+        """Older files have it for a CPU."""
+        backends = [replace(each, peak_memory_bytes=bytes) for each in section.backends]
+        figure = plots.plot_tradeoff([replace(section, memory_kind=kind, backends=backends)], "A title")
+        assert len(figure.axes) == axes
+        assert all(ax.get_xlim()[0] == 0 for ax in figure.axes)
 
     @pytest.mark.parametrize("errors", [[1e-5, 1e-1], [1e-3, 2e-3], [0.004, 0.03]])
     def test_labels_of_a_colour_bar_do_not_overlap(self, section: PerplexitySection, errors: list[float]) -> None:
@@ -362,8 +362,6 @@ class TestPlots:
         fidelity = FidelitySection(
             tokens=section,
             dtype="float32",
-            bucket_edges=[],
-            bucket_change={},
             head_windows=1,
             heads=heads,
             prompt_tokens=0,

@@ -157,67 +157,6 @@ class TestReport:
         assert (old.schema_version, old.tasks, old.part_seconds) == (SCHEMA_VERSION, [], {})
         assert old.perplexity == report.perplexity
 
-    @pytest.mark.parametrize(
-        ("part", "damage", "message"),
-        [
-            ("perplexity", lambda s: s["backends"].clear(), "[0].backends: expected one or more backends, each with "),
-            ("perplexity", lambda s: s["backends"][1].update(label="sdpa"), "label, got ['sdpa', 'sdpa']"),
-            ("perplexity", lambda s: s["position_edges"].pop(), "of sdpa in 63 buckets"),
-            ("perplexity", lambda s: s.update(memory_kind="all"), "memory_kind: Input should be 'cuda_allocated' or"),
-            (
-                "tasks",
-                lambda s: s["backends"].pop(0),
-                "of tiny_choice, acc for ['dma_mxfp:paper'], got ['sdpa'",
-            ),
-            (
-                "tasks",
-                lambda s: s["groups"][0]["values"].clear(),
-                "of tiny_group for ['sdpa', 'dma_mxfp:paper']",
-            ),
-            (
-                "fidelity",
-                lambda s: s["heads"][0]["cosine"][1].pop(),
-                "heads[0]: expected as many heads in every layer of",
-            ),
-            ("fidelity", lambda s: s["divergence"][0]["same_tokens"].clear(), "divergence[0].same_tokens: List should"),
-            (
-                "fidelity",
-                lambda s: s["divergence"][0].update(equal_share={"64": 1.0}),
-                "expected equal_share of the same",
-            ),
-            ("retrieval", lambda s: s["depths"].pop(), "[0]: expected lengths [128] and depths [0.0], got 128, 1.0"),
-            ("retrieval", lambda s: s["backends"][0]["cells"][0].update(samples=0), "samples: Input should be greater"),
-            ("stress", lambda s: s["twins"].clear(), "[0]: expected twins with results"),
-            ("stress", lambda s: s["thresholds"][0]["skipped"].pop(), "expected 2 thresholds, and a share for each"),
-            (
-                "stress",
-                lambda s: s["thresholds"][0].update(own=5.0),
-                "expected thresholds with null and 5.0, got [None, 4.0]",
-            ),
-        ],
-    )
-    def test_names_what_was_damaged_by_hand(
-        self,
-        report: Report,
-        run: Run,
-        refused: Callable[[Any], str],
-        tmp_path: Path,
-        part: str,
-        damage: Callable[[Any], object],
-        message: str,
-    ) -> None:
-        values = asdict(report)
-        (tokens,) = values["perplexity"]
-        of_three = tokens | {"backends": [*tokens["backends"], tokens["backends"][1] | {"label": "another"}]}
-        study = {"label": "b", "own": 4.0, "thresholds": [None, 4.0], "skipped": [0.0, 0.5], "tokens": of_three}
-        twin = {"name": "unchanged", "is_same_function": True, "tokens": tokens}
-        values["stress"] = [{"range_tokens": 1, "key_ranges": [], "twins": [twin], "thresholds": [study]}]
-        damage(values[part][0])
-        (tmp_path / "results.json").write_text(json.dumps(values), encoding="utf-8")
-        said = refused(run("report", tmp_path))
-        assert said.startswith(f"Error: {tmp_path}/results.json: {part}[0]")
-        assert message in said
-
     @pytest.mark.parametrize("path", sorted(BENCHMARKS.rglob("*.json")), ids=lambda path: path.name)
     def test_reads_committed_results(self, path: Path) -> None:
         report = read_report(path)

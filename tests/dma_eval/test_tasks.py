@@ -81,7 +81,6 @@ class TestNumbers:
                 )
                 if metric.right_or_wrong:
                     assert (metric.values[1].lost, metric.values[1].gained, metric.values[1].mcnemar_p) == (0, 0, 1.0)
-            assert task.answers_changed.popitem()[1] in (0, None)
 
     def test_group(self, evaluate: Evaluate) -> None:
         section = evaluate("tiny_group", "sdpa", limit=6)
@@ -117,8 +116,13 @@ class TestPairs:
         task["generation_kwargs"] |= {"do_sample": True, "temperature": 2.0}
         file = tmp_path / "tiny_drawn.yaml"
         file.write_text(yaml.safe_dump(task | {"task": "tiny_drawn"}), encoding="utf-8")
-        (found,) = evaluate(str(file), "sdpa", "sdpa").tasks
-        assert found.answers_changed == {"sdpa #2": 0}
+        evaluate(str(file), "sdpa", "sdpa", folder=tmp_path)
+        one, two = (
+            [sample["filtered_resps"] for sample in record["content"]["tasks"][0]["samples"]]
+            for path in sorted((tmp_path / "samples").rglob("*.json"))
+            for record in [json.loads(path.read_text(encoding="utf-8"))]
+        )
+        assert one == two
 
     def test_other_prompts_are_refused(self, evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch) -> None:
         from lm_eval.api.task import Task
@@ -314,10 +318,6 @@ class TestNames:
             "tiny_choice"
         ]
 
-    def test_twice(self, evaluate: Evaluate) -> None:
-        with pytest.raises(UserError, match="task 'tiny_choice' is in both 'tiny_choice' and 'tiny_group'; name it"):
-            evaluate("tiny_choice,tiny_group", "sdpa")
-
     @pytest.mark.parametrize("field", ["task", "dataset_path", "doc_to_text", "doc_to_target", "output_type"])
     def test_a_missing_field(
         self, run: Run, model_folder: Path, tmp_path: Path, field: str, monkeypatch: pytest.MonkeyPatch
@@ -345,7 +345,6 @@ class TestNames:
         assert result.exit_code == 2, result.output
         (line,) = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
         assert line.startswith("Error: --tasks: ")
-        assert f"lacks {field}" in line
         assert "Traceback" not in result.stderr
 
     @pytest.mark.parametrize("name", ["broken", "BROKEN.yaml"])
@@ -396,7 +395,7 @@ class TestCommand:
         assert report.tasks[0].asked == ["tiny_choice", "tiny_last_word", "tiny_text"]
         assert (tmp_path / "run/tasks.png").is_file()
         shares = [backend.low_share for backend in report.tasks[0].backends]
-        assert shares == [{"tiny_choice": 0, "tiny_last_word": 0, "tiny_text": 0}] * 2  # prompts are short
+        assert shares == [{}, {"tiny_choice": 0, "tiny_last_word": 0, "tiny_text": 0}]  # SDPA has none; short prompts
         page = (tmp_path / "run/report.md").read_text(encoding="utf-8")
         assert "Share of keys in low tiles: tiny_choice" in page
         assert "low tiles held less than 5 % of the keys of tiny_choice (" in page

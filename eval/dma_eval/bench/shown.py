@@ -48,10 +48,7 @@ def prefill_tables(results: Sequence[PrefillResult]) -> list[Table]:
     tables = []
     for family, members in _families(results).items():
         is_random = members[0].shape.inputs is None
-        left_out = set() if is_random else {"key outliers"}
-        left_out |= {"skipped"} if all(r.skipped_share is None for r in members) else set()
-        shown = {name: cell for name, cell in columns.items() if name not in left_out}
-        tables.append(make_table(shown, members, f"{family}, dense random inputs" if is_random else family))
+        tables.append(make_table(columns, members, f"{family}, dense random inputs" if is_random else family))
     return tables
 
 
