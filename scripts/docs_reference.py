@@ -6,7 +6,7 @@ import importlib
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import partial
 from types import ModuleType
@@ -18,6 +18,7 @@ import typer
 from dma_eval.command import KEY
 from dma_eval.render import table
 from dma_kernels import Recipe
+from typer.cli import get_docs_for_click
 
 import dma_hf
 from dma_hf import PRESETS, DMAConfig
@@ -26,6 +27,7 @@ FIRST = ("configure", "DMAConfig", "PRESETS", "DMACache", "stats", "equalize", "
 """Names of ``dma_hf`` that most users need; the reference begins with them."""
 HEADERS = ("field", "default", "meaning")
 FIELD = re.compile(r"    (\w+): [^#]*(?:# (.*))?")
+EXAMPLES = re.compile(r"^Examples:\n((?:  .*\n)+)", re.MULTILINE)
 ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n        .*)*)", re.MULTILINE)
 
 
@@ -54,43 +56,11 @@ def preset_table() -> str:
 
 
 def command_reference() -> str:
-    """Return a section for each command: its help, and a table of its options for each panel."""
-    return "\n\n".join(_sections(typer.main.get_command(dma_eval.cli.make_app()), "dma-hf"))
-
-
-def _sections(command: Any, name: str) -> Iterator[str]:
-    """Yield the section of a command, or of each command of a group."""
-    for last, each in getattr(command, "commands", {}).items():
-        yield from _sections(each, f"{name} {last}")
-    if hasattr(command, "commands"):
-        return
-    parts = [f"## {name}", _markdown(inspect.cleandoc(command.help or ""))]
-    _, _, examples = (command.epilog or "").partition("Examples:\n")
-    if examples:
-        parts.append(f"```sh\n{textwrap.dedent(examples)}\n```")
-    panels: dict[str, list[list[str]]] = {}
-    for parameter in command.params:
-        if not getattr(parameter, "hidden", False):
-            panels.setdefault(getattr(parameter, "rich_help_panel", None) or "Options", []).append(_option(parameter))
-    parts += [f"**{panel}**\n\n{table(['option', *HEADERS[1:]], rows)}" for panel, rows in panels.items()]
-    yield "\n\n".join(parts)
-
-
-def _option(parameter: Any) -> list[str]:
-    """Return the row of an option or argument."""
-    names = [*parameter.opts, *parameter.secondary_opts]
-    if parameter.param_type_name == "argument":
-        names = [parameter.metavar or parameter.name.upper()]
-    shown, default = parameter.show_default, parameter.default
-    if isinstance(shown, str):
-        default = shown
-    elif parameter.required:
-        default = "required"
-    elif default is None or default is False or callable(default):
-        default = ""
-    elif isinstance(default, (list, tuple)):
-        default = " ".join(map(str, default))
-    return [f"`{', '.join(names)}`", str(default), _markdown(" ".join((parameter.help or "").split()))]
+    """Return a section for each command, by the generator of ``typer utils docs``, with examples as code."""
+    command = typer.main.get_command(dma_eval.cli.make_app())
+    text = get_docs_for_click(obj=command, ctx=command.make_context("dma-hf", ["env"]), name="dma-hf")
+    sections = text.partition("\n## ")[2]  # the page has a title of its own
+    return EXAMPLES.sub(lambda found: f"```sh\n{textwrap.dedent(found[1])}```\n", f"## {sections}")
 
 
 def _class_tables(module: str) -> str:

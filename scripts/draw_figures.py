@@ -28,7 +28,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch
+from matplotlib.patches import Patch
 from torch import Tensor
 
 from dma_hf import DMAConfig
@@ -95,46 +95,6 @@ def draw_cache() -> Figure:
     axes.set_xticks([tile + 0.5 for tile in range(tiles)], map(str, range(tiles)))
     axes.set_yticks([row + 0.4 for row in range(len(regions))], list(regions))
     _hide_frame(axes)
-    return figure
-
-
-TENSOR, KERNEL, WRITTEN = "#ececec", "#f6c9a5", "#cfe8f6"
-BOX_WIDTH, BOX_HEIGHT = 2.9, 0.8
-BOXES = {
-    "output": (7.0, 3.9, "output\n16 bits", TENSOR),
-    "query": (0.0, 2.6, "query\n16 bits, unpadded", TENSOR),
-    "attention": (7.0, 2.6, "2. attend\nquantize queries in registers,\nread high tiles unquantized", KERNEL),
-    "key, value": (0.0, 1.5, "key and value\n16 bits, unpadded", TENSOR),
-    "quantize": (3.5, 0.9, "1. quantize\nread the first tile,\nsmooth, rotate, round", KERNEL),
-    "low": (7.0, 0.9, "low-precision keys and values\nwith scales,\npadded to tiles", WRITTEN),
-}
-"""Lower left corner, text and colour."""
-ARROWS = (
-    ("key, value", "quantize"),
-    ("quantize", "low"),
-    ("low", "attention"),
-    ("query", "attention"),
-    ("key, value", "attention"),
-    ("attention", "output"),
-)
-
-
-def draw_pipeline() -> Figure:
-    """docs/figures/pipeline.png: how a call runs on a GPU: what is read, launched and written."""
-    figure, axes = _panels(1, 1, 8, 3.3)
-    for x, y, text, color in BOXES.values():
-        style = {"boxstyle": "round,pad=0.08", "facecolor": color, "edgecolor": "0.5"}
-        axes.add_patch(FancyBboxPatch((x, y), BOX_WIDTH, BOX_HEIGHT, **style))
-        axes.text(x + BOX_WIDTH / 2, y + BOX_HEIGHT / 2, text, ha="center", va="center", fontsize=9)
-    for source, target in ARROWS:
-        (x0, y0, *_), (x1, y1, *_) = BOXES[source], BOXES[target]
-        begin, end = (x0 + BOX_WIDTH + 0.1, y0 + BOX_HEIGHT / 2), (x1 - 0.1, y1 + BOX_HEIGHT / 2)
-        if x0 == x1:  # upward
-            begin, end = (x0 + BOX_WIDTH / 2, y0 + BOX_HEIGHT + 0.1), (x1 + BOX_WIDTH / 2, y1 - 0.1)
-        style = {"arrowstyle": "-|>", "mutation_scale": 11, "color": "0.35", "linewidth": 1}
-        axes.add_patch(FancyArrowPatch(begin, end, **style))
-    axes.set(xlim=(-0.2, 10.0), ylim=(0.6, 4.9))
-    axes.axis("off")
     return figure
 
 
@@ -293,7 +253,6 @@ def draw_speed_loss() -> Figure:
 FIGURES = {
     "rule": draw_rule,
     "cache": draw_cache,
-    "pipeline": draw_pipeline,
     "formats": draw_formats,
     "transforms": draw_transforms,
     "speed-loss": draw_speed_loss,

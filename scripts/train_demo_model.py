@@ -29,7 +29,7 @@ import time
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tokenizers
 import torch
@@ -42,13 +42,13 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-CARD_TEMPLATE = Path(__file__).with_name("demo_model_card.md")
 END_OF_TEXT, PAD = "<|endoftext|>", "<|pad|>"  # ids 0 and 1
 GUTENBERG_START = re.compile(r"^\*\*\* ?START OF (?:THIS|THE) PROJECT GUTENBERG.*$", re.MULTILINE)
 GUTENBERG_END = re.compile(r"^\*\*\* ?END OF (?:THIS|THE) PROJECT GUTENBERG.*$", re.MULTILINE)
 CREDITS = re.compile(r"project gutenberg|^produced by ", re.IGNORECASE)
 # The books differ in typography, not in language: one spelling of quotes and dashes lets them share tokens.
 TYPOGRAPHY = str.maketrans({"“": '"', "”": '"', "‘": "'", "’": "'", "—": "--", "_": "", "\ufeff": "", "\r": ""})
+EXCERPT_BYTES = 180_000
 # The restricted attention that the card compares with: what is left when far keys do not count at all.
 LOCAL_WINDOW, LOCAL_SINKS = 256, 128
 
@@ -270,39 +270,19 @@ def train(
     return model.eval().to(torch.bfloat16), curve
 
 
-def card_text(recipe: Recipe, log: dict[str, Any]) -> str:
-    """The model card, filled from the recipe and the log."""
-    *books, held_out = [book["file"] for book in log["books"]]
-    return CARD_TEMPLATE.read_text(encoding="utf-8").format(
-        **{key: log[key] for key in ("best_step", "seconds", "device", "parameters")},
-        **asdict(recipe),
-        **log["measured"],
-        books=" ".join(books),
-        held_out=held_out,
-        local_window=LOCAL_WINDOW,
-        local_sinks=LOCAL_SINKS,
-    )
-
-
 def main(
     books: Annotated[list[Path], typer.Argument(exists=True, dir_okay=False, help="Plain-text books to train on.")],
     held_out: Annotated[Path, typer.Option(exists=True, dir_okay=False, help="The book that training never sees.")],
     output: Annotated[Path, typer.Option(help="Folder for the model; loads with `from_pretrained`.")],
     excerpt: Annotated[Path, typer.Option(help="File for the opening of the held-out book.")],
-    excerpt_bytes: Annotated[int, typer.Option(help="Greatest size of the excerpt.")] = 180_000,
-    changes: Annotated[str, typer.Option("--recipe", help="Changes to the recipe, as a JSON object.")] = "{}",
     device: Annotated[str, typer.Option(help="Device to train on.")] = "cuda" if torch.cuda.is_available() else "cpu",
 ) -> None:
-    """Train the demo model and write its folder, its card and the held-out excerpt."""
+    """Train the demo model and write its folder, its log and the held-out excerpt."""
     if held_out.resolve() in {book.resolve() for book in books}:
         raise typer.BadParameter(f"{held_out.name} is held out and cannot be trained on", param_hint="BOOKS")
-    try:
-        recipe = Recipe(**json.loads(changes))
-    except (TypeError, json.JSONDecodeError) as error:
-        valid = ", ".join(Recipe.__dataclass_fields__)
-        raise typer.BadParameter(f"expected a JSON object with keys {valid}; {error}", param_hint="--recipe") from error
+    recipe = Recipe()
     *texts, unseen = (normalize(strip_gutenberg(path.read_text(encoding="utf-8"))) for path in (*books, held_out))
-    opening, remainder = split_excerpt(unseen, excerpt_bytes)
+    opening, remainder = split_excerpt(unseen, EXCERPT_BYTES)
     tokenizer = train_tokenizer(texts, recipe)
     corpus = encode(tokenizer, "".join(text + END_OF_TEXT for text in texts))
     typer.echo(f"{len(corpus):,} training tokens, {sum(map(len, texts)) / len(corpus):.2f} characters each")
@@ -334,7 +314,6 @@ def main(
         "curve": curve,
     }
     (output / "training_log.json").write_text(json.dumps(log, indent=1) + "\n", encoding="utf-8")
-    (output / "README.md").write_text(card_text(recipe, log), encoding="utf-8")
     excerpt.write_text(opening, encoding="utf-8")
     typer.echo(json.dumps(measured, indent=1))
 
