@@ -125,11 +125,11 @@ def test_the_packed_cache_holds_what_the_shape_says(length: int) -> None:
     assert storage.max_pages * 128 >= length + 205  # a token for each run of a measurement
 
 
-def test_default_shapes_vary_one_thing_at_a_time() -> None:
-    shapes = DecodeOptions().shapes_on(torch.device("cuda"))
-    families = {(s.query_heads, s.kv_heads, s.head_dim) for s in shapes}
-    assert families == {(32, 8, 128), (32, 8, 64), (32, 32, 128), (9, 3, 128)}
-    assert len(shapes) == 4 * len(SIZES)
+def test_shapes_are_all_combinations() -> None:
+    assert len(DecodeOptions().shapes_on(torch.device("cuda"))) == len(SIZES)
+    shapes = DecodeOptions(heads=["32/8", "9/3"], head_dim=[64, 128], size=["1x300"]).shapes_on(torch.device("cpu"))
+    families = [(s.query_heads, s.kv_heads, s.head_dim) for s in shapes]
+    assert families == [(32, 8, 64), (32, 8, 128), (9, 3, 64), (9, 3, 128)]
 
 
 @pytest.mark.parametrize(

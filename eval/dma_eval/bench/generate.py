@@ -131,13 +131,11 @@ def measure(
     batch: int,
     new_tokens: int,
     text: Tensor | None = None,
-    steps_only: bool = False,
 ) -> Iterator[GenerateResult]:
     """Generate from prompts of every length with every run, and yield each result at once.
 
     ``speedup`` is relative to the first run. The prompts are windows of the tokens of ``text``; without it they are
-    random. With ``steps_only`` the caches are filled with random keys and values, and only the last token of each
-    prompt is computed.
+    random.
 
     Raises:
         UserError: The text is too short.
@@ -151,7 +149,7 @@ def measure(
     return measure_each(
         {f"{context:,} tokens": context for context in contexts},
         {run.label: run for run in runs},
-        lambda context, run: _measure_one(model, prompts[context].to(model.device), run, new_tokens, steps_only),
+        lambda context, run: _measure_one(model, prompts[context].to(model.device), run, new_tokens),
         lambda result: result.step_milliseconds,
     )
 
@@ -189,9 +187,7 @@ class _Clock(BaseStreamer):  # type: ignore[misc]
 
 
 @torch.inference_mode()
-def _measure_one(
-    model: PreTrainedModel, prompt: Tensor, run: GenerateRun, new_tokens: int, steps_only: bool = False
-) -> GenerateResult:
+def _measure_one(model: PreTrainedModel, prompt: Tensor, run: GenerateRun, new_tokens: int) -> GenerateResult:
     batch, context = prompt.shape
     result = GenerateResult(label=run.label, context=context, config=run.backend.info["config"])
     device = model.device
@@ -202,11 +198,8 @@ def _measure_one(
         # Compile steps and kernels with the cache of the run itself.
         _generate(model, prompt[:, :16], cache, UNTIMED_STEPS, None)
         cache = _emptied(run, model, cache, context + new_tokens)
-        if steps_only:
-            _fill(model, cache, batch, context - 1)
-        else:
-            _generate(model, prompt, cache, 2, None)  # shorter prompts may use other kernels
-            cache = _emptied(run, model, cache, context + new_tokens)
+        _generate(model, prompt, cache, 2, None)  # shorter prompts may use other kernels
+        cache = _emptied(run, model, cache, context + new_tokens)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
@@ -218,7 +211,7 @@ def _measure_one(
     steps = Timing.of((1e3 * np.diff(clock.times[2 + UNTIMED_STEPS :])).tolist())
     return replace(
         result,
-        first_token_seconds=None if steps_only else clock.times[2] - clock.times[0],
+        first_token_seconds=clock.times[2] - clock.times[0],
         step_milliseconds=steps.median,
         step_milliseconds_fast=steps.fast,
         step_milliseconds_slow=steps.slow,

@@ -172,7 +172,6 @@ def _time_calls(prepared: dict[str, list[Prepared]], device: torch.device, secon
             "milliseconds_fast": sum(each.fast for each in taken),
             "milliseconds_slow": sum(each.slow for each in taken),
             "repeats": taken[0].repeats,
-            "layer_milliseconds": [each.median for each in taken] if len(taken) > 1 else None,
         }
     if device.type != "cuda":
         return found
@@ -206,16 +205,14 @@ def _chained(runs: Sequence[Run]) -> Run:
 
 
 def _skipped_shares(implementation: Backend, layers: Sequence[Inputs]) -> dict[str, Any]:
-    """Return the share of low tiles that the recipe's threshold skips, over all layers and of each."""
+    """Return the share of low tiles that the recipe's threshold skips, over all layers."""
     config = implementation.config
     if config is None or config.recipe.skip_threshold is None or math.isinf(config.recipe.skip_threshold):
         return {}
-    counts = []
+    first = layers[0].query
+    tile_counts = torch.zeros(first.shape[1], 2, dtype=torch.int64, device=first.device)
     for inputs in layers:
-        tile_counts = torch.zeros(inputs.query.shape[1], 2, dtype=torch.int64, device=inputs.query.device)
         options = inputs.options | {"backend": config.backend, "tile_counts": tile_counts}
         attention_with_lse(*inputs.tensors, config.recipe, **options)
-        counts.append(tile_counts.sum(0).tolist())
-    shares = [skipped / max(seen, 1) for skipped, seen in counts]
-    skipped, seen = (sum(numbers) for numbers in zip(*counts, strict=True))
-    return {"skipped_share": skipped / max(seen, 1), "layer_skipped_shares": shares if len(shares) > 1 else None}
+    skipped, seen = tile_counts.sum(0).tolist()
+    return {"skipped_share": skipped / max(seen, 1)}

@@ -17,15 +17,13 @@ from dma_eval.results import Results
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceFacts:
-    """The device that was measured, with the two rates that bound what is possible on it."""
+    """The device that was measured."""
 
     name: str  # of the device
     capability: str | None = None  # compute capability, such as ``9.0``; null for a CPU
     multiprocessors: int | None = None  # how many; null for a CPU, as the rest
     memory_bytes: int | None = None
     l2_bytes: int | None = None
-    copy_bytes_per_second: float | None = None  # measured: bytes read plus bytes written by a large copy
-    matmul_flops_per_second: float | None = None  # measured: a large matrix product in bfloat16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +126,6 @@ class PrefillResult(SpeedResult):
     milliseconds_fast: float | None = None  # the first quartile
     milliseconds_slow: float | None = None  # the third quartile
     repeats: int | None = None  # timed calls, of each layer
-    layer_milliseconds: list[float] | None = None  # ``milliseconds`` of each of several layers; since version 5
     graph_milliseconds: float | None = None  # median time as a CUDA graph; measured where a call is short
     graph_failure: str | None = None  # why a short call cannot be a graph; since version 3
     # Median time where nothing else runs for a while, at the clock that the chip's power limit leaves to it: of a graph
@@ -141,10 +138,9 @@ class PrefillResult(SpeedResult):
     # Norm of the difference from fp64 over the norm, on sampled query rows; the mean over layers.
     error: float | None = None
     error_with_outliers: float | None = None  # the same with outlier key channels, of random inputs; since version 3
-    # Share of low tiles, per block of 64 queries, that the recipe's ``skip_threshold`` skips; null if there is none.
-    # Of all layers, and of each of several. Since version 5.
+    # Share of low tiles, per block of 64 queries, that the recipe's ``skip_threshold`` skips, over all layers; null if
+    # there is none. Since version 5.
     skipped_share: float | None = None
-    layer_skipped_shares: list[float] | None = None
     extra_bytes: int | None = None  # most memory allocated during a call, the output left out; of the first layer
     input_bytes: int | None = None  # of query, key and value of one layer
 
@@ -169,7 +165,7 @@ class GenerateResult(SpeedResult):
     """One attention and cache at one length of context."""
 
     context: int  # tokens of the prompt, in each sequence
-    first_token_seconds: float | None = None  # from the call of ``generate`` to the first new token; null of steps only
+    first_token_seconds: float | None = None  # from the call of ``generate`` to the first new token
     step_milliseconds: float | None = None  # median time between two tokens
     step_milliseconds_fast: float | None = None  # the first quartile
     step_milliseconds_slow: float | None = None  # the third quartile
@@ -242,7 +238,7 @@ class SpeedReport(Results):
 class PrefillReport(SpeedReport):
     """What ``dma-hf bench prefill`` measured."""
 
-    schema_version: int = 6  # version 6 left out the times of copies as large as the quantization's
+    schema_version: int = 7  # version 7 left out times and skipped shares of single layers
     results: list[PrefillResult]  # by shape, then in the given order
 
 
@@ -258,10 +254,9 @@ class DecodeReport(SpeedReport):
 class GenerateReport(SpeedReport):
     """What ``dma-hf bench generate`` measured."""
 
-    schema_version: int = 3
+    schema_version: int = 4
     model: str  # the shape's name, or that of a real model
     weights: str | None = None  # what they were quantized to after loading (``fp8``); since version 3
-    steps_only: bool = False  # whether caches were filled instead of computing prompts; since version 3
     data: str | None = None  # text of a real model's prompts; null for random ones; since version 2
     yarn: float | None = None  # factor by which YaRN extends a real model's positions; since version 2
     parameters: int  # how many the model has

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import operator
 import re
-from collections.abc import Iterable
-from typing import Any
 
 from dma_eval.errors import UserError
 
@@ -14,25 +10,6 @@ from .results import PrefillShape
 
 DOCUMENTS = 8
 """Documents of a packed sequence."""
-
-
-def combinations(*options: Iterable[Any], every: bool = False) -> list[tuple[Any, ...]]:
-    """Return combinations of the options' values: all, or those that differ from the first in at most one option."""
-    found = list(dict.fromkeys(itertools.product(*options)))
-    return [each for each in found if every or sum(map(operator.ne, each, found[0])) <= 1]
-
-
-def prefill_shape(batch: int, length: int, heads: tuple[int, int], head_dim: int, mask: str) -> PrefillShape:
-    """Return the shape with these query and kv heads, and a mask of ``--mask``."""
-    return PrefillShape(
-        length=length,
-        head_dim=head_dim,
-        query_heads=heads[0],
-        kv_heads=heads[1],
-        is_causal=mask != "full",
-        batch=batch,
-        documents=DOCUMENTS if mask == "documents" else 1,
-    )
 
 
 def parse_shape(value: str) -> PrefillShape:
@@ -47,10 +24,19 @@ def parse_shape(value: str) -> PrefillShape:
             f"--shape: expected BATCHxTOKENS:QUERY/KV:HEAD_DIM[:MASK], such as 8x4096:32/8:128, got {value!r}"
         )
     batch, length, heads, head_dim, mask = found.groups("causal")
-    return prefill_shape(int(batch), int(length), parse_heads(heads), int(head_dim), mask)
+    query_heads, kv_heads = parse_heads(heads, "--shape")
+    return PrefillShape(
+        length=int(length),
+        head_dim=int(head_dim),
+        query_heads=query_heads,
+        kv_heads=kv_heads,
+        is_causal=mask != "full",
+        batch=int(batch),
+        documents=DOCUMENTS if mask == "documents" else 1,
+    )
 
 
-def parse_heads(value: str) -> tuple[int, int]:
+def parse_heads(value: str, option: str = "--heads") -> tuple[int, int]:
     """Return query and kv heads.
 
     Raises:
@@ -58,7 +44,7 @@ def parse_heads(value: str) -> tuple[int, int]:
     """
     found = re.fullmatch(r"0*([1-9]\d*)/0*([1-9]\d*)", value)
     if found is None or int(found[1]) % int(found[2]):
-        raise UserError(f"--heads: expected QUERY/KV with KV dividing QUERY, such as 32/8, got {value!r}")
+        raise UserError(f"{option}: expected QUERY/KV with KV dividing QUERY, such as 32/8, got {value!r}")
     return int(found[1]), int(found[2])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
@@ -16,9 +16,7 @@ from dma_eval.plots import WIDTH, legend_below, line_styles, make_figure, tidy
 from .results import DecodeResult, GenerateReport, GenerateResult, PrefillResult, ServeResult, SpeedResult, UrlResult
 
 PANEL_HEIGHT = 3.6  # inches
-TFLOPS = "TFLOP/s, quantization counted"
 GIB = 1 << 30
-Result = TypeVar("Result", bound=SpeedResult)
 Panel = Callable[[Axes], None]
 WAITING: Columns = {
     "first": of("first_token_seconds", ".2f", " s"),
@@ -143,21 +141,9 @@ def plot_prefill(results: Sequence[PrefillResult], title: str, path: Path) -> No
     """
     every = _families(results)
     families = {name: of for name, of in every.items() if len({r.shape.length for r in of}) > 1} or every
-    lines = partial(_lines, x_of=lambda r: r.shape.length, y_of=_tflops, labels=("Tokens", TFLOPS))
-    panels = {name.replace(", inputs of", "\ninputs of"): partial(lines, results=of) for name, of in families.items()}
+    panels = {name.replace(", inputs of", "\ninputs of"): partial(_lines, results=of) for name, of in families.items()}
     columns = min(len(panels), 2)
     _draw(panels, title, path, columns=columns, height=PANEL_HEIGHT * -(-len(panels) // columns) + 0.6)
-
-
-def plot_generate(results: Sequence[GenerateResult], title: str, path: Path) -> None:
-    """Draw tokens per second, time to the first token and cache size over the context."""
-    lines = partial(_lines, results=results, x_of=lambda r: r.context, labels=("Tokens of context", ""))
-    panels: dict[str, Panel] = {
-        "Tokens per second": partial(lines, y_of=lambda r: r.tokens_per_second),
-        "Seconds to the first token": partial(lines, y_of=lambda r: r.first_token_seconds),
-        "Cache in GiB": partial(lines, y_of=lambda r: None if r.cache_bytes is None else r.cache_bytes / GIB),
-    }
-    _draw(panels, title, path, columns=len(panels), width=1.5 * WIDTH)
 
 
 def plot_serve(results: Sequence[ServeResult], title: str, path: Path) -> None:
@@ -200,26 +186,20 @@ def _draw(
     figure.savefig(path)
 
 
-def _lines(
-    ax: Axes,
-    results: Sequence[Result],
-    x_of: Callable[[Result], float],
-    y_of: Callable[[Result], float | None],
-    labels: tuple[str, str],
-) -> None:
-    """Draw a line for each implementation over a number of tokens. ``labels`` are those of the axes."""
+def _lines(ax: Axes, results: Sequence[PrefillResult]) -> None:
+    """Draw a line for each implementation over the number of tokens."""
     for label, (color, line) in line_styles(r.label for r in results).items():
-        points = sorted((x_of(r), y) for r in results if r.label == label and (y := y_of(r)) is not None)
+        points = sorted((r.shape.length, y) for r in results if r.label == label and (y := _tflops(r)) is not None)
         if points:
             ax.plot(*zip(*points, strict=True), line, color=color, marker="o", markersize=4, label=label)
     ax.set_xscale("log", base=2)
-    ax.set_xticks(sorted({x_of(r) for r in results}))
+    ax.set_xticks(sorted({r.shape.length for r in results}))
     tokens = FuncFormatter(lambda value, _: f"{value:.0f}" if round(value) % 1024 else f"{value / 1024:.0f}K")
     ax.xaxis.set_major_formatter(tokens)
     ax.minorticks_off()
     ax.set_ylim(bottom=0)
-    ax.set_xlabel(labels[0])
-    ax.set_ylabel(labels[1], fontsize=9)
+    ax.set_xlabel("Tokens")
+    ax.set_ylabel("TFLOP/s, quantization counted", fontsize=9)
 
 
 def _bars(ax: Axes, results: Sequence[ServeResult], field: str) -> None:

@@ -166,28 +166,16 @@ def stored_bytes(held: object) -> int:
 
 
 def look_at(device: torch.device) -> DeviceFacts:
-    """Return the properties of a device, and measure how fast it copies and multiplies."""
+    """Return the properties of a device."""
     if device.type != "cuda":
         return DeviceFacts(name=device.type)
     properties = torch.cuda.get_device_properties(device)
-    source = torch.empty(1 << 30, dtype=torch.uint8, device=device).random_()
-    target = torch.empty_like(source)
-    size = 8192
-    factor = torch.randn(size, size, dtype=torch.bfloat16, device=device)
-    product = torch.empty_like(factor)
-    runs: dict[str, Run] = {
-        "copy": lambda: target.copy_(source),
-        "matmul": lambda: torch.mm(factor, factor, out=product),
-    }
-    timings = time_interleaved(runs, device, seconds=0.2, min_repeats=10)
     return DeviceFacts(
         name=properties.name,
         capability=f"{properties.major}.{properties.minor}",
         multiprocessors=properties.multi_processor_count,
         memory_bytes=properties.total_memory,
         l2_bytes=properties.L2_cache_size,
-        copy_bytes_per_second=2e3 * source.nbytes / timings["copy"].median,
-        matmul_flops_per_second=2e3 * size**3 / timings["matmul"].median,
     )
 
 

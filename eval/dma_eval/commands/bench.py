@@ -51,15 +51,14 @@ def time_prefill(args: PrefillOptions) -> int:
     a CUDA device it also shows isolated calls, at the clock that the power limit allows. Errors are relative to fp64 on
     sampled rows. Random inputs are also measured with two outlier key channels. The JSON file is written after every
     shape. Exit code 1 if no implementation ran on some shape, 2 for invalid input. The default takes several minutes on
-    an H200; --length, --attn and --seconds shorten it.
+    an H200; --shape, --attn and --seconds shorten it.
 
     Examples:
     dma-hf bench prefill --json prefill.json --plot prefill.png
-    dma-hf bench prefill --length 2048 8192 32768 --head-dim 128 --heads 32/8 --mask causal
-    dma-hf bench prefill --attn sdpa dma_mxfp:balanced dma_mxfp:my.toml --length 16384
+    dma-hf bench prefill --attn sdpa dma_mxfp:balanced dma_mxfp:my.toml --shape 1x16384:32/8:128
     dma-hf bench prefill --attn sdpa fa3 fa3:fp8 dma_mxfp:balanced --shape 1x8192:32/8:128 1x16384:32/8:64:full
     dma-hf bench prefill --inputs HuggingFaceTB/SmolLM2-135M --data book.txt --length 8192 --head-dim 64 128 --layers 14
-    dma-hf bench prefill --device cpu --length 256 --heads 4/2
+    dma-hf bench prefill --device cpu --shape 1x256:4/2:64
     """
     options.prepare_files(**_files(args))
     check_names(args.attn)
@@ -99,11 +98,11 @@ def _check_inputs(args: PrefillOptions) -> None:
         UserError: They are, or --inputs lacks a text or a length.
     """
     if args.inputs is None:
-        if extra := _given(args, "data", "layers", "yarn"):
+        if extra := _given(args, "data", "length", "batch", "head_dim", "layers", "yarn"):
             raise UserError(f"{', '.join(extra)}: only with --inputs, which names the model that reads the text")
         return
-    if extra := _given(args, "shape", "heads", "mask", "every_combination"):
-        raise UserError(f"--inputs excludes {', '.join(extra)}: the model's layers decide; give --length and --batch")
+    if args.shape:
+        raise UserError("--inputs excludes --shape: the model's layers decide; give --length and --batch")
     if missing := [f"--{name}" for name in ("data", "length") if not getattr(args, name)]:
         raise UserError(f"--inputs also needs {' and '.join(missing)}")
 
@@ -164,9 +163,9 @@ def time_generate(args: GenerateOptions) -> int:
     Exit code 1 if no run worked at some context, 2 for invalid input.
 
     Examples:
-    dma-hf bench generate --json generate.json --plot generate.png
+    dma-hf bench generate --json generate.json
     dma-hf bench generate --context 32768 --run sdpa+static dma_mxfp+int8-static dma_mxfp+int4-static --longest
-    dma-hf bench generate --context 131072 --run sdpa+static dma_mxfp+int4-static --weights fp8 --steps-only
+    dma-hf bench generate --context 131072 --run sdpa+static dma_mxfp+int4-static --weights fp8
     dma-hf bench generate --model HuggingFaceTB/SmolLM2-135M --data book.txt --yarn 4 --context 32000
     dma-hf bench generate --device cpu --shape tiny --dtype float32 --run sdpa+dynamic dma_mxfp+int4
     """
@@ -178,7 +177,7 @@ def time_generate(args: GenerateOptions) -> int:
         raise UserError("--model needs --data, a text for the prompts, and excludes --shape")
     with console.starting():
         from dma_eval.bench import generate
-        from dma_eval.bench.shown import generate_tables, plot_generate
+        from dma_eval.bench.shown import generate_tables
 
     runs = generate.parse_runs(args.runs or generate.DEFAULT_RUNS)
     device, dtype, facts = _look(args)
@@ -202,22 +201,19 @@ def time_generate(args: GenerateOptions) -> int:
         **facts,
         model=portable(name),
         data=None if args.data is None else portable(args.data),
-        **{key: getattr(args, key) for key in ("yarn", "weights", "steps_only", "batch", "new_tokens")},
+        **{key: getattr(args, key) for key in ("yarn", "weights", "batch", "new_tokens")},
         parameters=parameters,
         weight_bytes=generate.weight_bytes(model),
         results=[],
         longest=[],
     )
-    found = generate.measure(
-        model, contexts, runs, batch=args.batch, new_tokens=args.new_tokens, text=text, steps_only=args.steps_only
-    )
+    found = generate.measure(model, contexts, runs, batch=args.batch, new_tokens=args.new_tokens, text=text)
     _record(args, report, report.results, found)
     if args.longest:
         _record(args, report, report.longest, generate.longest_contexts(model, runs, args.batch))
     weights = f"{args.weights or args.dtype} weights of {report.weight_bytes / 2**30:.1f} GiB"
-    filled = ", caches filled with random keys" if args.steps_only else ""
-    title = f"{report.model}, {weights}, batch {args.batch}{filled}, {report.device.name}"
-    return _finish(args, report, title, generate_tables(report, title), plot_generate)
+    title = f"{report.model}, {weights}, batch {args.batch}, {report.device.name}"
+    return _finish(args, report, title, generate_tables(report, title))
 
 
 def time_serve(args: ServeOptions) -> int:

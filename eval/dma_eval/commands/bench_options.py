@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from dma_eval.bench.results import DecodeShape, PrefillShape
-from dma_eval.bench.shapes import DOCUMENTS, combinations, parse_heads, parse_shape, parse_size, prefill_shape
+from dma_eval.bench.shapes import DOCUMENTS, parse_heads, parse_shape, parse_size
 from dma_eval.command import option
 from dma_eval.commands import options
 
 if TYPE_CHECKING:
     import torch
 
-HEAD_DIMS = [128, 64]
-LENGTHS, CPU_LENGTHS = [1024 << i for i in range(8)], [256, 1024]
-MASKS = ["causal", "full"]
-PREFILL_HEADS = ["32/8", "32/32"]
+SHAPES = [
+    *(f"1x{1024 << i}:32/8:128" for i in range(8)),
+    *("1x16384:32/8:64", "1x16384:32/32:128", "1x16384:32/8:128:full"),
+]
+CPU_SHAPES = ["1x256:4/2:64", "1x1024:4/2:64"]
 SIZES, CPU_SIZES = ["1x4096", "1x32768", "1x131072", "8x4096", "8x32768", "64x4096"], ["1x300"]
-DECODE_HEADS = ["32/8", "32/32", "9/3"]
 CONTEXTS, CPU_CONTEXTS = [8192, 32768, 65536, 131072], [256, 512]
 MIN_NEW_TOKENS = 8
 REQUESTS, CPU_REQUESTS = ["32x2048+64", "8x16384+32"], ["8x64-512+16-32"]
@@ -29,11 +29,8 @@ SERVED = ["sdpa", "dma_mxfp", "dma_mxfp+int8", "dma_mxfp+int4"]
 DEFAULT_MODEL, CPU_MODEL = "llama-3.1-8b", "tiny"
 
 INPUTS = "Inputs of a model, not random ones"
-shape_option, inputs_option = (partial(option, panel=name) for name in ("Shapes", INPUTS))
-Mask = StrEnum("Mask", ["causal", "full", "documents"])
+inputs_option = partial(option, panel=INPUTS)
 url_option = partial(option, panel="A server, measured from outside")
-heads_option = partial(shape_option, metavar="QUERY/KV...", help="Query and kv heads.")
-head_dim_option = partial(shape_option, metavar="DIM...", min=1, help="Head dimensions.")
 seconds_option = partial(option, min=0, help="About how long one shape is measured, without compilation.")
 
 
@@ -59,7 +56,6 @@ class ModelChoice(BenchOptions):
     model: str | None = option(
         None, "-m", metavar=options.MODEL["metavar"], help="Hub name, local folder, or GGUF file; instead of --shape."
     )
-    plot: Path | None = options.plot_option()
 
     def name_on(self, device: torch.device) -> str:
         """The model's name, or that of the default shape for a device."""
@@ -81,27 +77,12 @@ class PrefillOptions(BenchOptions):
         "which skip tiles (flashinfer-python); sage (sageattention). Quantization is counted, except in "
         "fa3:fp8:prequantized and cudnn:fp8:prequantized.",
     )
-    length: list[int] = shape_option(
-        [], metavar="TOKENS...", min=1, shown="1024 to 131072; on a CPU 256 1024", help="Tokens."
-    )
-    head_dim: list[int] = head_dim_option([], shown=f"{' '.join(map(str, HEAD_DIMS))}; with --inputs the model's own")
-    heads: list[str] = heads_option([], shown=" ".join(PREFILL_HEADS))
-    mask: list[Mask] = shape_option(
-        [],
-        metavar="causal|full|documents...",
-        shown=" ".join(MASKS),
-        help=f"Masks; documents: {DOCUMENTS} packed ones, causal.",
-    )
-    every_combination: bool = shape_option(
-        False,
-        help="Measure all combinations. By default a shape differs from the first values in one option and its length.",
-    )
-    batch: int = option(1, min=1, help="Sequences.")
-    shape: list[str] = shape_option(
+    shape: list[str] = option(
         [],
         metavar="SHAPE...",
-        help="Single shapes instead of all options above: BATCHxTOKENS:QUERY/KV:HEAD_DIM[:full|:documents], for "
-        "instance 8x4096:32/8:128 or 1x16384:32/8:128:full.",
+        shown="1024 to 131072 tokens, and three others at 16384; on a CPU two small ones",
+        help="Shapes of random inputs: BATCHxTOKENS:QUERY/KV:HEAD_DIM, for instance 8x4096:32/8:128. They are causal; "
+        f":full at the end is bidirectional, and :documents packs {DOCUMENTS} causal documents in each sequence.",
     )
     inputs: str | None = inputs_option(
         None,
@@ -111,26 +92,22 @@ class PrefillOptions(BenchOptions):
     data: str | None = options.data_option(
         None, "Text file or Hub dataset. Each sequence is another window of it.", panel=INPUTS
     )
+    length: list[int] = inputs_option([], metavar="TOKENS...", min=1, help="Tokens of a window.")
+    batch: int = inputs_option(1, min=1, help="Windows of the text.")
+    head_dim: list[int] = inputs_option(
+        [], metavar="DIM...", min=1, shown="the model's own", help="Head dimensions; wider heads embed the model's."
+    )
     layers: int | None = inputs_option(
         None, min=1, shown="all with full attention", help="Time this many of the model's layers, evenly spaced."
     )
-    yarn: float | None = options.yarn_option()
+    yarn: float | None = options.yarn_option(panel=INPUTS)
     seconds: float = seconds_option(1.5)
     markdown: Path | None = options.markdown_option()
     plot: Path | None = options.plot_option()
 
     def shapes_on(self, device: torch.device) -> list[PrefillShape]:
-        """The shapes to measure, with the defaults for a device, longest last in each family."""
-        if self.shape:
-            return [parse_shape(value) for value in self.shape]
-        pairs, every = map(parse_heads, self.heads or PREFILL_HEADS), self.every_combination
-        families = combinations(self.head_dim or HEAD_DIMS, pairs, self.mask or MASKS, every=every)
-        lengths = sorted(set(self.length or (LENGTHS if device.type == "cuda" else CPU_LENGTHS)))
-        return [
-            prefill_shape(self.batch, length, heads, head_dim, mask)
-            for head_dim, heads, mask in families
-            for length in lengths
-        ]
+        """The shapes to measure, with the defaults for a device."""
+        return [parse_shape(value) for value in self.shape or (SHAPES if device.type == "cuda" else CPU_SHAPES)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,14 +124,14 @@ class DecodeOptions(BenchOptions):
         "sdpa+quanto4, sdpa+hqq8 and others. FlashAttention-3 (the package fa3-fwd): fa3, fa3:fp8. This "
         "package: dma_mxfp:PRESET+CACHE, dma_mxfp:FILE.toml+CACHE.",
     )
-    size: list[str] = shape_option(
+    size: list[str] = option(
         [],
         metavar="BATCHxKEYS...",
         shown=f"{' '.join(SIZES)}; on a CPU {' '.join(CPU_SIZES)}",
         help="Sequences and keys of each.",
     )
-    heads: list[str] = heads_option(DECODE_HEADS)
-    head_dim: list[int] = head_dim_option(HEAD_DIMS)
+    heads: list[str] = option(["32/8"], metavar="QUERY/KV...", help="Query and kv heads.")
+    head_dim: list[int] = option([128], metavar="DIM...", min=1, help="Head dimensions.")
     seconds: float = seconds_option(0.5)
 
     def shapes_on(self, device: torch.device) -> list[DecodeShape]:
@@ -162,7 +139,7 @@ class DecodeOptions(BenchOptions):
         sizes = self.size or (SIZES if device.type == "cuda" else CPU_SIZES)
         return [
             DecodeShape(length=length, batch=batch, head_dim=head_dim, query_heads=heads[0], kv_heads=heads[1])
-            for heads, head_dim in combinations(map(parse_heads, self.heads), self.head_dim)
+            for heads, head_dim in product(map(parse_heads, self.heads), self.head_dim)
             for batch, length in map(parse_size, sizes)
         ]
 
@@ -191,9 +168,6 @@ class GenerateOptions(ModelChoice):
         None,
         shown="as --dtype says",
         help="Quantize the weights of linear layers after loading: fp8 (torchao, a scale per row and per token).",
-    )
-    steps_only: bool = option(
-        False, help="Fill the caches with random keys instead of computing prompts, and time the steps alone."
     )
     longest: bool = option(False, help="Also find the longest context that fits; needs a GPU.")
 
@@ -228,6 +202,7 @@ class ServeOptions(ModelChoice):
         shown="most of the free memory; on a CPU what all requests need",
         help="Memory for the paged cache, in GiB, the same for all.",
     )
+    plot: Path | None = options.plot_option()
     compile: bool = option(False, help="Compile the batches of the model; vLLM always does.")
     url: str | None = url_option(
         None,
