@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import cycle, pairwise
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -15,7 +15,7 @@ from matplotlib.figure import Figure, FigureBase
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from .names import SIMULATED, reads_cache
-from .pages import format_kl, share
+from .pages import share
 from .results import FidelitySection, PerplexitySection, RetrievalSection, StressSection, TaskSection
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -48,7 +48,6 @@ OTHER_COLORS = ("#661100", "#999933", "#AA4466", "#6699CC", "#44AA99", "#88CCEE"
 DASHES = ("-", "--", "-.", ":")
 SQUEEZING = 8.0  # ratio of the largest value to the median above which an axis is symlog
 LEAST_LINEAR = 0.05
-MOST_TICKS = 9
 LEAST_REACH = 1.0  # percentage points to each side, so that a small difference looks small
 GRID: dict[str, Any] = {"color": "#dddddd", "linewidth": 0.8}
 MARKERS = ("o", "s", "^", "D", "v", "P")
@@ -98,88 +97,17 @@ def _color(label: str) -> str | None:
     return COLORS.get(re.sub(r"^(?:sdpa[:+])?(quanto|hqq|fp8)\d*$", r"\1", name))
 
 
-def plot_comparison(section: PerplexitySection, title: str, *, quality: bool = True, positions: bool = True) -> Figure:
-    """Draw the quality of each backend, and loss and divergence by position; or one of the two."""
-    others = len(section.backends) - 1
-    drawn: list[tuple[Callable[[FigureBase, PerplexitySection], None], float]] = []  # with their heights
-    if quality and others:
-        drawn.append((_draw_quality, 1.7 + 0.42 * others))
-    if positions:
-        drawn.append((_draw_positions, 4.2 if drawn else 4.6))
-    heights = [height for _, height in drawn]
-    figure = make_figure(title, sum(heights))
-    places = figure.subfigures(len(drawn), 1, squeeze=False, height_ratios=heights, hspace=0.04)
-    for (draw, _), (place,) in zip(drawn, places, strict=True):
-        draw(place, section)
-    return figure
+def _fit(ax: Axes, values: Iterable[float | None]) -> None:
+    """Make the y axis symlog if one large value would squeeze all others."""
+    sizes = sorted(abs(value) for value in values if value)
+    if sizes and sizes[-1] > max(LEAST_LINEAR, SQUEEZING * sizes[len(sizes) // 2]):
+        ax.set_yscale("symlog", linthresh=max(sizes[len(sizes) // 2], LEAST_LINEAR))
+        ax.yaxis.set_major_formatter("{x:g}")
 
 
-def _draw_quality(figure: FigureBase, section: PerplexitySection) -> None:
-    """Draw three dot plots with one row per backend. Bars would have no meaning on a log scale."""
-    reference, *others = section.backends
-    axes = figure.subplots(1, 3, sharey=True)
-    absolute = "" if reference.perplexity is None else f"\n({reference.label}: {reference.perplexity:,.3f})"
-    colors = [color for color, _ in line_styles(result.label for result in section.backends).values()][1:]
-    changes = [r.change_percent for r in others]
-    divergence = [r.kl_mean for r in others]
-    differing = [None if r.top1_agreement is None else 100 * (1 - r.top1_agreement) for r in others]
-    panels: list[tuple[str, Sequence[float | None], Callable[[float], str]]] = [
-        (f"Change of perplexity, %{absolute}", changes, "{:+.2f} %".format),
-        (f"KL from {reference.label} per token, nats\n(mean)", divergence, format_kl),
-        (f"Most likely token differs\nfrom {reference.label}, % of tokens", differing, "{:.2f} %".format),
-    ]
-    box = {"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
-    note: dict[str, Any] = {"textcoords": "offset points", "fontsize": 9, "color": "#333333", "bbox": box}
-    axes[0].axvline(0, color=REFERENCE_COLOR, linewidth=1)
-    for ax, (label, values, text_of) in zip(axes, panels, strict=True):
-        tidy(ax)
-        for row, (value, color) in enumerate(zip(values, colors, strict=True)):
-            if value is not None:
-                error = others[row].change_stderr if ax is axes[0] else None
-                ax.errorbar(value, row, xerr=error, fmt="o", color=color, markersize=8, capsize=3, elinewidth=1.5)
-                side, shift = ("left", -4) if value >= 0 else ("right", 4)  # away from the line at zero
-                ax.annotate(text_of(value), (value, row), xytext=(shift, 8), ha=side, **note)
-        ax.set_xlabel(label)
-        ax.margins(x=0.3)
-        ax.tick_params(axis="y", length=0)
-    _widen(axes[0], "x", changes)
-    if all(each is None or each > 0 for each in divergence):
-        axes[1].set_xscale("log")
-        spread = np.ptp(np.log10([each for each in divergence if each is not None] or [1.0]))
-        if spread < 1.5:  # labels of powers of ten alone would be too few, and those of all minor ticks too many
-            axes[1].xaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
-            axes[1].xaxis.set_major_formatter("{x:.0e}")
-            axes[1].xaxis.set_minor_locator(NullLocator())
-    axes[2].set_xlim(left=max(axes[2].get_xlim()[0], -0.08 * axes[2].get_xlim()[1]))  # no share is below 0
-    axes[0].set_yticks(range(len(others)), [r.label + (" (failed)" if r.failure else "") for r in others])
-    axes[0].set_ylim(len(others) - 0.4, -0.6)
-
-
-def _widen(ax: Axes, axis: Literal["x", "y"], values: Iterable[float | None]) -> None:
-    """Make an axis symlog if one large value would squeeze all others; its ends are ticks beyond every value."""
-    changes = [value for value in values if value]
-    sizes = sorted(map(abs, changes))
-    if not sizes or sizes[-1] <= max(LEAST_LINEAR, SQUEEZING * sizes[len(sizes) // 2]):
-        return
-    linear = max(sizes[len(sizes) // 2], LEAST_LINEAR)
-    decades = 10.0 ** np.arange(math.floor(math.log10(linear)), math.ceil(math.log10(sizes[-1])) + 2)
-    room = 2 if axis == "x" else 1  # for the text beside the last dot
-    for steps in (np.outer(decades, (1, 2, 5)).flatten(), decades):
-        steps = steps[steps >= linear / 2]
-        ticks = [0.0]
-        for sign in (-1, 1):
-            largest = max(sign * value for value in changes)
-            if largest > 0:
-                ticks += [float(sign * each) for each in steps[: int(np.searchsorted(steps, room * largest)) + 1]]
-        if len(ticks) <= MOST_TICKS:
-            break
-    getattr(ax, f"set_{axis}scale")("symlog", linthresh=linear)
-    getattr(ax, f"set_{axis}ticks")(sorted(ticks), [f"{tick:g}" for tick in sorted(ticks)], minor=False)
-    getattr(ax, f"{axis}axis").set_minor_locator(NullLocator())
-    getattr(ax, f"set_{axis}lim")(min(ticks), max(ticks))
-
-
-def _draw_positions(figure: FigureBase, section: PerplexitySection) -> None:
+def plot_positions(section: PerplexitySection, title: str) -> Figure:
+    """Draw loss and divergence by position."""
+    figure = make_figure(title, 4.6)
     reference, *others = section.backends
     has_kl = any(result.position_kl for result in others)
     axes = figure.subplots(1, 2 if has_kl else 1, squeeze=False)[0]
@@ -198,7 +126,7 @@ def _draw_positions(figure: FigureBase, section: PerplexitySection) -> None:
             axes[1].plot(centers, values, line, color=color, linewidth=1.5, label=result.label)
     axes[0].set_ylabel(f"Loss minus that of {reference.label}, nats per token" if others else "Loss, nats per token")
     if others:
-        _widen(axes[0], "y", changes)
+        _fit(axes[0], changes)
     if has_kl:
         axes[1].set_ylabel(f"KL from {reference.label}, nats per token")
         if any(value for result in others for value in result.position_kl):
@@ -210,6 +138,7 @@ def _draw_positions(figure: FigureBase, section: PerplexitySection) -> None:
         ax.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10], integer=True))
         ax.xaxis.set_major_formatter("{x:,.0f}")
     legend_below(figure, axes[0])
+    return figure
 
 
 def plot_tasks(section: TaskSection, title: str) -> Figure:
@@ -283,7 +212,7 @@ def plot_tradeoff(sections: Sequence[PerplexitySection], title: str) -> Figure:
         ax.set_xlabel(name)
         ax.xaxis.set_major_formatter("{x:,g}")
     axes[0].set_ylabel("Change of perplexity, %")
-    _widen(axes[0], "y", changes)
+    _fit(axes[0], changes)
     legend_below(figure, axes[0])
     return figure
 

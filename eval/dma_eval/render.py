@@ -66,11 +66,7 @@ def _drawings(report: Report) -> Iterator[Drawing]:
     name = Path(report.model.name).name
     for section in report.perplexity:
         context = f"context {section.context:,}"
-        where = f"{name}, {context}"
-        if len(section.backends) > 1:
-            figure = plots.plot_comparison(section, where, positions=False)
-            yield figure, f"quality-{section.context}", f"Quality of each backend at {context}", section
-        figure = plots.plot_comparison(section, where, quality=False)
+        figure = plots.plot_positions(section, f"{name}, {context}")
         yield figure, f"positions-{section.context}", f"Loss and divergence by position, {context}", section
     timed = [section for section in report.perplexity if section.backends[0].tokens_per_second is not None]
     if any(len(section.backends) > 1 for section in timed):
@@ -80,7 +76,7 @@ def _drawings(report: Report) -> Iterator[Drawing]:
         if len(tasks.backends) > 1 and any(task.metrics for task in tasks.tasks):
             yield plots.plot_tasks(tasks, name), "tasks", "Difference of accuracy, with 95 % intervals", tasks
     for fidelity in report.fidelity:
-        figure = plots.plot_comparison(fidelity.tokens, f"{name}, against SDPA in fp32", quality=False)
+        figure = plots.plot_positions(fidelity.tokens, f"{name}, against SDPA in fp32")
         yield figure, "fidelity", "Loss and divergence by position, against SDPA in fp32", fidelity
         if fidelity.heads:
             caption = "Error of every head's output, each layer on SDPA's own inputs"

@@ -246,24 +246,20 @@ class TestModel:
 
 
 class TestOutput:
-    @pytest.mark.parametrize("option", ["--json", "--markdown", "--plot"])
-    def test_folder(self, ppl: Run, refused: Refused, tmp_path: Path, option: str) -> None:
-        assert f"cannot write to {tmp_path}: it is a folder; name a file in it" in refused(ppl(option, tmp_path))
+    def test_folder(self, ppl: Run, refused: Refused, tmp_path: Path) -> None:
+        assert f"cannot write to {tmp_path}: it is a folder; name a file in it" in refused(ppl("--json", tmp_path))
 
     @pytest.mark.parametrize("option", ["--json", "--markdown", "--plot"])
-    def test_below_a_file(self, ppl: Run, refused: Refused, text_file: Path, option: str) -> None:
+    def test_below_a_file(self, run: Run, refused: Refused, text_file: Path, option: str) -> None:
         message = f"{option}: cannot create the folder {text_file}: it is a file"
-        assert message in refused(ppl(option, text_file / "r.png"))
+        assert message in refused(run("bench", "prefill", option, text_file / "r.png"))
         message = f"{option}: cannot create the folder {text_file}/a/b: {text_file} is a file"
-        assert message in refused(ppl(option, text_file / "a/b/r.png"))
+        assert message in refused(run("bench", "prefill", option, text_file / "a/b/r.png"))
 
-    def test_one_file_of_two_kinds(self, ppl: Run, refused: Refused, tmp_path: Path) -> None:
-        message = "--json, --markdown, --plot: expected different files, got one twice"
-        assert message in refused(ppl("--json", tmp_path / "r", "--markdown", tmp_path / "r"))
-
-    def test_format_of_the_plot(self, ppl: Run, refused: Refused, tmp_path: Path) -> None:
+    def test_format_of_the_plot(self, run: Run, refused: Refused, tmp_path: Path) -> None:
         path = tmp_path / "new/r.bmp"
-        assert f"--plot: expected a file ending in .png, .svg, .pdf, got {path}" in refused(ppl("--plot", path))
+        message = f"--plot: expected a file ending in .png, .svg, .pdf, got {path}"
+        assert message in refused(run("bench", "prefill", "--plot", path))
         assert not path.parent.exists()
 
     @pytest.mark.parametrize(("below", "what"), [("", "write to"), ("new", "make")])

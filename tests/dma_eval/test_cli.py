@@ -15,11 +15,9 @@ import pytest
 import typer
 from dma_eval.command import REQUIRED, add_command, option
 from dma_eval.commands.options import DEFAULT_ATTN, QualityOptions
-from dma_eval.commands.quality import link
 from dma_eval.errors import UserError, one_line
 from dma_eval.files import prepare_file, write_text
 from dma_eval.results import read_report
-from PIL import Image
 
 Run = Callable[..., Any]
 EVAL = Path(__file__).parents[2] / "eval"
@@ -91,21 +89,16 @@ class TestPpl:
         assert [row[0] for row in rows] == ["sdpa", "dma_mxfp:balanced"]
         assert "2 windows of 128 tokens (non-overlapping), 254 tokens predicted by every backend" in result.stdout
 
-    def test_writes_all_files(self, ppl: Run, tmp_path: Path) -> None:
-        """Folders are made as needed, and the Markdown links the plot from where it lies."""
-        json, markdown, plot = tmp_path / "a [b]/r.json", tmp_path / "b/r.md", tmp_path / "c/r.png"
-        options = ("--json", json, "--markdown", markdown, "--plot", plot, "--stride", 64, "--batch-size", 2)
-        result = ppl(*options, "--seed", 3)
+    def test_writes_a_file(self, ppl: Run, tmp_path: Path) -> None:
+        """Folders are made as needed."""
+        json = tmp_path / "a [b]/r.json"
+        result = ppl("--json", json, "--stride", 64, "--batch-size", 2, "--seed", 3)
         assert result.exit_code == 0, result.output
-        for path in (json, markdown, plot):
-            assert f"Wrote {path}" in result.stdout
+        assert f"Wrote {json}" in result.stdout
         report = read_report(json)
         section = report.perplexity[0]
         assert (section.context, section.stride, section.batch_size, section.windows) == (128, 64, 2, 2)
         assert report.seed == 3
-        assert "](../c/r.png)" in markdown.read_text(encoding="utf-8")
-        with Image.open(plot) as image:
-            assert (image.format, image.width) == ("PNG", 1650)
 
     def test_json_lines(self, ppl: Run, tmp_path: Path, prose: str) -> None:
         import json
@@ -153,7 +146,7 @@ class TestHelp:
         ("command", "expected"),
         [
             ((), ("ppl", "demo", "env", "--version", "Start here")),
-            (("ppl",), ("--model", "--data", "--attn", "--stride", "--json", "--plot", "--debug", "Examples")),
+            (("ppl",), ("--model", "--data", "--attn", "--stride", "--json", "--debug", "Examples")),
             (("lm-eval",), ("--tasks", "--include-path", "--limit", "--num-fewshot", "accelerate launch", "Examples")),
             (("fidelity",), ("--head-windows", "--prompts", "--out", "Examples")),
             (("retrieval",), ("--kind", "--lengths", "--depths", "Examples")),
@@ -232,9 +225,6 @@ class TestPrepareFile:
         write_text("3\n", tmp_path / "stdout")
         assert (tmp_path / "stdout").is_symlink()
         assert (tmp_path / "file").read_text(encoding="utf-8") == "3\n"
-
-    def test_relative_link(self) -> None:
-        assert link(Path("out/plots/r.png"), Path("out/r.md")) == "plots/r.png"
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def test_writes_the_report(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert result.exit_code == 0, result.output
     assert result.stderr == ""
     files = {path.name: path for path in (tmp_path / "out").iterdir()}
-    plots = ["positions-256.png", "quality-256.png", "tradeoff.png"]
+    plots = ["positions-256.png", "tradeoff.png"]
     assert files.keys() == {"configs", "report.md", "report.html", "results.json", *plots}
 
     report = read_report(files["results.json"])

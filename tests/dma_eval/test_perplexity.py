@@ -317,13 +317,13 @@ class TestFailure:
     def test_on_the_command_line(self, ppl: Any, tmp_path: Any) -> None:
         from dma_eval.results import read_report
 
-        result = ppl("--attn", "sdpa", "nan_attention", "--json", tmp_path / "r.json", "--markdown", tmp_path / "r.md")
+        result = ppl("--attn", "sdpa", "nan_attention", "--out", tmp_path)
         assert result.exit_code == 1, result.output
         assert f"Warning: nan_attention failed: {self.NAN}" in result.stderr
-        sdpa, nan = read_report(tmp_path / "r.json").perplexity[0].backends
+        sdpa, nan = read_report(tmp_path).perplexity[0].backends
         assert sdpa.perplexity is not None
         assert str(nan.failure).startswith(self.NAN)
-        assert "| nan_attention | failed | – |" in (tmp_path / "r.md").read_text(encoding="utf-8")
+        assert "| nan_attention | failed | – |" in (tmp_path / "report.md").read_text(encoding="utf-8")
 
 
 class TestFallbacks:

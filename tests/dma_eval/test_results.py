@@ -18,7 +18,7 @@ from dma_eval.files import write_json as write
 from dma_eval.models import LoadedModel
 from dma_eval.names import PRESETS
 from dma_eval.pages import COLUMNS, format_bytes, format_kl, perplexity_page, warnings
-from dma_eval.plots import line_styles, plot_comparison, plot_stress
+from dma_eval.plots import line_styles, plot_positions, plot_stress
 from dma_eval.render import Plot, cache_of, measured, to_html, to_markdown
 from dma_eval.results import (
     SCHEMA_VERSION,
@@ -300,12 +300,9 @@ class TestPlots:
         assert {line.get_linestyle() for line in ax.get_lines()} == {"None"}
         assert [label.get_text() for label in ax.get_yticklabels()] == ["unchanged", "keys x 8"]
 
-    @pytest.mark.parametrize("left_out", [{}, {"positions": False}, {"quality": False}])
-    def test_is_a_picture(self, report: Report, tmp_path: Path, left_out: dict[str, bool]) -> None:
-        """With a failed backend in it, a divergence of zero, and positions without a token."""
-        section = report.perplexity[0]
-        section.backends[1] = replace(section.backends[1], kl_mean=0.0)
-        plot_comparison(section, "A title", **left_out).savefig(tmp_path / "p.png")
+    def test_is_a_picture(self, report: Report, tmp_path: Path) -> None:
+        """With a failed backend in it, and positions without a token."""
+        plot_positions(report.perplexity[0], "A title").savefig(tmp_path / "p.png")
         with Image.open(tmp_path / "p.png") as image:
             image.load()
             assert image.format == "PNG"
@@ -336,17 +333,12 @@ class TestPlots:
         static = line_styles(["sdpa", "dma_mxfp:balanced", "dma_mxfp:balanced+static"])
         assert static["dma_mxfp:balanced+static"] == (static["dma_mxfp:balanced"][0], "--")
 
-    def test_ticks_reach_beyond_every_value(self) -> None:
-        """With one value that would squeeze all others; each end of the axis is a labelled tick."""
-        ax = plots.make_figure("A title", 3.0).subplots()
-        values = [0.01, -0.02, 0.03, 0.02, 0.9]
-        ax.plot(values)
-        plots._widen(ax, "y", values)
-        low, high = ax.get_ylim()
-        assert low <= min(values)
-        assert high >= max(values)
-        assert {low, high} <= set(ax.get_yticks())
-        assert all(label.get_text() for label in ax.get_yticklabels())
+    def test_one_large_value_does_not_squeeze_the_others(self) -> None:
+        for values, scale in (([0.01, -0.02, 0.03, 0.02, 0.9], "symlog"), ([0.3, 0.4, 0.5], "linear")):
+            ax = plots.make_figure("A title", 3.0).subplots()
+            ax.plot(values)
+            plots._fit(ax, values)
+            assert ax.get_yscale() == scale
 
     @pytest.mark.parametrize(("kind", "bytes", "axes"), [("cuda_allocated", 2**30, 2), ("process_rss", 2**30, 1)])
     def test_resident_memory_is_not_drawn(self, section: PerplexitySection, kind: Any, bytes: int, axes: int) -> None:
@@ -377,17 +369,9 @@ class TestPlots:
         assert not any(one.overlaps(other) for one, other in pairwise(sorted(boxes, key=lambda box: box.y0)))
 
     def test_of_one_backend(self, section: PerplexitySection, tmp_path: Path) -> None:
-        plot_comparison(replace(section, backends=section.backends[:1]), "Alone").savefig(tmp_path / "p.png")
+        plot_positions(replace(section, backends=section.backends[:1]), "Alone").savefig(tmp_path / "p.png")
         with Image.open(tmp_path / "p.png") as image:
             assert image.width > image.height
-
-    def test_grows_with_the_backends(self, section: PerplexitySection, tmp_path: Path) -> None:
-        heights = []
-        for count in (2, 3):
-            plot_comparison(replace(section, backends=section.backends[:count]), "Some").savefig(tmp_path / "p.png")
-            with Image.open(tmp_path / "p.png") as image:
-                heights.append(image.height)
-        assert heights[1] > heights[0]
 
     def test_legend_of_twins_explains_lines_only(self, section: PerplexitySection, tmp_path: Path) -> None:
         """A backend that failed has no line; in SVG, Matplotlib puts every text into a comment beside its outlines."""
@@ -399,9 +383,3 @@ class TestPlots:
         plot_stress(stress, "A title").savefig(tmp_path / "p.svg")
         text = (tmp_path / "p.svg").read_text(encoding="utf-8")
         assert [f"<!-- {result.label} -->" in text for result in tokens.backends] == [False, True, True, False]
-
-    @pytest.mark.parametrize(("suffix", "start"), [("svg", b"<?xml"), ("pdf", b"%PDF")])
-    def test_other_formats(self, section: PerplexitySection, tmp_path: Path, suffix: str, start: bytes) -> None:
-        path = tmp_path / f"p.{suffix}"
-        plot_comparison(section, "A title", positions=False).savefig(path)
-        assert path.read_bytes().startswith(start)

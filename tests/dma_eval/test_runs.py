@@ -64,7 +64,7 @@ class TestFolder:
     def test_holds_everything(self, report: Report, folder: Path) -> None:
         found = [path.relative_to(folder / "all") for path in (folder / "all").rglob("*.*")]
         names = {path.as_posix() for path in found if path.parts[0] not in ("parts", "samples")}  # what it resumes from
-        plots = {"quality-128.png", "positions-128.png", "tradeoff.png", "tasks.png", "fidelity.png", "heads.png"}
+        plots = {"positions-128.png", "tradeoff.png", "tasks.png", "fidelity.png", "heads.png"}
         assert names == {
             "results.json",
             "report.md",
@@ -125,14 +125,14 @@ class TestFolder:
         second = replace(tokens, data=replace(tokens.data, name="another text"))
         files = write_run(replace(report, perplexity=[tokens, second], tasks=[tasks, replace(tasks)]), tmp_path)
         page = (tmp_path / "report.md").read_text(encoding="utf-8")
-        for stem in ("quality-128", "positions-128", "tasks"):
+        for stem in ("positions-128", "tasks"):
             for file in (f"{stem}.png", f"{stem}-2.png"):
                 assert file in files
                 assert (tmp_path / file).is_file()
                 assert page.count(f"]({file})") == 1
         one, two = page.split("## Perplexity at context 128")[1:]
-        assert "](quality-128.png)" in one
-        assert "](quality-128-2.png)" in two
+        assert "](positions-128.png)" in one
+        assert "](positions-128-2.png)" in two
 
     def test_cannot_be_made(self, report: Report, text_file: Path) -> None:
         with pytest.raises(UserError, match="--out: cannot create the folder"):

@@ -124,14 +124,10 @@ class TaskFolderOptions:
     include_path: list[Path] = option([], metavar="FOLDER...", panel=TASKS, help="Folders with your own task YAMLs.")
 
 
-def prepare_files(**files: Path | None) -> list[Path]:
-    """Check before a long run that single files can be written, and return those that were requested."""
+def prepare_files(**files: Path | None) -> None:
+    """Check before a long run that single files can be written."""
     plot = files.get("plot")
     if plot is not None and not plot.is_dir() and plot.suffix not in PLOT_SUFFIXES:
         raise UserError(f"--plot: expected a file ending in {', '.join(PLOT_SUFFIXES)}, got {plot}")
-    given = [path for path in files.values() if path is not None]
-    if len(set(given)) < len(given):
-        raise UserError(f"{', '.join(f'--{name}' for name in files)}: expected different files, got one twice")
     for name, path in files.items():
         prepare_file(path, f"--{name}")
-    return given

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from dma_eval import console, parts
 from dma_eval.command import REQUIRED, option
 from dma_eval.commands import options
 from dma_eval.errors import UserError
-from dma_eval.files import write_json, write_text
+from dma_eval.files import prepare_file, write_json
 from dma_eval.names import check_names
 from dma_eval.parts import FidelityPart, PerplexityPart, RetrievalPart, StressPart, Suite, TasksPart
 
@@ -24,12 +23,10 @@ SUITES = ", ".join(parts.suite_names())
 
 @dataclass(frozen=True, kw_only=True)
 class PplOptions(options.QualityOptions):
-    """The context, and single result files."""
+    """The context, and the results as one file."""
 
     context: int | None = parts.context_option()
     json: Path | None = options.json_option()
-    markdown: Path | None = options.markdown_option()
-    plot: Path | None = options.plot_option()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,34 +49,18 @@ def ppl(args: PplOptions, text: options.TextOptions, part: PerplexityPart) -> in
 
     Examples:
     dma-hf ppl -m HuggingFaceTB/SmolLM2-135M --data Salesforce/wikitext:wikitext-2-raw-v1:test --context 2048
-    dma-hf ppl -m model.gguf --data book.txt --attn sdpa dma_mxfp:balanced dma_mxfp:paper --json r.json --plot r.png
+    dma-hf ppl -m model.gguf --data book.txt --attn sdpa dma_mxfp:balanced dma_mxfp:paper --json r.json
     dma-hf ppl -m ./model --data rows.jsonl --column content --attn sdpa dma_mxfp:my.toml --context 8192 --stride 4096
     """
-    files = options.prepare_files(json=args.json, markdown=args.markdown, plot=args.plot)
+    prepare_file(args.json, "--json")
     part = replace(part, contexts=[] if args.context is None else [args.context])
 
     def write(report: Report) -> None:
-        from dma_eval.render import Plot, to_markdown
-
-        section = report.perplexity[0]
         if args.json is not None:
             write_json(report, args.json)
-        if args.plot is not None:
-            from dma_eval.plots import plot_comparison
-
-            plot_comparison(section, f"{Path(args.model).name}, context {section.context:,}").savefig(args.plot)
-        if args.markdown is not None:
-            plots = [] if args.plot is None else [Plot("Comparison of the backends", link(args.plot, args.markdown))]
-            write_text(to_markdown(report, plots), args.markdown)
-        for path in files:
-            console.print_wrote(path)
+            console.print_wrote(args.json)
 
     return measure(args, Suite(name="ppl", perplexity=part), text, also=write)
-
-
-def link(path: Path, page: Path) -> str:
-    """``path`` as a link from the file ``page``."""
-    return Path(os.path.relpath(path, page.parent)).as_posix()
 
 
 def fidelity(args: options.QualityOptions, text: options.TextOptions, part: FidelityPart) -> int:
