@@ -7,15 +7,13 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import partial
 from types import ModuleType
-from typing import Any
 
 import dma_eval.cli
 import dma_kernels
 import typer
-from dma_eval.command import KEY
 from dma_eval.render import table
 from dma_kernels import Recipe
 from typer.cli import get_docs_for_click
@@ -25,8 +23,6 @@ from dma_hf import PRESETS, DMAConfig
 
 FIRST = ("configure", "DMAConfig", "PRESETS", "DMACache", "stats", "equalize", "continuous_batching", "counted_tiles")
 """Names of ``dma_hf`` that most users need; the reference begins with them."""
-HEADERS = ("field", "default", "meaning")
-FIELD = re.compile(r"    (\w+): [^#]*(?:# (.*))?")
 EXAMPLES = re.compile(r"^Examples:\n((?:  .*\n)+)", re.MULTILINE)
 ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n        .*)*)", re.MULTILINE)
 
@@ -45,7 +41,10 @@ def _directives(package: ModuleType, *first: str) -> str:
 def field_table() -> str:
     """Return a row for each field of a configuration, with its default and its description in the docstrings."""
     descriptions = {**_attributes(Recipe), **_attributes(DMAConfig)}
-    return table(HEADERS, [[f"`{f.name}`", f"`{f.default!r}`", descriptions[f.name]] for f in fields(DMAConfig)])
+    return table(
+        ("field", "default", "meaning"),
+        [[f"`{f.name}`", f"`{f.default!r}`", descriptions[f.name]] for f in fields(DMAConfig)],
+    )
 
 
 def preset_table() -> str:
@@ -63,37 +62,13 @@ def command_reference() -> str:
     return EXAMPLES.sub(lambda found: f"```sh\n{textwrap.dedent(found[1])}```\n", f"## {sections}")
 
 
-def _class_tables(module: str) -> str:
-    """Return a section for each dataclass of a module, with its own fields and what describes them."""
-    parts = []
-    for name, cls in vars(importlib.import_module(module)).items():
-        own = vars(cls).get("__annotations__") if is_dataclass(cls) and cls.__module__ == module else None
-        if own and not name.startswith("_"):
-            comments = _comments(inspect.getsource(cls))
-            rows = [[f"`{f.name}`", *_field(f, comments[f.name])] for f in fields(cls) if f.name in own]
-            head = (inspect.getdoc(cls) or "").partition("\n\n")[0].replace("\n", " ")
-            parts.append(f"### {name}\n\n{_markdown(head)}\n\n{table(HEADERS, rows)}")
-    return "\n\n".join(parts)
-
-
-def _field(field: Field[Any], comment: str) -> list[str]:
-    """Return the default of a field, and its help as an option or else its comment."""
-    option = field.metadata.get(KEY)
-    default = field.default if field.default_factory is MISSING else field.default_factory()
-    shown = getattr(option, "show_default", None)
-    if not isinstance(shown, str):
-        shown = "required" if default is MISSING else f"`{default!r}`"
-    return [shown, _markdown(getattr(option, "help", None) or comment)]
-
-
-def _comments(source: str) -> dict[str, str]:
-    """Return the comment at the end of each field of a class, or else the comment lines above it."""
-    found, above = {}, []
-    for line in source.splitlines():
-        if field := FIELD.fullmatch(line):
-            found[field[1]] = field[2] or " ".join(above)
-        above = [*above, line.strip("# ")] if line.startswith("    #") else []
-    return found
+def _source(module: str) -> str:
+    """Return the source of every dataclass of a module, in which comments describe the fields."""
+    classes = [
+        cls for cls in vars(importlib.import_module(module)).values() if getattr(cls, "__module__", "") == module
+    ]
+    source = "\n\n".join(inspect.getsource(cls) for cls in classes if is_dataclass(cls))
+    return f"```python\n{source}```"
 
 
 def _attributes(cls: type) -> dict[str, str]:
@@ -113,8 +88,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "fields": field_table,
     "presets": preset_table,
     "commands": command_reference,
-    "suites": partial(_class_tables, "dma_eval.parts"),
-    "quality": partial(_class_tables, "dma_eval.results"),
-    "speed": partial(_class_tables, "dma_eval.bench.results"),
+    "quality": partial(_source, "dma_eval.results"),
+    "speed": partial(_source, "dma_eval.bench.results"),
 }
 """By the name in ``<!-- generate: NAME -->``."""
