@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -98,10 +97,10 @@ def make_card(
 
 def _base_model(report: Report, base_model: str | None) -> str:
     name = base_model or report.model.name
-    is_hub_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is not None and not name.endswith(".gguf")
-    if not is_hub_name or (base_model is None and Path(name).exists()):
-        given = f"{base_model!r} is not a Hub name" if base_model else f"{name} was measured from local files"
-        raise UserError(f"--base-model: {given}; give the model's Hub name, OWNER/NAME")
+    if base_model is None and report.model.commit is None:
+        raise UserError(f"--base-model: {name} was measured from local files; give the model's Hub name, OWNER/NAME")
+    if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is None or name.endswith(".gguf"):
+        raise UserError(f"--base-model: {name!r} is not a Hub name; give the model's Hub name, OWNER/NAME")
     return name
 
 
@@ -134,30 +133,18 @@ def _eval_results(report: Report, label: str) -> Iterator[EvalResult]:
 
 
 def _reduced(report: Report, label: str) -> Report:
-    """Return the report of one backend and its references, without folders in the names of local files."""
+    """Return the report of one backend and its references."""
     groups = [[each.label for each in group] for group in backend_groups(report)]
     others = {each for group in groups for each in group[1:]} - {label, *(group[0] for group in groups)}
 
     def reduce(value: Any) -> Any:
         if isinstance(value, list):
             return [reduce(each) for each in value if not (isinstance(each, dict) and each.get("label") in others)]
-        if not isinstance(value, dict):
-            return value
-        is_source = "sha256" in value or "architecture" in value  # a text or a model
-        kept = {name: reduce(each) for name, each in value.items() if name not in others}
-        return kept | {"name": _shown(value["name"])} if is_source else kept
+        if isinstance(value, dict):
+            return {name: reduce(each) for name, each in value.items() if name not in others}
+        return value
 
-    quoted = [part.partition("=") for part in shlex.split(report.command)]
-    command = shlex.join(_shown(option) + equals + _shown(value) for option, equals, value in quoted)
-    command = command.replace(" '&&' ", " && ")  # of merged runs
-    return parse(Report, reduce(asdict(report)) | {"command": command})
-
-
-def _shown(name: str) -> str:
-    """Return the file name of a local path. Hub names and other texts stay unchanged."""
-    prefix, colon, path = name.rpartition(":") if name.startswith("dma_mxfp:") else ("", "", name)
-    is_local = path.startswith(("/", "~", "./", "../")) or path.count("/") > 1 or Path(path).suffix in FILE_SUFFIXES
-    return prefix + colon + (Path(path).name if is_local and "/" in path else path)
+    return parse(Report, reduce(asdict(report)))
 
 
 def _text(report: Report, label: str, base: str, name: str) -> str:

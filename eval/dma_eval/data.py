@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .environment import portable
 from .errors import UserError, one_line
 from .parts import PerplexityPart
 from .results import DataInfo
@@ -38,8 +39,8 @@ class Text:
 
     def info(self, tokens: int) -> DataInfo:
         """Return facts about a text of ``tokens`` tokens."""
-        facts: dict[str, Any] = {name: getattr(self, name) for name in ("name", "config", "split", "column", "sha256")}
-        return DataInfo(**facts, characters=len(self.content), tokens=tokens)
+        facts: dict[str, Any] = {name: getattr(self, name) for name in ("config", "split", "column", "sha256")}
+        return DataInfo(name=portable(self.name), **facts, characters=len(self.content), tokens=tokens)
 
 
 @dataclass(frozen=True)

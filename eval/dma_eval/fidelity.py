@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import gather_object
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -124,8 +123,7 @@ def head_errors(
     with a cache are left out.
     """
     dtype = session.loaded.model.dtype
-    own = share(windows)
-    session.progress.begin("Heads", len(own))
+    session.progress.begin("Heads", len(windows))
     known = ALL_ATTENTION_FUNCTIONS.valid_keys()
     measured = [backend for backend in backends if backend.implementation in known and not backend.reads_cache]
     sums: dict[tuple[str, int], Array] = {}  # by backend and layer, as of :func:`_sums_of`
@@ -144,27 +142,22 @@ def head_errors(
             sums[place] = sums.get(place, 0) + _sums_of(output, reference, tiles.get(module))
         return reference, None
 
-    failure: str | None = None
     AttentionInterface.register(PROBE, probe)
     AttentionMaskInterface.register(PROBE, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     try:
         model.set_attn_implementation(PROBE)
         options = {"logits_to_keep": 1} if takes_last(model) else {}
         with torch.inference_mode():
-            for ids in own:
+            for ids in windows:
                 model(input_ids=ids[None].to(model.device), use_cache=False, **options)
                 session.progress.advance()
     except (ValueError, TypeError, RuntimeError, ImportError) as error:
-        failure = one_line(error)
+        raise UserError(f"{type(model).__name__}: the heads cannot be measured: {one_line(error)}") from error
     finally:
         model.set_attn_implementation("sdpa")
-    for why in filter(None, gather_object([failure])):
-        raise UserError(f"{type(model).__name__}: the heads cannot be measured: {why}")
-    shares = gather_object([sums])
     errors = []
     for backend in measured:
-        layers = sorted({layer for each in shares for label, layer in each if label == backend.label})
-        totals = [sum(each[place] for each in shares if (place := (backend.label, layer)) in each) for layer in layers]
+        totals = [sums[place] for place in sorted(sums) if place[0] == backend.label]
         differing, magnitude, cosine, count, skipped, examined = np.array(totals).transpose(1, 0, 2)
         skips = backend.config is not None and backend.config.skip_threshold is not None
         made = HeadErrors(

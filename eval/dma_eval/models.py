@@ -28,6 +28,7 @@ from transformers.utils import cached_file
 
 from dma_hf.integrations.commit_hash import commit_of
 
+from .environment import portable
 from .errors import UserError, one_line
 from .results import ModelInfo
 
@@ -94,7 +95,7 @@ class LoadedModel:
         config = model.config.get_text_config()
         heads = getattr(config, "num_attention_heads", None)
         return ModelInfo(
-            name=self.name,
+            name=portable(self.name),
             revision=self.revision,
             commit=commit_of(model.config),
             architecture=type(model).__name__,

@@ -81,12 +81,6 @@ def format_kl(value: float | None) -> str:
     return number(value, ".5f" if not value or abs(value) >= 1e-4 else ".1e")
 
 
-def format_bytes(value: float | None) -> str:
-    """Format bytes in MiB or GiB."""
-    form, unit, factor = (".2f", " GiB", 2**-30) if (value or 0) >= 2**30 else (".0f", " MiB", 2**-20)
-    return number(value, form, unit, factor=factor)
-
-
 def of(field: str, form: str, unit: str = "", *, factor: float = 1.0) -> Callable[[Any], str]:
     """Return a function that formats a field of a result by :func:`number`."""
     return lambda result: number(getattr(result, field), form, unit, factor=factor)
@@ -101,7 +95,7 @@ def make_table(columns: Columns, results: Sequence[Any], caption: str = "") -> T
     shown = {name: cell for name, cell in columns.items() if not ran or any(cell(each) != MISSING for each in ran)}
     rows = [[cell(result) for cell in shown.values()] for result in results]
     for row, result in zip(rows, results, strict=True):
-        if result.failure is not None:
+        if result.failure is not None and MISSING in row:
             row[row.index(MISSING)] = "failed"
     return Table(tuple(shown), rows, caption)
 
@@ -143,7 +137,7 @@ COLUMNS: Columns = {
     "KL / token": lambda r: format_kl(r.kl_mean),
     "top-1": lambda r: share(r.top1_agreement),
     "tokens/s": of("tokens_per_second", ",.0f"),
-    "peak memory": lambda r: format_bytes(r.peak_memory_bytes),
+    "peak memory": of("peak_memory_bytes", ",.2f", " GiB", factor=2**-30),
 }
 """Columns of the comparison of backends."""
 FIDELITY_COLUMNS: Columns = dict(list(COLUMNS.items())[:5]) | {

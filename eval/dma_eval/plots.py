@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure, FigureBase
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import MaxNLocator
 
 from .names import SIMULATED, reads_cache
 from .pages import share
@@ -224,22 +224,12 @@ def plot_heads(section: FidelitySection, title: str) -> Figure:
         errors = np.array(heads.relative_l1)
         layer, head = np.unravel_index(int(errors.argmax()), errors.shape)
         maps.append((f"{heads.label}\nworst: layer {layer}, head {head}, {share(errors.max())}", errors))
-    positive = np.concatenate([errors[errors > 0] for _, errors in maps])
+    largest = max(float(errors.max()) for _, errors in maps) or 1e-7
+    least = min((float(errors[errors > 0].min()) for _, errors in maps if (errors > 0).any()), default=0.0)
     # Errors span decades; a backend that is exact everywhere is left to show the lower end of the scale.
-    low, high = (float(positive.min()), float(positive.max())) if positive.size else (1e-8, 1e-7)
-    low = max(low, high * 1e-5)
-    high = max(high, low * 1.01)
-    maps = [(heading, np.maximum(errors, low)) for heading, errors in maps]
-    figure = _heat_maps(
-        f"{title}: error of each head's attention output", maps, HEADS, "Relative L1 error", norm=LogNorm(low, high)
-    )
-    bar = figure.axes[-1]
-    decades = math.log10(high / low)  # few labels in a wide range, more in a narrow one, so that they do not overlap
-    steps = (1.0,) if decades > 3 else (1.0, 3.0) if decades > 1.2 else (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
-    bar.yaxis.set_major_locator(LogLocator(subs=steps))
-    bar.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.2g} %"))
-    bar.yaxis.set_minor_locator(NullLocator())
-    return figure
+    low = 0.99 * max(least, 1e-5 * largest)
+    norm, maps = LogNorm(low, largest), [(heading, np.maximum(errors, low)) for heading, errors in maps]
+    return _heat_maps(f"{title}: error of each head's attention output", maps, HEADS, "Relative L1 error", norm=norm)
 
 
 def plot_skipped(section: FidelitySection, title: str) -> Figure:

@@ -173,7 +173,7 @@ def _facts(report: Report) -> Table:
     rows = {
         "model": f"`{model.name}`{_revision(model)}",
         "architecture": f"{model.architecture}, {model.parameters:,} parameters, {model.layers} layers, {heads}",
-        "weights, device": f"{model.form}, {model.device}",
+        "measured": measured(model),
         "machine": ", ".join([machine.cpu, f"{machine.threads} threads", *machine.gpus]),
         "versions": versions(machine),
         "Python, system": f"{machine.python}, {machine.system}" + (f", CUDA {machine.cuda}" if machine.cuda else ""),

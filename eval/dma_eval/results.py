@@ -53,12 +53,6 @@ class ModelInfo:
     yarn: float | None = None  # factor by which YaRN extends its positions
     quantization: str | None = None  # of the weights in the file (``Q4_1``) or checkpoint; null if there is none
 
-    @property
-    def form(self) -> str:
-        """The dtype, the quantization of the weights' file, and the extension of positions."""
-        weights = self.dtype if self.quantization is None else f"{self.dtype} of {self.quantization} weights"
-        return weights if self.yarn is None else f"{weights}, positions extended {self.yarn:g} times by YaRN"
-
 
 @dataclass(frozen=True, kw_only=True)
 class DataInfo:

@@ -108,7 +108,7 @@ class TestPpl:
         result = ppl("--data", rows, "--column", "content", "--attn", "sdpa", "--json", tmp_path / "r.json")
         assert result.exit_code == 0, result.output
         data = read_report(tmp_path / "r.json").perplexity[0].data
-        assert (data.name, data.column, data.split) == (str(rows), "content", "train")
+        assert (data.name, data.column, data.split) == (rows.name, "content", "train")
 
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
     def test_dtype(self, ppl: Run, tmp_path: Path, dtype: str) -> None:

@@ -7,7 +7,6 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,13 @@ from dma_eval.errors import UserError
 from dma_eval.files import write_json as write
 from dma_eval.models import LoadedModel
 from dma_eval.names import PRESETS
-from dma_eval.pages import COLUMNS, format_bytes, format_kl, perplexity_page, warnings
+from dma_eval.pages import COLUMNS, format_kl, perplexity_page, warnings
 from dma_eval.plots import line_styles, plot_positions, plot_stress
 from dma_eval.render import Plot, cache_of, measured, to_html, to_markdown
 from dma_eval.results import (
     SCHEMA_VERSION,
     BackendResult,
-    FidelitySection,
     Generation,
-    HeadErrors,
     PerplexitySection,
     Report,
     StressSection,
@@ -33,7 +30,6 @@ from dma_eval.results import (
     here_and_now,
     read_report,
 )
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 
 FAILED = BackendResult(label="broken", implementation="broken", config=None, failure="NaN | somewhere")
@@ -199,10 +195,6 @@ class TestMarkdown:
     def test_kl(self, value: float | None, shown: str) -> None:
         assert format_kl(value) == shown
 
-    @pytest.mark.parametrize(("value", "shown"), [(None, "–"), (2**20 * 3, "3 MiB"), (2**30 * 3 // 2, "1.50 GiB")])
-    def test_bytes(self, value: int | None, shown: str) -> None:
-        assert format_bytes(value) == shown
-
 
 class _Tags(HTMLParser):
     """The tags of a page, and the text of the cells of its tables."""
@@ -347,26 +339,6 @@ class TestPlots:
         figure = plots.plot_tradeoff([replace(section, memory_kind=kind, backends=backends)], "A title")
         assert len(figure.axes) == axes
         assert all(ax.get_xlim()[0] == 0 for ax in figure.axes)
-
-    @pytest.mark.parametrize("errors", [[1e-5, 1e-1], [1e-3, 2e-3], [0.004, 0.03]])
-    def test_labels_of_a_colour_bar_do_not_overlap(self, section: PerplexitySection, errors: list[float]) -> None:
-        heads = [HeadErrors(label="b", relative_l1=[errors], cosine=[[1.0, 1.0]])]
-        fidelity = FidelitySection(
-            tokens=section,
-            dtype="float32",
-            head_windows=1,
-            heads=heads,
-            prompt_tokens=0,
-            new_tokens=0,
-            divergence=[],
-        )
-        figure = plots.plot_heads(fidelity, "A title")
-        FigureCanvasAgg(figure).draw()
-        low, high = figure.axes[-1].get_ylim()
-        ticks = zip(figure.axes[-1].get_yticks(), figure.axes[-1].get_yticklabels(), strict=True)
-        boxes = [label.get_window_extent() for tick, label in ticks if low <= tick <= high]
-        assert len(boxes) >= 2
-        assert not any(one.overlaps(other) for one, other in pairwise(sorted(boxes, key=lambda box: box.y0)))
 
     def test_of_one_backend(self, section: PerplexitySection, tmp_path: Path) -> None:
         plot_positions(replace(section, backends=section.backends[:1]), "Alone").savefig(tmp_path / "p.png")

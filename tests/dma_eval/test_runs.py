@@ -204,26 +204,19 @@ class TestCard:
 
     def test_positions_that_were_rescaled(self, report: Report) -> None:
         text = make_card(replace(report, model=replace(report.model, yarn=4.0)), base_model="me/tiny").text
-        assert "float32, positions extended 4 times by YaRN, on" in text
+        assert "weights in float32; YaRN extends its positions 4 times; on cpu." in text
 
     def test_quantized_weights(self, report: Report) -> None:
-        model = replace(report.model, name="/home/ann/models/tiny.Q4_1.gguf", quantization="Q4_1")
+        model = replace(report.model, name="tiny.Q4_1.gguf", quantization="Q4_1")
         text = make_card(replace(report, model=model), base_model="me/tiny").text
         assert "The measured weights are those of the base model in Q4_1, from `tiny.Q4_1.gguf`." in text
-        assert "float32 of Q4_1 weights, on" in text
+        assert "weights in float32, quantized to Q4_1 in the file or checkpoint" in text
         assert "weights are those of the base model." not in text
 
-    def test_names_no_local_path(self, report: Report) -> None:
-        section = report.perplexity[0]
-        data = replace(section.data, name="/home/ann/books/whale.txt")
-        command = (
-            "dma-hf ppl -m ../ann/tiny.gguf -d /home/ann/books/whale.txt --attn dma_mxfp:ann/my.toml --out=/ann/run"
-        )
-        local = replace(report, perplexity=[replace(section, data=data)], command=command)
-        text = make_card(local, base_model="me/tiny").text
-        assert "`dma-hf ppl -m tiny.gguf -d whale.txt --attn dma_mxfp:my.toml --out=run`" in text
-        assert "`whale.txt`" in text
-        assert "ann/" not in text
+    def test_names_no_local_path(self, report: Report, model_folder: Path, text_file: Path) -> None:
+        assert report.model.name == model_folder.name
+        assert report.perplexity[0].data.name == text_file.name
+        assert str(model_folder.parent) not in make_card(report, base_model="me/tiny").text
 
     def test_keeps_names_on_the_hub(self, report: Report) -> None:
         command = "dma-hf ppl -m me/tiny -d Salesforce/wikitext:wikitext-2-raw-v1:test"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,7 +38,6 @@ def equalize(args: EqualizeOptions) -> int:
     with console.starting():
         import dma_hf
         from dma_eval.data import load_text, tokenize
-        from dma_eval.pages import Table
         from dma_eval.session import load
         from dma_eval.stress import channel_ranges
         from dma_hf.equalize import MIN_TOKENS
@@ -54,17 +52,10 @@ def equalize(args: EqualizeOptions) -> int:
     with console.working("Equalizing"):
         try:
             before = channel_ranges(loaded.model, ids)
-            exponents = dma_hf.equalize(loaded.model, ids)
+            dma_hf.equalize(loaded.model, ids)
         except (ValueError, TypeError) as error:
             raise UserError(f"--model: {one_line(error)}") from error
         after = channel_ranges(loaded.model, ids)
-    counts = Counter(int(exponent) for each in exponents.values() for exponent in each.flatten())
-    total = sum(counts.values())
-    rows = [
-        [f"2^{power:+d}" if power else "1", f"{count:,}", f"{100 * count / total:.2f} %"]
-        for power, count in sorted(counts.items())
-    ]
-    console.print_table(Table(("factor of keys", "channels", "share"), rows))
     for index, of in enumerate(("key", "query")):
         first, then = (max(each.ratio for each in ranges[index]) for ranges in (before, after))
         console.print_line(f"Largest {of} channel over the median one: {first:,.1f} before, {then:,.1f} after")
