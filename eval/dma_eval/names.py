@@ -45,30 +45,14 @@ def is_file(setting: str) -> bool:
 def check_names(names: Iterable[str], option: str = "--attn") -> None:
     """Check every name of ``dma_mxfp``. Transformers knows the valid names of other implementations."""
     for name in names:
-        if name.partition(":")[0].partition("+")[0] == DMA:
-            _check_name(name, option)
-
-
-def _check_name(name: str, option: str) -> None:
-    caches, presets = ", ".join(FORMAT_SUFFIXES), f"{', '.join(PRESETS)}, or a TOML file"
-    rest, suffix = split_suffix(name)
-    implementation, colon, setting = rest.partition(":")
-    base, plus, cache = setting.partition("+")
-    if suffix in PEER_SUFFIXES:
-        raise UserError(
-            f"{option}: {name!r}: {suffix} is a cache of Transformers, which {DMA} does not use; valid: {caches}"
-        )
-    if not colon and implementation != DMA:
-        raise UserError(f"{option}: {name!r} has an unknown cache; valid: {caches}")
-    if not colon or setting in PRESETS:
-        return
-    if not setting:
-        raise UserError(f"{option}: {name!r} names no preset; valid: {presets}")
-    if not is_file(setting) and plus and (base in PRESETS or is_file(base)):
-        raise UserError(f"{option}: {name!r} has an unknown cache +{cache}; valid: {caches}")
-    if not is_file(setting):
-        raise UserError(
-            f"{option}: unknown preset {setting!r}; valid: {presets} ({DMA}:FILE.toml), and after it a cache ({caches})"
-        )
-    if not Path(setting).is_file():
-        raise UserError(f"{option}: no such file: {setting}")
+        rest, suffix = split_suffix(name)
+        implementation, colon, setting = (name if suffix in PEER_SUFFIXES else rest).partition(":")
+        if implementation.partition("+")[0] != DMA or setting in PRESETS or (implementation == DMA and not colon):
+            continue
+        if setting.endswith(".toml") and not Path(setting).is_file():
+            raise UserError(f"{option}: no such file: {setting}")
+        if not Path(setting).is_file():
+            raise UserError(
+                f"{option}: unknown preset {setting or name!r}; valid: {', '.join(PRESETS)}, or a TOML file "
+                f"({DMA}:FILE.toml), and after it a cache ({', '.join(FORMAT_SUFFIXES)})"
+            )
