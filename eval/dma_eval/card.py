@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,44 +26,22 @@ RUNTIME = ("backend", "on_unsupported")
 FILE_SUFFIXES = (".gguf", ".toml", ".txt", ".json", ".jsonl", ".csv", ".parquet", ".md", ".png", ".yaml")
 
 
-@dataclass(frozen=True)
-class Upload:
-    """A prepared upload. Nothing happens before :meth:`run`."""
-
-    repository: str
-    files: dict[str, str]  # name in the repository and content of each file
-    token: str
-
-    def plan(self) -> list[str]:
-        """Describe what :meth:`run` will do, one line for each action."""
-        lines = [f"repository https://huggingface.co/{self.repository} (created, public, if it does not exist)"]
-        lines += [f"upload {name}, {len(content.encode()):,} bytes" for name, content in self.files.items()]
-        return [*lines, "one commit replaces files of the same names and changes nothing else"]
-
-    def run(self) -> str:
-        """Upload, and return the address of the commit."""
-        api = HfApi(token=self.token)
-        operations = [CommitOperationAdd(name, content.encode()) for name, content in self.files.items()]
-        try:
-            api.create_repo(self.repository, exist_ok=True)
-            commit = api.create_commit(self.repository, operations, commit_message="Model card and results of dma-hf")
-        except (HfHubHTTPError, OSError, ValueError) as error:
-            raise UserError(f"--push: the Hub refused {self.repository}: {one_line(error)}") from error
-        return str(commit.commit_url)
-
-
-def prepare_upload(card: ModelCard, report_file: Path, repository: str) -> Upload:
-    """Prepare a push of the card and its results."""
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", repository) is None:
-        raise UserError(f"--push: expected OWNER/NAME, got {repository!r}")
-    token = get_token()
-    if token is None:
+def check_token() -> None:
+    """Check that an upload would have a token."""
+    if get_token() is None:
         raise UserError("--push needs a token of the Hub: run 'hf auth login', or set HF_TOKEN")
+
+
+def push(card: ModelCard, report_file: Path, repository: str) -> str:
+    """Upload a card and its results in one commit, to a repository that is created if necessary; return its address."""
+    api = HfApi()
+    operations = [CommitOperationAdd("README.md", str(card).encode()), CommitOperationAdd(RESULTS, report_file)]
     try:
-        results = report_file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot read {report_file}: {error.strerror}") from error
-    return Upload(repository, {"README.md": str(card), RESULTS: results}, token)
+        api.create_repo(repository, exist_ok=True)
+        commit = api.create_commit(repository, operations, commit_message="Model card and results of dma-hf")
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise UserError(f"--push: the Hub refused {repository}: {one_line(error)}") from error
+    return str(commit.commit_url)
 
 
 def make_card(

@@ -162,7 +162,6 @@ def parse_device(name: str) -> torch.device:
 def load_model(
     name: str,
     *,
-    title: str | None = None,
     dtype: str = "auto",
     device: str = "auto",
     device_map: str | None = None,
@@ -174,8 +173,8 @@ def load_model(
 ) -> LoadedModel:
     """Load a causal language model and its tokenizer, as the options of the same names say.
 
-    Reports call it ``title``, or ``name`` by default. Of ``tensor_parallel`` processes in a process group, each loads
-    its share of every layer. Errors name ``option``, which gave the model.
+    Of ``tensor_parallel`` processes in a process group, each loads its share of every layer. Errors name ``option``,
+    which gave the model.
     """
     source = parse_source(name, option)
     if dtype not in ("auto", *DTYPES):
@@ -209,7 +208,7 @@ def load_model(
             f"such as {missing[0]}; check that it belongs to its configuration"
         )
     quantization = _quantization(source, revision, config)
-    return LoadedModel(title or name, source, model.eval(), tokenizer, revision, device_map, yarn, quantization)
+    return LoadedModel(name, source, model.eval(), tokenizer, revision, device_map, yarn, quantization)
 
 
 def _quantization(source: ModelSource, revision: str | None, config: Any) -> str | None:

@@ -14,7 +14,6 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure, FigureBase
 from matplotlib.ticker import MaxNLocator
 
-from .names import SIMULATED, reads_cache
 from .pages import share
 from .results import FidelitySection, PerplexitySection, RetrievalSection, StressSection, TaskSection
 
@@ -51,7 +50,6 @@ LEAST_LINEAR = 0.05
 LEAST_REACH = 1.0  # percentage points to each side, so that a small difference looks small
 GRID: dict[str, Any] = {"color": "#dddddd", "linewidth": 0.8}
 MARKERS = ("o", "s", "^", "D", "v", "P")
-GIB = 2**30
 HEADS = "Query head", "Layer"
 
 
@@ -169,51 +167,6 @@ def plot_tasks(section: TaskSection, title: str) -> Figure:
     intervals = f"with {share(section.confidence, '.0f')} intervals"
     ax.set_xlabel(f"Difference from {reference.label}, percentage points, {intervals}")
     legend_below(figure, ax)
-    return figure
-
-
-def plot_tradeoff(sections: Sequence[PerplexitySection], title: str) -> Figure:
-    """Draw quality against speed, one point for each backend and context, and against memory where that is exact.
-
-    Backends that read through a cache, and simulations, are lines: nobody runs a model at their speed.
-    """
-    has_memory = all(
-        section.memory_kind == "cuda_allocated" and section.backends[0].peak_memory_bytes is not None
-        for section in sections
-    )
-    figure = make_figure(f"{title}: quality against speed{' and memory' if has_memory else ''}", 4.6)
-    axes = figure.subplots(1, 1 + has_memory, sharey=True, squeeze=False)[0]
-    styles = line_styles(backend.label for section in sections for backend in section.backends)
-    changes: list[float] = []
-    for index, (section, dashes) in enumerate(zip(sections, cycle(("--", ":", "-.")), strict=False)):
-        for backend in section.backends:
-            change = 0.0 if backend is section.backends[0] else backend.change_percent
-            if change is None:
-                continue
-            changes.append(change)
-            color, line = styles[backend.label]
-            label = backend.label + ("" if len(sections) == 1 else f", {section.context:,}")
-            is_line = reads_cache(backend.label) or backend.label.startswith(SIMULATED)
-            for ax, value, unit in zip(
-                axes, (backend.tokens_per_second, backend.peak_memory_bytes), (1, GIB), strict=False
-            ):
-                if is_line:
-                    ax.axhline(change, color=color, linestyle=dashes if len(sections) > 1 else line, label=label)
-                elif value is not None:
-                    ax.scatter(
-                        value / unit, change, marker=MARKERS[index % len(MARKERS)], color=color, s=55, label=label
-                    )
-    for ax, name in zip(axes, ("Tokens per second", "Peak memory, GiB"), strict=False):
-        tidy(ax)
-        ax.axhline(0, color=REFERENCE_COLOR, linewidth=1)
-        ax.margins(0.15)
-        # From 0, so that small differences look small.
-        ax.set_xlim(0, 1.15 * max((x for dots in ax.collections for x, _ in dots.get_offsets()), default=1.0))
-        ax.set_xlabel(name)
-        ax.xaxis.set_major_formatter("{x:,g}")
-    axes[0].set_ylabel("Change of perplexity, %")
-    _fit(axes[0], changes)
-    legend_below(figure, axes[0])
     return figure
 
 

@@ -68,10 +68,6 @@ def _drawings(report: Report) -> Iterator[Drawing]:
         context = f"context {section.context:,}"
         figure = plots.plot_positions(section, f"{name}, {context}")
         yield figure, f"positions-{section.context}", f"Loss and divergence by position, {context}", section
-    timed = [section for section in report.perplexity if section.backends[0].tokens_per_second is not None]
-    if any(len(section.backends) > 1 for section in timed):
-        caption = "Quality against speed; a line has no comparable speed (a cache or a simulation)"
-        yield plots.plot_tradeoff(timed, name), "tradeoff", caption, None
     for tasks in report.tasks:
         if len(tasks.backends) > 1 and any(task.metrics for task in tasks.tasks):
             yield plots.plot_tasks(tasks, name), "tasks", "Difference of accuracy, with 95 % intervals", tasks

@@ -67,7 +67,7 @@ class Run:
 
             with console.working("Looking for the tasks"):
                 self._names = find_tasks(suite.tasks.names, include_path)
-        self._session = Session(load(args), backends, Store(args.out), seed=args.seed)
+        self.session = Session(load(args), backends, Store(args.out), seed=args.seed)
         self._seconds = {"preparation": time.perf_counter() - began}  # by part
 
     def _parts(self, *, skips: bool) -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
@@ -76,8 +76,8 @@ class Run:
         Contexts beyond the model's maximum are errors or skipped. Tasks, whose answers are saved one by one, have no
         settings.
         """
-        suite, seed = self._suite, self._session.seed
-        limit = self._session.loaded.max_context if skips else None
+        suite, seed = self._suite, self.session.seed
+        limit = self.session.loaded.max_context if skips else None
 
         def piece(name: str, part: Any, measure: Callable[..., Any], *, reads: bool = True, **settings: Any) -> Any:
             text = self._texts[self._data or part.data] if reads else None
@@ -85,11 +85,11 @@ class Run:
             return name, partial(measure, text=text, part=part), settings
 
         def fits(name: str, part: Any) -> bool:
-            lengths = [] if part is None else [part.context or default_context(self._session.loaded)]
+            lengths = [] if part is None else [part.context or default_context(self.session.loaded)]
             return bool(_fitting(name, lengths, limit))
 
         if suite.perplexity is not None:
-            contexts = suite.perplexity.contexts or [default_context(self._session.loaded)]
+            contexts = suite.perplexity.contexts or [default_context(self.session.loaded)]
             for context in _fitting("perplexity", contexts, limit):
                 name = f"perplexity, {context:,}"
                 measure = partial(measure_perplexity, context=context, name=name)
@@ -111,7 +111,7 @@ class Run:
 
     def _section(self, name: str, measure: Callable[..., Any], settings: dict[str, Any]) -> Any:
         """Read the section of a part from the run's folder, or measure and save it."""
-        session, store = self._session, self._session.store
+        session, store = self.session, self.session.store
         if not settings:
             with session.progress.shown():
                 section = measure(session)
@@ -141,7 +141,7 @@ class Run:
         With ``goes_on``, a failed part is reported and the others continue, and contexts that the model does not
         support are skipped. ``also`` is called with the report at the end, in one process.
         """
-        session, out = self._session, self._session.store.folder
+        session, out = self.session, self.session.store.folder
         sections: dict[str, Any] = {name: [] for name in SECTIONS}
         facts: dict[str, Any] = {"seed": session.seed, "model": session.loaded.info, "part_seconds": self._seconds}
         facts |= sections

@@ -35,16 +35,16 @@ def test_writes_the_report(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert result.exit_code == 0, result.output
     assert result.stderr == ""
     files = {path.name: path for path in (tmp_path / "out").iterdir()}
-    plots = ["positions-256.png", "tradeoff.png"]
-    assert files.keys() == {"configs", "report.md", "report.html", "results.json", *plots}
+    plots = ["positions-256.png"]
+    assert files.keys() == {"configs", "parts", "report.md", "report.html", "results.json", *plots}
 
     report = read_report(files["results.json"])
     (section,) = report.perplexity
     assert [backend.label for backend in section.backends] == LABELS
     assert all(backend.failure is None and not backend.fallbacks for backend in section.backends)
     assert (section.context, section.windows, section.tokens_scored) == (256, 2, 510)
-    assert report.model.name == "demo model"
-    assert section.data.name == "heldout.txt (in the package)"
+    assert Path(report.model.name).name == "demo_model"
+    assert Path(section.data.name).name == "heldout.txt"
     assert str(Path(demo.__file__).parents[1] / "assets") not in files["results.json"].read_text(encoding="utf-8")
     assert [generation.label for generation in report.generations] == LABELS
     assert all(generation.prompt_tokens == 64 + 10 for generation in report.generations)

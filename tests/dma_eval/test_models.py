@@ -39,9 +39,13 @@ class TestLoad:
             torch.testing.assert_close(from_gguf.model(ids).logits, loaded.model(ids).logits, rtol=1e-5, atol=1e-5)
 
     def test_folder(self, model_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-        loaded = load_model(str(model_folder), dtype="bfloat16", device="cpu", title="tiny")
+        loaded = load_model(str(model_folder), dtype="bfloat16", device="cpu")
         assert capfd.readouterr() == ("", "")
-        assert (loaded.name, loaded.model.dtype, loaded.model.training) == ("tiny", torch.bfloat16, False)
+        assert (loaded.info.name, loaded.model.dtype, loaded.model.training) == (
+            model_folder.name,
+            torch.bfloat16,
+            False,
+        )
 
 
 class TestYarn:

@@ -332,14 +332,6 @@ class TestPlots:
             plots._fit(ax, values)
             assert ax.get_yscale() == scale
 
-    @pytest.mark.parametrize(("kind", "bytes", "axes"), [("cuda_allocated", 2**30, 2), ("process_rss", 2**30, 1)])
-    def test_resident_memory_is_not_drawn(self, section: PerplexitySection, kind: Any, bytes: int, axes: int) -> None:
-        """Older files have it for a CPU."""
-        backends = [replace(each, peak_memory_bytes=bytes) for each in section.backends]
-        figure = plots.plot_tradeoff([replace(section, memory_kind=kind, backends=backends)], "A title")
-        assert len(figure.axes) == axes
-        assert all(ax.get_xlim()[0] == 0 for ax in figure.axes)
-
     def test_of_one_backend(self, section: PerplexitySection, tmp_path: Path) -> None:
         plot_positions(replace(section, backends=section.backends[:1]), "Alone").savefig(tmp_path / "p.png")
         with Image.open(tmp_path / "p.png") as image:

@@ -15,7 +15,7 @@ import huggingface_hub
 import pytest
 import torch
 from dma_eval import card as card_module
-from dma_eval.card import make_card, prepare_upload
+from dma_eval.card import make_card
 from dma_eval.errors import UserError
 from dma_eval.files import parse, write_json
 from dma_eval.models import load_model
@@ -64,7 +64,7 @@ class TestFolder:
     def test_holds_everything(self, report: Report, folder: Path) -> None:
         found = [path.relative_to(folder / "all") for path in (folder / "all").rglob("*.*")]
         names = {path.as_posix() for path in found if path.parts[0] not in ("parts", "samples")}  # what it resumes from
-        plots = {"positions-128.png", "tradeoff.png", "tasks.png", "fidelity.png", "heads.png"}
+        plots = {"positions-128.png", "tasks.png", "fidelity.png", "heads.png"}
         assert names == {
             "results.json",
             "report.md",
@@ -294,9 +294,6 @@ class TestPush:
         calls: list[Any] = []
 
         class Api:
-            def __init__(self, token: str) -> None:
-                calls.append(token)
-
             def create_repo(self, name: str, exist_ok: bool) -> None:
                 calls.append((name, exist_ok))
 
@@ -314,10 +311,8 @@ class TestPush:
 
     def test_shows_and_asks_first(self, run: Run, hub: list[Any], report: Report, folder: Path) -> None:
         result = self.push(run, folder, input="n\n")
-        assert "repository https://huggingface.co/me/tiny-dma" in result.stdout
-        assert "upload README.md" in result.stdout
-        assert "upload results.json" in result.stdout
-        assert "secret" not in result.output
+        assert "https://huggingface.co/me/tiny-dma" in result.stdout
+        assert "Uploads README.md and results.json" in result.stdout
         assert result.exit_code == 130
         assert hub == []
 
@@ -327,18 +322,15 @@ class TestPush:
     ) -> None:
         result = self.push(run, folder, *more, input=input)
         assert result.exit_code == 0, result.output
-        assert hub == ["secret", ("me/tiny-dma", True), ("me/tiny-dma", ["README.md", "results.json"])]
+        assert hub == [("me/tiny-dma", True), ("me/tiny-dma", ["README.md", "results.json"])]
         assert "Uploaded: https://huggingface.co/me/tiny-dma/commit/1" in result.stdout
 
-    def test_no_token(self, report: Report, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_no_token(
+        self, run: Run, refused: Callable[[Any], str], report: Report, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(card_module, "get_token", lambda: None)
-        with pytest.raises(UserError, match="--push needs a token of the Hub: run 'hf auth login', or set HF_TOKEN"):
-            prepare_upload(make_card(report, base_model="me/tiny"), folder / "all/results.json", "me/x")
-
-    @pytest.mark.parametrize("name", ["tiny", "a/b/c", "a b/c", ""])
-    def test_no_repository(self, report: Report, folder: Path, name: str) -> None:
-        with pytest.raises(UserError, match="--push: expected OWNER/NAME"):
-            prepare_upload(make_card(report, base_model="me/tiny"), folder / "all/results.json", name)
+        message = "--push needs a token of the Hub: run 'hf auth login', or set HF_TOKEN"
+        assert message in self.push(run, folder).stderr
 
     def test_refusal_of_the_hub(
         self, hub: list[Any], report: Report, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -347,9 +339,8 @@ class TestPush:
             raise OSError("no network")
 
         monkeypatch.setattr(card_module.HfApi, "create_commit", refuse)
-        upload = prepare_upload(make_card(report, base_model="me/tiny"), folder / "all/results.json", "me/x")
         with pytest.raises(UserError, match="--push: the Hub refused me/x: no network"):
-            upload.run()
+            card_module.push(make_card(report, base_model="me/tiny"), folder / "all/results.json", "me/x")
 
     def test_library_reads_the_token_of_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HF_TOKEN", "hf_x")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
 from dma_eval import console
 from dma_eval.commands import options
 from dma_eval.errors import UserError
-from dma_eval.files import make_folder
-from dma_eval.parts import PerplexityPart
+from dma_eval.parts import PerplexityPart, Suite
 
 PART = PerplexityPart(contexts=[4096], max_windows=2)
 PROMPT_TOKENS, NEW_TOKENS = 1500, 48
@@ -37,37 +36,30 @@ def demo(args: DemoOptions) -> int:
     dma-hf demo
     dma-hf demo --out /tmp/report
     """
-    make_folder(args.out)
     with console.starting():
         import torch
 
         from dma_eval.backends import default_names, parse_backends
         from dma_eval.data import load_text, tokenize
-        from dma_eval.models import load_model
-        from dma_eval.pages import perplexity_page
-        from dma_eval.perplexity import measure_perplexity
         from dma_eval.reading import continue_greedily
-        from dma_eval.render import write_run
-        from dma_eval.results import Report, here_and_now
-        from dma_eval.session import Session
+        from dma_eval.results import Report
+        from dma_eval.run import Run
 
-    torch.manual_seed(0)
-    backends = parse_backends(default_names())
     assets = resources.files("dma_eval") / "assets"
     with resources.as_file(assets / "demo_model") as folder, resources.as_file(assets / "heldout.txt") as file:
         if not folder.is_dir() or not file.is_file():
             raise UserError("this installation lacks the demo model; install the dma-hf package again")
-        loaded = load_model(str(folder), dtype="float32", title="demo model")
-        text = replace(load_text(str(file)), name="heldout.txt (in the package)")
-    tokens = tokenize(loaded.tokenizer, text.content)[:PROMPT_TOKENS]
-    session = Session(loaded, backends)
-    with session.progress.shown():
-        section = measure_perplexity(session, text, PART, PART.contexts[0])
-        generations = continue_greedily(session, torch.cat([tokens, tokens[RECALLED]]), NEW_TOKENS)
-    console.print_page(perplexity_page(section))
-    console.print_generations(generations)
-    facts = here_and_now() | {"seed": 0, "model": loaded.info}
-    files = write_run(Report(**facts, perplexity=[section], generations=generations), args.out)
-    console.print_line("")
-    console.print_wrote(*files, folder=args.out)
-    return console.FAILED if any(result.failure is not None for result in section.backends) else 0
+        model = options.QualityOptions(model=str(folder), dtype="float32", out=args.out)
+        text = options.TextOptions(data=str(file))
+        run = Run(model, parse_backends(default_names()), Suite(name="demo", perplexity=PART), text, ())
+
+        def generate(report: Report) -> None:
+            if any(section.windows_left for section in report.perplexity):  # interrupted
+                return
+            tokens = tokenize(run.session.loaded.tokenizer, load_text(text.data).content)[:PROMPT_TOKENS]
+            with run.session.progress.shown():
+                prompt = torch.cat([tokens, tokens[RECALLED]])
+                report.generations.extend(continue_greedily(run.session, prompt, NEW_TOKENS))
+            console.print_generations(report.generations)
+
+        return run.measure(goes_on=False, also=generate)

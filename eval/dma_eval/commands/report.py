@@ -67,7 +67,7 @@ def card(args: CardOptions) -> int:
     if args.yes and args.push is None:
         raise UserError("--yes: only with --push, which asks before it uploads")
     prepare_file(args.out, "--out")
-    from dma_eval.card import make_card, prepare_upload
+    from dma_eval.card import check_token, make_card, push
     from dma_eval.results import RESULTS, read_report
 
     card = make_card(
@@ -80,10 +80,13 @@ def card(args: CardOptions) -> int:
         if args.out is None:
             console.out.file.write(str(card))  # unformatted, to be piped into a file
         return 0
-    upload = prepare_upload(card, args.run / RESULTS if args.run.is_dir() else args.run, args.push)
-    for line in upload.plan():
-        console.print_line(escape(line))
+    check_token()
+    console.print_line(
+        f"Uploads README.md and {RESULTS} to https://huggingface.co/{escape(args.push)}, in one commit. If the "
+        "repository does not exist, it is created, public."
+    )
     if not args.yes and not console.confirm("Go on?"):
         return console.INTERRUPTED
-    console.print_line(f"Uploaded: {escape(upload.run())}")
+    file = args.run / RESULTS if args.run.is_dir() else args.run
+    console.print_line(f"Uploaded: {escape(push(card, file, args.push))}")
     return 0
