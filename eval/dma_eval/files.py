@@ -102,7 +102,6 @@ class Piece(Generic[Kind]):
 
     identity: dict[str, Any]  # everything it depends on, as JSON values
     content: Kind  # what was measured
-    seconds: float = 0.0  # how long that took
 
 
 @dataclass(frozen=True)

@@ -188,9 +188,8 @@ def _task_summary(section: TaskSection) -> Table:
         drops = [task.name for task, metric, value in pairs if _direction(metric, value) < 0]
         points = MISSING if not index or mean is None or base is None else f"{100 * (mean - base):+.2f}"
         listed = (", ".join(drops) or "none") if index and pairs else MISSING
-        seconds = f"{sum(backend.seconds.values()):,.1f}"
-        rows.append([label, share(mean), points, share(flips / asked if asked else None), listed, seconds])
-    return Table(("backend", "mean accuracy", "points", "flips", "significant drops", "seconds"), rows)
+        rows.append([label, share(mean), points, share(flips / asked if asked else None), listed])
+    return Table(("backend", "mean accuracy", "points", "flips", "significant drops"), rows)
 
 
 def _task_metrics(section: TaskSection) -> Table:

@@ -175,7 +175,6 @@ def _facts(report: Report) -> Table:
         "Python, system": f"{machine.python}, {machine.system}" + (f", CUDA {machine.cuda}" if machine.cuda else ""),
         "command": f"`{report.command}`",
         "seed, date": f"{report.seed}, {report.created}",
-        "seconds": ", ".join(f"{name} {value:,.1f}" for name, value in report.part_seconds.items()),
     }
     return Table(("", ""), [[name, text] for name, text in rows.items() if text], "Model and machine")
 

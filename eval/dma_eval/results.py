@@ -3,11 +3,11 @@
 ``results.json`` is the JSON of a :class:`Report`. Objects have the fields of the dataclasses below, and every field is
 written. ``schema_version`` increases when a field is added, removed or changes its meaning. Numbers that do not exist
 (of a failed backend, or without a reference) are null. Fields that an older file lacks get their default.
-Version 2 added ``tasks``, ``fidelity``, ``retrieval`` and ``part_seconds``. Version 3 added ``skip_windows``,
+Version 2 added ``tasks``, ``fidelity`` and ``retrieval``. Version 3 added ``skip_windows``,
 ``spread`` and ``windows_left``. Version 4 added ``stress``, version 5 ``skipped`` and ``thresholds``, and version 6
 ``equal_share``. Version 7 renamed the twin ``as it is`` to ``unchanged``, and older files are read with the new name.
-Version 8 left out ``answers_changed``, ``bucket_edges`` and ``bucket_change``, and memory on a CPU. Files of a newer
-version are refused.
+Version 8 left out what no page shows (answers that changed, change by position, seconds of parts and tasks), and memory
+on a CPU. Files of a newer version are refused.
 """
 
 from __future__ import annotations
@@ -200,7 +200,6 @@ class TaskBackend(BackendInfo):
     """One backend in a section on tasks."""
 
     failures: dict[str, str]  # Why it was stopped, by the given name (a task or a group). Empty is good.
-    seconds: dict[str, float]  # time of the evaluation by the same names, without model loading and data preparation
     fallbacks: dict[str, int]  # calls that ran another attention, by reason
     mean_accuracy: float | None  # mean over tasks of their first right-or-wrong metric; null if any failed
     # Share of visible keys that are in low tiles, by the same names; without generated texts.
@@ -320,7 +319,6 @@ class TwinResult:
     """One twin of the model."""
 
     name: TwinName  # what was changed in it
-    is_same_function: bool  # whether it computes the same function as the model
     # The largest ratio of a key channel's range to the median channel's, over its layers.
     key_ratio: float | None = None
     query_ratio: float | None = None  # the same for query channels; null in older files
@@ -374,7 +372,6 @@ class Report(Results):
     fidelity: list[FidelitySection] = field(default_factory=list)  # one section per comparison with SDPA in fp32
     retrieval: list[RetrievalSection] = field(default_factory=list)  # one section per kind of retrieval
     stress: list[StressSection] = field(default_factory=list)  # one section per run on twins
-    part_seconds: dict[str, float] = field(default_factory=dict)  # wall-clock seconds of the parts of the run, by name
 
     @property
     def sections(self) -> list[tuple[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -12,7 +11,6 @@ from typing import Any, get_args, get_type_hints
 
 from accelerate.state import PartialState
 from accelerate.utils import broadcast_object_list
-from rich.markup import escape
 
 from . import console
 from .backends import Backend
@@ -52,7 +50,6 @@ class Run:
         self._is_main = join_processes(args.device, args.seed).is_main_process
         if args.out is not None and self._is_main:
             make_folder(args.out)
-        began = time.perf_counter()
         self._suite = suite
         self._data = None if text is None else text.data
         how: dict[str, Any] = {} if text is None else {"split": text.split, "column": text.column}
@@ -68,7 +65,6 @@ class Run:
             with console.working("Looking for the tasks"):
                 self._names = find_tasks(suite.tasks.names, include_path)
         self.session = Session(load(args), backends, Store(args.out), seed=args.seed)
-        self._seconds = {"preparation": time.perf_counter() - began}  # by part
 
     def _parts(self, *, skips: bool) -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
         """Yield the name of each part, the function that measures it, and the settings that it depends on.
@@ -76,12 +72,12 @@ class Run:
         Contexts beyond the model's maximum are errors or skipped. Tasks, whose answers are saved one by one, have no
         settings.
         """
-        suite, seed = self._suite, self.session.seed
+        suite = self._suite
         limit = self.session.loaded.max_context if skips else None
 
-        def piece(name: str, part: Any, measure: Callable[..., Any], *, reads: bool = True, **settings: Any) -> Any:
+        def piece(name: str, part: Any, measure: Callable[..., Any], *, reads: bool = True) -> Any:
             text = self._texts[self._data or part.data] if reads else None
-            settings |= {"part": asdict(part), "text": None if text is None else text.sha256}
+            settings = {"part": asdict(part), "text": None if text is None else text.sha256, "seed": self.session.seed}
             return name, partial(measure, text=text, part=part), settings
 
         def fits(name: str, part: Any) -> bool:
@@ -93,7 +89,7 @@ class Run:
             for context in _fitting("perplexity", contexts, limit):
                 name = f"perplexity, {context:,}"
                 measure = partial(measure_perplexity, context=context, name=name)
-                yield piece(name, suite.perplexity, measure, context=context)
+                yield piece(name, suite.perplexity, measure)
         if fits("fidelity", suite.fidelity):
             yield piece("fidelity", suite.fidelity, measure_fidelity)
         if suite.tasks is not None:
@@ -105,35 +101,29 @@ class Run:
             asked = replace(suite.retrieval, lengths=lengths)
             for kind in dict.fromkeys(asked.kinds if lengths or not suite.retrieval.lengths else ()):
                 ask = partial(measure_retrieval, kind=kind)
-                yield piece(f"retrieval, {kind}", asked, ask, reads=kind == "needle", seed=seed)
+                yield piece(f"retrieval, {kind}", asked, ask, reads=kind == "needle")
         if fits("stress", suite.stress):
-            yield piece("stress", suite.stress, measure_stress, seed=seed)
+            yield piece("stress", suite.stress, measure_stress)
 
     def _section(self, name: str, measure: Callable[..., Any], settings: dict[str, Any]) -> Any:
         """Read the section of a part from the run's folder, or measure and save it."""
         session, store = self.session, self.session.store
-        if not settings:
-            with session.progress.shown():
-                section = measure(session)
-            self._seconds[name] = sum(sum(backend.seconds.values()) for backend in section.backends)
-            return section
-        (kind,) = get_args(get_type_hints(Report)[name.partition(",")[0]])  # type of the elements of the report's field
-        identity = session.identity(*session.backends, **settings)
-        (piece,) = broadcast_object_list([store.load(kind, identity, "parts", name) if self._is_main else None])
-        if piece is not None:
-            console.print_note(f"{name}: taken from the folder")
-        else:
-            began = time.perf_counter()
-            with session.progress.shown():
-                section = measure(session)
-            piece = Piece(identity=identity, content=section, seconds=time.perf_counter() - began)
-            gc.collect()  # frees the fp32 copy of the model, which is a cycle once it is configured
-            is_complete = not (isinstance(section, PerplexitySection) and section.windows_left)
-            if self._is_main and is_complete and not has_failures(section):  # so that the next run tries again
-                store.save(kind, piece, "parts", name)
-                store.drop("parts", name)
-        self._seconds[name] = piece.seconds
-        return piece.content
+        if settings:
+            # The type of the elements of the report's field.
+            (kind,) = get_args(get_type_hints(Report)[name.partition(",")[0]])
+            identity = session.identity(*session.backends, **settings)
+            (piece,) = broadcast_object_list([store.load(kind, identity, "parts", name) if self._is_main else None])
+            if piece is not None:
+                console.print_note(f"{name}: taken from the folder")
+                return piece.content
+        with session.progress.shown():
+            section = measure(session)
+        gc.collect()  # frees the fp32 copy of the model, which is a cycle once it is configured
+        is_complete = not (isinstance(section, PerplexitySection) and section.windows_left)
+        if settings and self._is_main and is_complete and not has_failures(section):  # so that the next run tries again
+            store.save(kind, Piece(identity=identity, content=section), "parts", name)
+            store.drop("parts", name)
+        return section
 
     def measure(self, *, goes_on: bool, also: Callable[[Report], None]) -> int:
         """Measure all parts; write the report after each, and return the exit code.
@@ -143,8 +133,7 @@ class Run:
         """
         session, out = self.session, self.session.store.folder
         sections: dict[str, Any] = {name: [] for name in SECTIONS}
-        facts: dict[str, Any] = {"seed": session.seed, "model": session.loaded.info, "part_seconds": self._seconds}
-        facts |= sections
+        facts: dict[str, Any] = {"seed": session.seed, "model": session.loaded.info} | sections
         report = Report(**here_and_now(), **facts)
         failed = is_interrupted = False
         resume = f"interrupted; {'run it again' if out else 'use --out FOLDER'} to resume"
@@ -154,7 +143,7 @@ class Run:
                 field = name.partition(",")[0]
                 sections[field].append(section)
                 console.print_page(PAGES[field](section))
-                console.print_line(f"[bold]{escape(name)}: {self._seconds[name]:,.1f} s[/]\n")
+                console.print_line("")
             except KeyboardInterrupt:
                 console.print_error(resume)
                 return console.INTERRUPTED

@@ -87,7 +87,7 @@ def measure_stress(session: Session, text: Text, part: StressPart) -> StressSect
         raise UserError(f"{type(loaded.model).__name__} has no twins: {error}") from error
     twins = []
     for twin in TWINS:
-        found: dict[str, Any] = {"name": twin.name, "is_same_function": twin.is_same_function}
+        found: dict[str, Any] = {"name": twin.name}
         try:
             with stressed(loaded.model, layers, twin, seed=session.seed):
                 ratios = (max(each.ratio for each in ranges) for ranges in channel_ranges(loaded.model, sample))

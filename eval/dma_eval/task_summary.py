@@ -63,7 +63,6 @@ class TaskRecord:
 class UnitRecord:
     """One backend's answers to one given name, a task or a group."""
 
-    seconds: float  # time of the evaluation
     fallbacks: dict[str, int]  # number of calls that ran another attention, by reason
     tasks: list[TaskRecord]  # the tasks of the name
     groups: dict[str, dict[str, float | None]]  # metrics of groups, by group and ``metric,filter``
@@ -131,7 +130,6 @@ def summarize_tasks(
         made = TaskBackend(
             **backend.info,
             failures={name: unit for name, unit in units.items() if isinstance(unit, str)},
-            seconds={name: record.seconds for name, record in own.items()},
             low_share={name: record.low_share for name, record in own.items() if record.low_share is not None},
             fallbacks=dict(sum((Counter(record.fallbacks) for record in own.values()), Counter[str]())),
             mean_accuracy=float(np.mean(numbers)) if is_complete else None,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import hashlib
 import itertools
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -212,10 +211,8 @@ def _evaluate(lm: Any, unit: Mapping[str, Any], backend: Backend, part: TasksPar
     for task in unit["tasks"].values():  # every backend must draw the same examples
         task.set_fewshot_seed(seed=session.seed)
     torch.manual_seed(session.seed)  # and the same answers, where a task samples them
-    began = time.perf_counter()
     chat = {"apply_chat_template": part.chat_template, "fewshot_as_multiturn": part.chat_template}
     results = evaluate(lm, unit, limit=part.limit, bootstrap_iters=0, **chat)
-    seconds = time.perf_counter() - began
     failed = next((failure for failure in gather_object([lm.failure]) if failure is not None), None)
     if failed is not None:
         raise BackendFailure(failed)
@@ -223,7 +220,6 @@ def _evaluate(lm: Any, unit: Mapping[str, Any], backend: Backend, part: TasksPar
     record = None
     if PartialState().is_main_process:
         record = UnitRecord(
-            seconds=seconds,
             fallbacks=dict(fallbacks),
             tasks=[task_record(name, results, task) for name, task in unit["tasks"].items()],
             groups={name: metric_values(values) for name, values in results.get("groups", {}).items()},

@@ -285,7 +285,7 @@ class TestMeasured:
 class TestPlots:
     def test_no_line_joins_twins(self, section: PerplexitySection) -> None:
         twins = [
-            TwinResult(name=name, is_same_function=True, key_ratio=1.0, query_ratio=1.0, refused=None, tokens=section)
+            TwinResult(name=name, key_ratio=1.0, query_ratio=1.0, refused=None, tokens=section)
             for name in ("unchanged", "keys x 8")
         ]
         (ax,) = plot_stress(StressSection(range_tokens=64, key_ranges=[], query_ranges=[], twins=twins), "").axes
@@ -340,9 +340,7 @@ class TestPlots:
     def test_legend_of_twins_explains_lines_only(self, section: PerplexitySection, tmp_path: Path) -> None:
         """A backend that failed has no line; in SVG, Matplotlib puts every text into a comment beside its outlines."""
         tokens = replace(section, backends=[*section.backends, FAILED])
-        twin = TwinResult(
-            name="unchanged", is_same_function=True, key_ratio=1.0, query_ratio=1.0, refused=None, tokens=tokens
-        )
+        twin = TwinResult(name="unchanged", key_ratio=1.0, query_ratio=1.0, refused=None, tokens=tokens)
         stress = StressSection(range_tokens=64, key_ranges=[], query_ranges=[], twins=[twin])
         plot_stress(stress, "A title").savefig(tmp_path / "p.svg")
         text = (tmp_path / "p.svg").read_text(encoding="utf-8")
