@@ -25,7 +25,7 @@ from .parts import FidelityPart, PerplexityPart
 from .perplexity import compare, cut
 from .reading import common_prefix, continued, takes_last
 from .results import Divergence, FidelitySection, HeadErrors
-from .session import Session, share, united
+from .session import Session
 
 REFERENCE = Backend("sdpa, fp32", "sdpa")
 HORIZONS = (64, 256, 1024)
@@ -60,7 +60,9 @@ def measure_fidelity(session: Session, text: Text, part: FidelityPart) -> Fideli
         heads=heads,
         prompt_tokens=prompt_tokens,
         new_tokens=part.new_tokens,
-        divergence=_divergence(session, reference_model, working, starts, part.new_tokens) if starts else [],
+        divergence=_divergence(session, reference_model, working, starts, part.new_tokens)
+        if starts and working
+        else [],
     )
 
 
@@ -89,27 +91,24 @@ def _divergence(
     prompts: Sequence[Tensor],
     new_tokens: int,
 ) -> list[Divergence]:
-    """Processes split the backends, not the prompts, because generated tokens may depend on the batch."""
-
     def tokens_of(model: PreTrainedModel, backend: Backend) -> list[list[int]]:
         activate(model, backend)
         return continued(model, backend, torch.stack(list(prompts)), new_tokens, min_new_tokens=new_tokens)
 
-    own = share(backends)
-    session.progress.begin("Generating", len(own))
-    expected = tokens_of(reference_model, REFERENCE) if own else []
-    found: dict[str, Divergence] = {}
-    for backend in own:
+    session.progress.begin("Generating", len(backends))
+    expected = tokens_of(reference_model, REFERENCE)
+    found: list[Divergence] = []
+    for backend in backends:
         pairs = list(zip(expected, tokens_of(session.loaded.model, backend), strict=True))
         equal = np.array([np.equal(*pair) for pair in pairs])
-        found[backend.label] = Divergence(
+        made = Divergence(
             label=backend.label,
             same_tokens=[common_prefix(*pair) for pair in pairs],
             equal_share={str(n): float(equal[:, :n].mean()) for n in HORIZONS if n <= new_tokens},
         )
+        found.append(made)
         session.progress.advance(backend.label)
-    everything = united(found)
-    return [everything[backend.label] for backend in backends]
+    return found
 
 
 def head_errors(

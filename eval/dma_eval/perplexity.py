@@ -8,17 +8,16 @@ fp32, in chunks of positions. Every finished batch of windows is saved, so an in
 from __future__ import annotations
 
 import base64
+import itertools
 import math
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Annotated, Any
 
 import numpy as np
 import torch
-from accelerate.state import PartialState
 from numpy.typing import NDArray
 from pydantic import PlainSerializer, PlainValidator
 from torch import Tensor
@@ -35,7 +34,7 @@ from .parts import PerplexityPart
 from .progress import Progress
 from .reading import NonFiniteLogitsError, origin, read
 from .results import BackendResult, PerplexitySection
-from .session import Session, share, united
+from .session import Session
 
 DEFAULT_CONTEXT = 2048
 CHUNK_ELEMENTS = 2**24  # logits converted to fp32 at a time: 64 MiB
@@ -88,7 +87,7 @@ def measure_perplexity(
 ) -> PerplexitySection:
     """Measure perplexity and fidelity of every backend on the same tokens. Finished batches are saved under ``name``.
 
-    If a single process is interrupted after at least one batch of windows, the results of those are returned.
+    If it is interrupted after at least one batch of windows, the results of those are returned.
     """
     reading = cut(session.loaded, text, part, context)
     return compare(session, reading, session.backends, place=(name,), keeps_partial=True)
@@ -129,7 +128,7 @@ def compare(
 
     A backend that raises or gives logits that are not finite is stopped and marked as failed. The others continue. If
     the reference fails, KL and agreement of the others are meaningless. The reference runs on ``reference_model`` if
-    given, which has the same weights in another dtype. An interrupted single process may return partial results.
+    given, which has the same weights in another dtype. ``keeps_partial`` returns partial results of an interrupted run.
     """
     part, context, input_ids = reading.part, reading.context, reading.input_ids
     model, store = session.loaded.model, session.store
@@ -139,20 +138,18 @@ def compare(
     loaded_bytes = allocated(model)
     batches = make_batches(reading.windows, part.batch_size)
     identity = session.identity(*backends, text=reading.text.sha256, seed=seed)
-    own = share(range(len(batches)))
-    session.progress.begin("Measuring", len(backends) * sum(len(batches[index]) for index in own))
-    done: dict[int, list[Pass]] = {}  # of each batch, the pass of each backend
+    session.progress.begin("Measuring", len(backends) * len(reading.windows))
+    done: list[list[Pass]] = []  # of each batch, the pass of each backend
     failed = [False] * len(backends)
     is_first = True
     reused = 0
     try:
-        for index in own:
-            batch = batches[index]
+        for index, batch in enumerate(batches):
             identity["windows"] = [[window.begin, window.end, window.first] for window in batch]
             names = ("parts", *place, str(index))
             kept = store.load(list[Pass], identity, *names)
             if kept is not None:
-                done[index] = kept.content
+                done.append(kept.content)
                 reused += len(batch)
                 session.progress.advance("from the folder", len(batch) * len(backends))
                 continue
@@ -163,16 +160,15 @@ def compare(
             for each in passes:
                 each.is_first = is_first
             is_first = False
-            done[index] = passes
+            done.append(passes)
             if not any(failed):  # so that the next run tries again
                 store.save(list[Pass], Piece(identity=identity, content=passes), *names)
     except KeyboardInterrupt:
-        if not keeps_partial or PartialState().num_processes > 1 or not done:
+        if not keeps_partial or not done:
             raise
     if reused:
         session.progress.kept(f"{reused:,} of {len(reading.windows):,} windows")
-    done = united(done)
-    read = [window for index in sorted(done) for window in batches[index]]
+    read = list(itertools.chain.from_iterable(batches[: len(done)]))
     return PerplexitySection(
         data=reading.text.info(len(input_ids)),
         context=context,
@@ -184,14 +180,14 @@ def compare(
         spread=part.spread,
         tokens_scored=sum(window.scored for window in read),
         position_edges=position_edges(context),
-        backends=summarize(backends, [done[index] for index in sorted(done)], read, context),
+        backends=summarize(backends, done, read, context),
     )
 
 
 def make_batches(windows: Sequence[Window], batch_size: int) -> list[list[Window]]:
     """Group consecutive windows of equal length, at most ``batch_size`` at a time."""
     batches: list[list[Window]] = []
-    for _, group in groupby(windows, key=lambda window: window.length):
+    for _, group in itertools.groupby(windows, key=lambda window: window.length):
         members = list(group)
         batches += [members[i : i + batch_size] for i in range(0, len(members), batch_size)]
     return batches

@@ -21,7 +21,7 @@ from .errors import UserError, one_line
 from .parts import RetrievalPart
 from .reading import continuation_log_probs, log_likelihood
 from .results import RetrievalBackend, RetrievalCell, RetrievalKind, RetrievalSection
-from .session import Session, share, united
+from .session import Session
 
 SHORTEST = 1024
 PLACES = ("Oslo", "Lima", "Cairo", "Delhi", "Paris", "Quito", "Tokyo", "Dakar")
@@ -56,13 +56,12 @@ def measure_retrieval(
     for backend in session.backends:
         activate(loaded.model, backend)
     prompts = _Prompts(loaded.tokenizer, kind, text, lengths[-1])
-    prompts.make(lengths[0], depths[0], random.Random(session.seed))  # fail in every process if it has no room
+    prompts.make(lengths[0], depths[0], random.Random(session.seed))  # fails at once if it has no room
     places = list(itertools.product(lengths, depths))
-    own = share(places)
-    session.progress.begin(f"Asking, {kind}", len(own) * len(session.backends))
+    session.progress.begin(f"Asking, {kind}", len(places) * len(session.backends))
     cells: dict[tuple[str, int, float], RetrievalCell] = {}
     failures: dict[str, str] = {}
-    for length, depth in own:
+    for length, depth in places:
         seeds = [f"{session.seed} {length} {depth} {sample}" for sample in range(part.samples)]
         asked = [prompts.make(length, depth, random.Random(seed)) for seed in seeds]
         for backend in session.backends:
@@ -74,7 +73,6 @@ def measure_retrieval(
                 except (RuntimeError, ValueError, TypeError) as error:
                     failures[backend.label] = one_line(error)
             session.progress.advance(backend.label)
-    cells, failures = united(cells), united(failures)
     return RetrievalSection(
         kind=kind,
         lengths=lengths,

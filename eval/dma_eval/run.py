@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from accelerate.state import PartialState
-from accelerate.utils import broadcast_object_list
 
 from . import console
 from .backends import Backend
@@ -112,7 +111,7 @@ class Run:
             # The type of the elements of the report's field.
             (kind,) = get_args(get_type_hints(Report)[name.partition(",")[0]])
             identity = session.identity(*session.backends, **settings)
-            (piece,) = broadcast_object_list([store.load(kind, identity, "parts", name) if self._is_main else None])
+            piece = store.load(kind, identity, "parts", name)
             if piece is not None:
                 console.print_note(f"{name}: taken from the folder")
                 return piece.content
@@ -120,7 +119,7 @@ class Run:
             section = measure(session)
         gc.collect()  # frees the fp32 copy of the model, which is a cycle once it is configured
         is_complete = not (isinstance(section, PerplexitySection) and section.windows_left)
-        if settings and self._is_main and is_complete and not has_failures(section):  # so that the next run tries again
+        if settings and is_complete and not has_failures(section):  # so that the next run tries again
             store.save(kind, Piece(identity=identity, content=section), "parts", name)
             store.drop("parts", name)
         return section
@@ -129,7 +128,8 @@ class Run:
         """Measure all parts; write the report after each, and return the exit code.
 
         With ``goes_on``, a failed part is reported and the others continue, and contexts that the model does not
-        support are skipped. ``also`` is called with the report at the end, in one process.
+        support are skipped. ``also`` is called with the report at the end. Several processes measure the tasks
+        together, before the first one goes on alone.
         """
         session, out = self.session, self.session.store.folder
         sections: dict[str, Any] = {name: [] for name in SECTIONS}
@@ -137,7 +137,14 @@ class Run:
         report = Report(**here_and_now(), **facts)
         failed = is_interrupted = False
         resume = f"interrupted; {'run it again' if out else 'use --out FOLDER'} to resume"
-        for name, measure, settings in self._parts(skips=goes_on):
+        parts = list(self._parts(skips=goes_on))
+        if PartialState().num_processes > 1:
+            parts.sort(key=lambda part: part[0] != "tasks")
+        for name, measure, settings in parts:
+            if name != "tasks":
+                PartialState().destroy_process_group()
+                if not self._is_main:
+                    return 0
             try:
                 section = self._section(name, measure, settings)
                 field = name.partition(",")[0]
@@ -148,7 +155,7 @@ class Run:
                 console.print_error(resume)
                 return console.INTERRUPTED
             except FAILURES as error:
-                if not goes_on or PartialState().num_processes > 1:  # the others wait for this one
+                if not goes_on or (name == "tasks" and PartialState().num_processes > 1):  # which wait for this one
                     raise
                 if console.shows_tracebacks:
                     console.err.print_exception()
@@ -165,7 +172,6 @@ class Run:
             also(report)
             if out is not None:
                 console.print_wrote(*write_run(report, out), folder=out)
-        PartialState().wait_for_everyone()
         PartialState().destroy_process_group()
         if is_interrupted:
             return console.INTERRUPTED

@@ -1,7 +1,7 @@
 """Shared state of a run's measurements: model, backends, and the store of finished pieces; and its processes.
 
-``accelerate launch`` or ``torchrun`` may start several processes. All make the same calls and get all results. Process
-0 reads and writes files, and prints. ``PartialState()`` of Accelerate is the state of this one.
+``accelerate launch`` or ``torchrun`` may start several processes, which split the samples of tasks. The first one reads
+and writes files, prints, and measures everything else. ``PartialState()`` of Accelerate is the state of this one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from accelerate.state import PartialState
-from accelerate.utils import gather_object
 
 from . import console
 from .backends import Backend
@@ -54,16 +53,6 @@ def load(args: LoadOptions) -> LoadedModel:
     options = {name: getattr(args, name) for name in ("dtype", "device_map", "revision", "trust_remote_code", "yarn")}
     with console.working(f"Loading {args.model}"):
         return load_model(args.model, device=device, **options)
-
-
-def share(items: Sequence[Value]) -> list[Value]:
-    """Return this process's share of ``items``: every n-th one for n processes."""
-    return list(items[PartialState().process_index :: PartialState().num_processes])
-
-
-def united(values: dict[Any, Value]) -> dict[Any, Value]:
-    """Return the items of all processes. For duplicate keys, the lower rank wins."""
-    return {key: value for each in reversed(gather_object([values])) for key, value in each.items()}
 
 
 @dataclass(frozen=True)

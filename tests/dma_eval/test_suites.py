@@ -323,7 +323,7 @@ class TestRun:
         tiny_tasks: Path,
         tmp_path: Path,
     ) -> None:
-        """Odd numbers of windows, questions and samples, so that one process has more than the other."""
+        """An odd number of samples, so that one process has more than the other; one process measures the rest."""
         (tmp_path / "mine.toml").write_text(SPLIT, encoding="utf-8")
         assert suite("--attn", "sdpa", "dma_mxfp:paper", "dma_mxfp:balanced+int4").exit_code == 0
         arguments = ["--suite", tmp_path / "mine.toml", "-m", model_folder, "--device", "cpu", "-d", text_file]

@@ -44,8 +44,8 @@ def ppl(args: PplOptions, text: options.TextOptions, part: PerplexityPart) -> in
     """Compare attention backends: perplexity, divergence from the first one, speed and memory.
 
     Every backend reads the same tokens with the same weights. After Ctrl-C the command shows and writes the results of
-    the finished windows. With --out they are saved, and the same command resumes after them. Under accelerate launch
-    the processes split the windows. Exit code 1 if a backend failed, 2 for invalid input.
+    the finished windows. With --out they are saved, and the same command resumes after them. Exit code 1 if a backend
+    failed, 2 for invalid input.
 
     Examples:
     dma-hf ppl -m HuggingFaceTB/SmolLM2-135M --data Salesforce/wikitext:wikitext-2-raw-v1:test --context 2048
@@ -126,8 +126,8 @@ def suite(args: SuiteOptions, text: options.OptionalTextOptions, tasks: options.
     """Run all measurements of a suite: perplexity, fidelity, tasks, retrieval, stress.
 
     Results are written to --out after each part, and finished parts are not measured again. Under accelerate launch the
-    processes split the work. If a part fails, the error is reported and the other parts continue. Exit code 1 if a part
-    or a backend failed, 2 for invalid input.
+    processes split the samples of tasks. If a part fails, the error is reported and the other parts continue. Exit code
+    1 if a part or a backend failed, 2 for invalid input.
 
     Examples:
     dma-hf suite --suite quick -m HuggingFaceTB/SmolLM2-135M --out run
