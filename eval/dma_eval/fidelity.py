@@ -60,9 +60,7 @@ def measure_fidelity(session: Session, text: Text, part: FidelityPart) -> Fideli
         heads=heads,
         prompt_tokens=prompt_tokens,
         new_tokens=part.new_tokens,
-        divergence=_divergence(session, reference_model, working, starts, part.new_tokens)
-        if starts and working
-        else [],
+        divergence=_divergence(session, reference_model, working, starts, part.new_tokens) if starts else [],
     )
 
 
@@ -96,7 +94,7 @@ def _divergence(
         return continued(model, backend, torch.stack(list(prompts)), new_tokens, min_new_tokens=new_tokens)
 
     session.progress.begin("Generating", len(backends))
-    expected = tokens_of(reference_model, REFERENCE)
+    expected = tokens_of(reference_model, REFERENCE) if backends else []
     found: list[Divergence] = []
     for backend in backends:
         pairs = list(zip(expected, tokens_of(session.loaded.model, backend), strict=True))
