@@ -231,10 +231,12 @@ def _evaluate(lm: Any, unit: Mapping[str, Any], backend: Backend, part: TasksPar
 
 
 def _low_share(lm: Any, unit: Mapping[str, Any], samples: Mapping[str, Any], config: DMAConfig | None) -> float | None:
+    if config is None:
+        return None
     scored = [name for name, task in unit["tasks"].items() if task.OUTPUT_TYPE != "generate_until"]
     texts = ("".join(given) for name in scored for each in samples[name] for given in each["arguments"])
-    lengths = [min(len(lm.tok_encode(text)) - 1, lm.max_length) for text in texts]
-    return None if config is None or not lengths else low_share(lengths, config)
+    lengths = [min(max(len(lm.tok_encode(text)) - 1, 1), lm.max_length) for text in texts]
+    return low_share(lengths, config) if lengths else None
 
 
 def low_share(lengths: Sequence[int], config: DMAConfig) -> float:
