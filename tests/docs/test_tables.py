@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import tomllib
 from pathlib import Path
 
 import pandas as pd
 import pytest
+import typer
+from dma_eval.cli import make_app
 from script_files import load_script
 
 ROOT = Path(__file__).parents[2]
@@ -65,6 +68,19 @@ def test_every_file_says_how_to_make_it_again():
         for each in report["command"].split(" && "):
             assert each.startswith(f"{command} ") or each.split()[1].removeprefix("scripts/") in scripts, each
             assert " /" not in each, path
+
+
+def test_commands_of_results_can_be_run_again():
+    """Their options are those of today."""
+    app = typer.main.get_command(make_app())
+    reports = (json.loads(path.read_text(encoding="utf-8")) for path in BENCHMARKS.rglob("*.json"))
+    for command in (each for report in reports for each in report["command"].split(" && ")):
+        program, *arguments = shlex.split(command)
+        parser = app
+        while program == "dma-hf" and hasattr(parser, "commands"):
+            parser = parser.commands[arguments.pop(0)]
+        if program == "dma-hf":
+            parser.make_context(command, arguments)
 
 
 def test_no_result_lacks_a_table_or_a_report():
