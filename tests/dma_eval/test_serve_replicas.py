@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import collections
+import json
 import os
 import random
 import shutil
@@ -215,7 +215,7 @@ def test_a_server_that_is_stopped_ends_open_requests(server):
     ray = psutil.Process(server.process.pid).children(recursive=True)
     start = time.monotonic()
     server.process.send_signal(signal.SIGTERM)
-    with pytest.raises(openai.APIError, match="the server is shutting down"):
+    with pytest.raises(openai.APIError, match=DIED):
         list(stream)
     assert server.process.wait(TIMEOUT) == 0
     assert DRAIN_SECONDS < time.monotonic() - start < DRAIN_SECONDS + STOP_SECONDS
@@ -291,60 +291,71 @@ def test_the_manifest_for_kubernetes_holds_a_valid_configuration():
     assert (workers["minReplicas"], workers["maxReplicas"]) == (settings.replicas, settings.max_replicas)
 
 
-def test_requests_of_a_conversation_have_one_session():
+def test_requests_of_a_session_carry_its_name():
     pytest.importorskip("ray", reason="the extra 'ray' is not installed")
-    import json
+    from dma_eval.serving.gate import receiver
+    from dma_eval.serving.replicas import Forward
 
-    from dma_eval.serving.replicas import session_of
+    class Handle:
+        def __init__(self, **options):
+            self.chosen = options
 
-    def session(headers=(), **fields):
-        return session_of({"headers": list(headers)}, json.dumps(fields).encode())
+        def options(self, **options):
+            return Handle(**self.chosen, **options)
 
-    system, user, other = (
-        {"role": role, "content": text} for role, text in [("system", "s"), ("user", "u"), ("user", "o")]
-    )
-    answer = {"role": "assistant", "content": "a"}
-    first = session(messages=[system, user])
-    assert first == session(messages=[system, user, answer, other])
-    assert first != session(messages=[system, other])
-    assert session([(b"x-session-id", b"me")], messages=[system, user]) == "me"
-    assert session(messages=[user], prompt_cache_key="mine") == "mine"
-    assert session(prompt="word") == session(prompt="word") != session(prompt="words")
-    assert session(prompt_cache_key="\ud800").encode()
-    assert session_of({"headers": []}, b"{") == session_of({"headers": []}, b"[]")
+        async def remote(self, request, body):
+            part = {"type": "http.response.body", "body": json.dumps(self.chosen).encode()}
+            yield [{"type": "http.response.start"}, part]
+
+    def chosen(has_sessions, *headers):
+        sent = []
+
+        async def send(message):
+            sent.append(message)
+
+        scope = {"method": "POST", "path": "/", "query_string": b"", "headers": list(headers)}
+        asyncio.run(Forward(Handle(), has_sessions=has_sessions)(scope, receiver(b""), send))
+        return json.loads(sent[-1]["body"]).get("session_id")
+
+    assert chosen(True, (b"x-session-id", b"me")) == "me"
+    assert chosen(True) == ""
+    assert chosen(False, (b"x-session-id", b"me")) is None
 
 
-def test_requests_that_arrive_together_are_spread_evenly():
+def _replica(application, seconds_per_part=0.0):
+    """A replica that answers with this application."""
+    from dma_eval.serving.replicas import Model
+
+    model = object.__new__(Model)
+    model._app, model._open_requests, model._seconds_per_part = application, 0, seconds_per_part
+    return model
+
+
+def test_an_answer_that_is_cancelled_is_observed():
     pytest.importorskip("ray", reason="the extra 'ray' is not installed")
-    from dma_eval.serving.replicas import LeastBusyRouter
 
-    router = object.__new__(LeastBusyRouter)
-    router.initialize_state()
-    replicas = [SimpleNamespace(replica_id=name) for name in "abc"]
+    async def cancel():
+        began, observed = asyncio.Event(), []
+        job = SimpleNamespace(cancel=lambda: observed.append("cancelled"))
 
-    async def choose(count):
-        requests = [
-            SimpleNamespace(metadata=SimpleNamespace(internal_request_id=str(index)), future=asyncio.Future())
-            for index in range(count)
-        ]
-        chosen = [(await router.choose_replicas(replicas, request))[0][0].replica_id for request in requests]
-        assert collections.Counter(chosen) == dict.fromkeys("abc", count // 3)  # none has been accepted yet
-        for request, replica in zip(requests, chosen, strict=True):
-            router.on_request_routed(request, replica, None)
-        for index, replica in enumerate(chosen):
-            if replica == "b":
-                router.on_request_completed("b", str(index))
-        requests[chosen.index("c")].future.cancel()
-        await asyncio.sleep(0)
-        assert [each.replica_id for (each,) in await router.choose_replicas(replicas)] == ["b", "c", "a"]
+        async def application(scope, receive, send):
+            scope["state"]["job"] = job
+            began.set()
+            await asyncio.Event().wait()
 
-    asyncio.run(choose(30))
+        model = _replica(application)
+        model._observe = observed.append
+        asking = asyncio.ensure_future(anext(model.answer({}, b"")))
+        await began.wait()
+        asking.cancel()
+        await asyncio.wait({asking})
+        return observed == ["cancelled", job]
+
+    assert asyncio.run(cancel())
 
 
 def test_tokens_that_a_busy_replica_generates_meanwhile_are_sent_together():
     pytest.importorskip("ray", reason="the extra 'ray' is not installed")
-    from dma_eval.serving import replicas
-    from dma_eval.serving.gate import Gate
 
     async def application(scope, receive, send):
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -357,13 +368,11 @@ def test_tokens_that_a_busy_replica_generates_meanwhile_are_sent_together():
         raise RuntimeError("it failed")
 
     def read(application, seconds_per_part=0.001):
-        model = object.__new__(replicas.Model)
-        model._gate, model._seconds_per_part = Gate(application), seconds_per_part
-        scope = {"method": "POST", "path": "/", "query_string": b"", "headers": []}
+        model = _replica(application, seconds_per_part)
         parts = []
 
         async def collect():
-            async for part in model.answer(scope, b""):
+            async for part in model.answer({}, b""):
                 parts.append(part)
 
         try:

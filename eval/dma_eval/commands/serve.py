@@ -182,7 +182,7 @@ def serve(args: ServeOptions) -> int:
                 "/v1/completions takes plain text"
             )
         _announce(args, backend, listener.getsockname()[1])
-        serve(build(loaded, engine, backend.label), engine, listener, settings, api_key)
+        serve(build(loaded, engine, backend.label), listener, settings, api_key)
     return 0
 
 
@@ -213,8 +213,7 @@ def _serve_replicas(args: ServeOptions, backend: Backend, api_key: str | None) -
         os.environ.setdefault("RAY_AUTH_MODE", "token")
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     with console.starting():
-        from dma_eval.serving import listen
-        from dma_eval.serving.cluster import Cluster
+        from dma_eval.serving import cluster, listen
 
     port = args.port
     if args.ray_address is None:
@@ -222,9 +221,12 @@ def _serve_replicas(args: ServeOptions, backend: Backend, api_key: str | None) -
             port = listener.getsockname()[1]
     elif port == 0:
         raise UserError("--port: expected a port that is free on every machine of --ray-address, got 0")
-    with Cluster(args.ray_address) as cluster, terminated_as_interrupted():  # after Ray installs its own handlers
+    with cluster.joined(args.ray_address), terminated_as_interrupted():  # after Ray installs its own handlers
+        settings = _settings(args, cluster.has_gpus())
+        if args.ray_address is None:
+            cluster.check_resources(settings)
         with console.working(f"Starting {args.replicas} replicas of {args.model}"):
-            cluster.start(_settings(args, cluster.has_gpus), host=args.host, port=port, api_key=api_key)
+            cluster.start(settings, host=args.host, port=port, api_key=api_key)
         _announce(args, backend, port)
         cluster.wait()
     return 0

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 from transformers import PreTrainedModel
@@ -28,7 +27,7 @@ from dma_eval.errors import UserError, one_line
 from dma_eval.models import LoadedModel, batching_settings, load_model
 from dma_hf.integrations.serving import ModelManager
 
-from .checks import ApiError
+from .checks import ApiError, LoadRequest, check
 from .gate import Gate, start_log
 from .jobs import Batched, Engine, Sequential
 from .routes import SSE, Chat, Complete, Respond
@@ -104,11 +103,9 @@ def build(loaded: LoadedModel, engine: Engine, attention: str) -> FastAPI:
         return entry
 
     @app.post("/load_model")
-    def load_model(fields: dict[str, Any]) -> StreamingResponse:
+    async def load_model(request: Request) -> StreamingResponse:
         """Answer ``transformers chat``, which asks for a model before it talks to it."""
-        model = fields.get("model")
-        if not isinstance(model, str):
-            raise ApiError("model: expected a name", param="model")
+        model = check(LoadRequest, await request.body()).model
         event = {"status": "ready", "model": models.process_model_name(model), "cached": True}
         if event["model"] != models.process_model_name(loaded.name):
             event |= {"status": "error", "message": f"this server has {loaded.name} alone"}
@@ -132,18 +129,12 @@ async def _tell(request: Request, error: Exception) -> JSONResponse:
     headers = getattr(error, "headers", None)  # such as the methods that a route allows
     if isinstance(error, HTTPException):
         error = ApiError(str(error.detail), status=error.status_code)
-    elif isinstance(error, RecursionError):
-        error = ApiError("the body: its values are nested too deeply")
-    elif isinstance(error, RequestValidationError):
-        error = ApiError(f"the body: expected a JSON object: {error.errors()[0]['msg']}")
     elif not isinstance(error, ApiError):
         error = ApiError(f"the server failed: {one_line(error)}", status=500)
     return JSONResponse(error.body, error.status, headers)
 
 
-ERROR_HANDLERS: dict[Any, Any] = dict.fromkeys(
-    (ApiError, HTTPException, RequestValidationError, RecursionError, Exception), _tell
-)
+ERROR_HANDLERS: dict[Any, Any] = dict.fromkeys((ApiError, HTTPException, Exception), _tell)
 """What answers errors in OpenAI's format."""
 
 
@@ -165,12 +156,11 @@ def load(settings: Settings) -> tuple[LoadedModel, Backend, Engine]:
     return loaded, backend, Batched(loaded, batches)
 
 
-def serve(app: FastAPI, engine: Engine, listener: socket.socket, settings: Settings, api_key: str | None) -> None:
+def serve(app: FastAPI, listener: socket.socket, settings: Settings, api_key: str | None) -> None:
     """Answer requests until the process is stopped; then end the process.
 
     Args:
         app: The application, see :func:`build`.
-        engine: Its engine.
         listener: Where to listen.
         settings: The limit of requests, and the level of the log on standard error.
         api_key: Key that requests must carry; ``None`` accepts all.
@@ -185,7 +175,6 @@ def serve(app: FastAPI, engine: Engine, listener: socket.socket, settings: Setti
     )
     with suppress(KeyboardInterrupt):  # how a server is stopped
         _Server(config).run(sockets=[listener])
-    engine.close()
     sys.stdout.flush()
     sys.stderr.flush()
     # Python would wait for a step that cannot be interrupted, and needs seconds to unload PyTorch.

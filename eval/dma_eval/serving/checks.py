@@ -1,7 +1,7 @@
-"""Check requests against OpenAI's reference: a field is honoured, or the request is refused by the field's name.
+"""The bodies of requests, after OpenAI's reference: a field is honoured, or the request is refused by the field's name.
 
-Fields that only concern OpenAI's own service (``user``, ``metadata``, ``prompt_cache_key``) are accepted and have no
-effect. Other fields that this server lacks are accepted with the value that changes nothing.
+A field that a model lacks is refused too, unless it is ``null`` or cannot change an answer: see :data:`NEUTRAL` and
+:data:`IGNORED`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,42 @@ from pydantic import (
     ConfigDict,
     Field,
     Json,
-    TypeAdapter,
     ValidationError,
     model_validator,
 )
 
 INT32, INT64 = 2**31 - 1, 2**63 - 1
+IGNORED = {
+    *("user", "safety_identifier", "metadata", "prompt_cache_key", "prompt_cache_retention"),  # of OpenAI's service
+    *("annotations", "encrypted_content", "phase", "reasoning_content", "status", "summary"),  # of earlier answers
+    *("bos_token_id", "pad_token_id", "transformers_version"),  # of a generation_config
+}
+"""Fields without an effect on an answer."""
+NEUTRAL: dict[str, list[Any]] = {
+    "background": [False],
+    "best_of": [1],
+    "echo": [False],
+    "include": [[]],
+    "include_obfuscation": [False],
+    "logprobs": [False, []],
+    "modalities": [["text"]],
+    "n": [1],
+    "parallel_tool_calls": [True],
+    "response_format": [{"type": "text"}],
+    "service_tier": ["auto", "default"],
+    "store": [False],
+    "strict": [False],
+    "text": [{"format": {"type": "text"}}],
+    "top_logprobs": [0],
+    "truncation": ["disabled"],
+    "use_cache": [True],
+}
+"""Fields that this server lacks, with the values that change nothing."""
+TEMPLATE_ARGUMENTS = (
+    *("chat_template", "tokenizer_kwargs", "return_assistant_tokens_mask"),
+    *("max_length", "padding", "truncation"),
+)
+"""Arguments of ``apply_chat_template`` that are no variables of the template. They are the server's choice."""
 
 
 class ApiError(Exception):
@@ -59,40 +89,41 @@ def _as_text(value: Any) -> Any:
     return value
 
 
-def _check_object(text: str) -> str:
-    try:
-        TypeAdapter(Json[dict[str, Any]]).validate_python(text)
-    except ValidationError as error:
-        raise ValueError("expected a JSON object, as text") from error
-    return text
+def _as_items(value: Any) -> Any:
+    """Convert a text to a message, and drop reasoning, which Transformers leaves out of prompts."""
+    if isinstance(value, list):
+        return [item for item in value if not (isinstance(item, dict) and item.get("type") == "reasoning")]
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-JsonObject = Annotated[str, AfterValidator(_check_object)]
+def _check_variables(options: dict[str, Any]) -> dict[str, Any]:
+    for name in TEMPLATE_ARGUMENTS:
+        if name in options:
+            raise ValueError(f"{name}: it is no variable of the chat template")
+    return options
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    values = map(json.dumps, NEUTRAL.get(name, ()))  # as texts, because 0 is not false
+    return name in IGNORED or (name in NEUTRAL and json.dumps(value) in values)
 
 
 class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
-    absent: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    """Fields of OpenAI that this server lacks, with the values that change nothing; ``null`` always does."""
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_absent(cls, body: Any) -> Any:
+    def _drop_neutral(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
-        for name, allowed in cls.absent.items():
-            value = body.get(name)
-            if value is not None and not any(type(value) is type(each) and value == each for each in allowed):
-                way_out = "".join(f" or send {json.dumps(each)}" for each in allowed)
-                raise ValueError(f"{name}: this server does not support it; leave it out{way_out}")
-        return {name: value for name, value in body.items() if name not in cls.absent}
+        given = {name: value for name, value in body.items() if value is not None}
+        return {name: given[name] for name in given if name in cls.model_fields or not _is_neutral(name, given[name])}
 
 
 class StreamOptions(_Model):
     """How an answer is streamed."""
 
-    absent = {"include_obfuscation": (False,)}
-    include_usage: bool | None = None
+    include_usage: bool = False
 
 
 class TextPart(_Model):
@@ -100,24 +131,20 @@ class TextPart(_Model):
 
     type: Literal["text", "input_text", "output_text"]
     text: str
-    annotations: Any = None  # of an answer that is sent back
-    logprobs: Any = None
-
-
-class ItemPart(TextPart):
-    """A part of an item of ``/v1/responses``, which may be reasoning."""
-
-    type: Literal["text", "input_text", "output_text", "reasoning_text"]  # type: ignore[assignment]
 
 
 Content = Annotated[list[TextPart], BeforeValidator(_as_parts)]
+Role = Annotated[
+    Literal["system", "developer", "user", "assistant", "tool"],
+    AfterValidator(lambda role: "system" if role == "developer" else role),  # chat templates know the older name
+]
 
 
 class CalledFunction(_Model):
     """The function of a tool call."""
 
     name: str
-    arguments: JsonObject
+    arguments: Json[dict[str, Any]]
 
 
 class ToolCall(_Model):
@@ -131,18 +158,10 @@ class ToolCall(_Model):
 class Message(_Model):
     """A message of a conversation."""
 
-    absent = {
-        "name": (),
-        "refusal": (),
-        "audio": (),
-        "annotations": ([],),
-        "function_call": (),
-    }
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Role
     content: Content | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
-    reasoning_content: Any = None  # of an earlier answer; chat templates leave it out
 
     @model_validator(mode="after")
     def _check(self) -> Message:
@@ -150,15 +169,12 @@ class Message(_Model):
             raise ValueError("content: expected a text or a list of text parts")
         if self.role == "tool" and self.tool_call_id is None:
             raise ValueError("tool_call_id: a message of role 'tool' needs it")
-        if self.role == "developer":  # OpenAI's newer name; chat templates know the older one
-            self.role = "system"
         return self
 
 
 class Function(_Model):
     """A function that the model may call."""
 
-    absent = {"strict": (False,)}
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -174,36 +190,45 @@ class Tool(_Model):
 class ResponseTool(_Model):
     """A tool in the form of ``/v1/responses``; the first wrong field is the one that is named."""
 
-    absent = Function.absent
     type: Literal["function"]
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
 
-class TemplateOptions(_Model):
-    """Variables of a chat template. The template, and how its text becomes tokens, are the server's choice."""
+class Item(_Model):
+    """An item of the input of ``/v1/responses``: a message, a function call or its output."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
-    absent = {
-        "chat_template": (),
-        "padding": (False,),
-        "truncation": (False,),
-        "max_length": (),
-        "tokenizer_kwargs": (),
-        "return_assistant_tokens_mask": (False,),
-    }
+    type: Literal["message", "function_call", "function_call_output"] = "message"
+    role: Role | None = None
+    content: Content | None = None
+    id: str | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: Json[dict[str, Any]] | None = None
+    output: str | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Item:
+        needed = {"message": ("role", "content"), "function_call": ("call_id", "name", "arguments")}
+        for name in needed.get(self.type, ("call_id", "output")):
+            if getattr(self, name) is None:
+                raise ValueError(f"{name}: an item of type {self.type!r} needs it")
+        return self
 
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=0, le=INT32)]
+Limit = Annotated[int, Field(ge=1)]
 Token = Annotated[int, Field(ge=-1, le=INT32)]  # -1 is none
+TokenId = Annotated[int, Field(strict=False, ge=0, le=INT32)]  # JSON has it as a text
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Stop = Annotated[str, Field(min_length=1)]
 
 
 class GenerationOptions(_Model):
     """Fields of Transformers' ``GenerationConfig`` for one sampled answer. Others choose caches, beams and helpers."""
 
-    absent = {"use_cache": (True,)}
     do_sample: bool | None = None
     temperature: float | None = Field(None, gt=0, le=2)
     top_k: Count | None = None
@@ -214,59 +239,40 @@ class GenerationOptions(_Model):
     eta_cutoff: Share | None = None
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     no_repeat_ngram_size: Count | None = None
-    max_new_tokens: int | None = Field(None, ge=1)
+    max_new_tokens: Limit | None = None
     min_new_tokens: Count | None = None
     eos_token_id: Annotated[list[Token], BeforeValidator(_as_list)] | None = None
-    # Fields without an effect on an answer.
-    bos_token_id: Token | None = Field(None, exclude=True)
-    pad_token_id: Token | None = Field(None, exclude=True)
-    transformers_version: str | None = Field(None, exclude=True)
 
 
-class Request(_Model):
+class GenerationRequest(_Model):
     """The fields that all routes share."""
 
-    absent = {
-        "service_tier": ("auto", "default"),
-        "store": (False,),
-        "moderation": (),
-        "prompt_cache_options": (),
-    }
     limits: ClassVar[tuple[str, ...]] = ("max_tokens",)
     """Fields that limit new tokens, by precedence."""
     model: str | None = None
-    stream: bool | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
     temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, ge=0, le=1)
+    top_p: Share | None = None
     seed: int | None = Field(None, ge=-INT64, le=INT64)
+    stop: Annotated[list[Stop], Field(max_length=4), BeforeValidator(_as_list)] = []
+    frequency_penalty: Penalty = 0.0
+    presence_penalty: Penalty = 0.0
+    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] = {}
+    ignore_eos: bool = False  # of vLLM and SGLang
     generation_config: Json[GenerationOptions] | None = None  # Transformers' own, as JSON
-    # Fields of OpenAI's service, without an effect on an answer.
-    user: str | None = None
-    safety_identifier: str | None = None
-    metadata: dict[str, str] | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> GenerationRequest:
+        if "stream_options" in self.model_fields_set and not self.stream:
+            raise ValueError("stream_options: only with stream: true")
+        return self
 
     @property
     def limit(self) -> tuple[str, int | None]:
         """The field that limits new tokens, and its value."""
         name = next((name for name in self.limits if getattr(self, name) is not None), self.limits[0])
         return name, getattr(self, name)
-
-    @property
-    def stops(self) -> list[str]:
-        """Strings that end an answer."""
-        return []
-
-    @property
-    def penalties(self) -> tuple[float, float]:
-        """The frequency and the presence penalty."""
-        return 0.0, 0.0
-
-    @property
-    def bias(self) -> dict[int, float]:
-        """Biases of the logits, by token."""
-        return {}
 
     def passed_on(self) -> dict[str, Any]:
         """The fields that Transformers' handler reads."""
@@ -277,166 +283,62 @@ class Request(_Model):
         return fields
 
 
-Bias = Annotated[float, Field(ge=-100, le=100)]
-TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
-
-
-class _TextRequest(Request):
-    """The fields that chats and completions share."""
-
-    absent = {**Request.absent, "n": (1,)}
-    max_tokens: int | None = Field(None, ge=1)
-    stop: (
-        Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=4), BeforeValidator(_as_list)] | None
-    ) = None
-    stream_options: StreamOptions | None = None
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[TokenId, Bias] | None = None
-    ignore_eos: bool | None = None  # of vLLM and SGLang
-
-    @model_validator(mode="after")
-    def _check_stream(self) -> _TextRequest:
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options: only with stream: true")
-        return self
-
-    @property
-    def stops(self) -> list[str]:
-        return self.stop or []
-
-    @property
-    def penalties(self) -> tuple[float, float]:
-        return self.frequency_penalty or 0.0, self.presence_penalty or 0.0
-
-    @property
-    def bias(self) -> dict[int, float]:
-        return {int(token): bias for token, bias in (self.logit_bias or {}).items()}
-
-
-class ChatRequest(_TextRequest):
+class ChatRequest(GenerationRequest):
     """The body of ``/v1/chat/completions``."""
 
-    absent = {
-        **_TextRequest.absent,
-        "parallel_tool_calls": (True,),
-        "logprobs": (False,),
-        "top_logprobs": (0,),
-        "response_format": ({"type": "text"},),
-        "modalities": (["text"],),
-        "audio": (),
-        "prediction": (),
-        "reasoning_effort": (),
-        "verbosity": (),
-        "web_search_options": (),
-        "functions": (),
-        "function_call": (),
-    }
     limits = ("max_completion_tokens", "max_tokens")
     messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_tokens: Limit | None = None
+    max_completion_tokens: Limit | None = None
     tools: list[Tool] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
-    chat_template_kwargs: TemplateOptions | None = None  # Transformers' own
+    tool_choice: Literal["auto", "none"] = "auto"
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_check_variables)] = {}  # Transformers' own
 
 
-class CompletionRequest(_TextRequest):
+class CompletionRequest(GenerationRequest):
     """The body of ``/v1/completions``."""
 
-    absent = {
-        **_TextRequest.absent,
-        "best_of": (1,),
-        "echo": (False,),
-        "logprobs": (),
-        "suffix": (),
-    }
     prompt: Annotated[str, BeforeValidator(_as_text)]
+    max_tokens: Limit | None = None
 
 
-class Item(_Model):
-    """An item of the input of ``/v1/responses``: a message, a function call, its output, or reasoning."""
-
-    absent = {"phase": ()}
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
-    role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: Annotated[list[ItemPart], BeforeValidator(_as_parts)] | None = None
-    id: str | None = None
-    status: str | None = None
-    call_id: str | None = None
-    name: str | None = None
-    arguments: JsonObject | None = None
-    output: str | None = None
-    summary: Any = None
-    encrypted_content: Any = None
-
-    @model_validator(mode="after")
-    def _check(self) -> Item:
-        needed = {
-            "message": ("role", "content"),
-            "function_call": ("call_id", "name", "arguments"),
-            "function_call_output": ("call_id", "output"),
-        }
-        for name in needed.get(self.type, ()):
-            if getattr(self, name) is None:
-                raise ValueError(f"{name}: an item of type {self.type!r} needs it")
-        if any((part.type == "reasoning_text") != (self.type == "reasoning") for part in self.content or ()):
-            raise ValueError(f"content: expected text, for an item of type {self.type!r}")
-        if self.role == "developer":
-            self.role = "system"
-        return self
-
-
-def _as_items(value: Any) -> Any:
-    return [{"role": "user", "content": value}] if isinstance(value, str) else value
-
-
-class ResponseRequest(Request):
+class ResponseRequest(GenerationRequest):
     """The body of ``/v1/responses``."""
 
-    absent = {
-        **Request.absent,
-        "parallel_tool_calls": (True,),
-        "background": (False,),
-        "include": ([],),
-        "text": ({"format": {"type": "text"}},),
-        "top_logprobs": (0,),
-        "truncation": ("disabled",),
-        "conversation": (),
-        "context_management": (),
-        "max_tool_calls": (),
-        "previous_response_id": (),
-        "prompt": (),
-        "reasoning": (),
-        "stream_options": (),
-    }
     limits = ("max_output_tokens",)
     input: Annotated[list[Item], Field(min_length=1), BeforeValidator(_as_items)]
     instructions: str | None = None
-    max_output_tokens: int | None = Field(None, ge=1)
+    max_output_tokens: Limit | None = None
     tools: list[ResponseTool] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
-    chat_template_kwargs: TemplateOptions | None = None
+    tool_choice: Literal["auto", "none"] = "auto"
 
 
-Body = TypeVar("Body", bound=Request)
+class LoadRequest(BaseModel):
+    """The body of ``/load_model``."""
+
+    model: str
 
 
-def check(kind: type[Body], body: dict[str, Any]) -> Body:
-    """Check and return the body of a request.
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def check(kind: type[Body], body: bytes) -> Body:
+    """Parse and check the body of a request.
 
     Raises:
-        ApiError: A field is unknown, has a wrong type or value, or requests something unsupported.
+        ApiError: It is no JSON object; or a field is unknown, has a wrong type or value, or is not supported.
     """
     try:
-        return kind.model_validate(body)
+        return kind.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
     names = [f"[{each}]" if isinstance(each, int) else f".{each}" for each in first["loc"] if each != "[key]"]
     param = "".join(names).lstrip(".")
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
-        message = "unknown field"
+        way_out = [f" or send {json.dumps(each)}" for each in NEUTRAL.get(str(first["loc"][-1]), ())]
+        message = "".join(["this server does not support it; leave it out", *way_out])
     inner = re.match(r"(\w+): (.*)", message)  # of a check of several fields, which names the one
     if first["type"] == "value_error" and inner is not None:
         param, message = f"{param}.{inner[1]}".lstrip("."), inner[2]
-    raise ApiError(f"{param}: {message}", param=param or None)
+    raise ApiError(f"{param or 'the body: expected a JSON object'}: {message}", param=param or None)

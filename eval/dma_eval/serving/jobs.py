@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -23,9 +22,8 @@ from dma_eval.errors import UserError, one_line
 from dma_eval.models import LoadedModel
 from dma_hf.integrations.serving import response_events_to_chunks
 
-from .checks import ApiError, Request
+from .checks import ApiError, GenerationRequest
 
-SHUTDOWN_SECONDS = 1.0
 WATCH_SECONDS = 0.5  # between two checks of the generation thread
 CPU_BATCH_TOKENS = 2048  # a batch cannot be interrupted; Transformers' default of 8,192 takes half a minute on a CPU
 END = None  # the last item of a job's queue
@@ -171,20 +169,23 @@ class Job:
         return str(text[len(before) :])
 
 
-class Engine(ABC):
+class Engine:
     """The engine that generates the answers of a server."""
 
-    @abstractmethod
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._loaded = loaded
+
     def room(self) -> int | None:
         """Maximum tokens of a request, prompt and answer together; ``None`` without a limit."""
+        return self._loaded.max_context
 
-    @abstractmethod
-    def start(self, job: Job, inputs: Any, config: GenerationConfig, body: Request) -> None:
+    def start(self, job: Job, inputs: Any, config: GenerationConfig, body: GenerationRequest) -> None:
         """Generate the answer of a job.
 
         Raises:
             ApiError: The engine does not support the request.
         """
+        raise NotImplementedError
 
     def is_alive(self) -> bool:
         """Whether answers can be generated."""
@@ -193,10 +194,6 @@ class Engine(ABC):
     def cache_use(self) -> float | None:
         """Share of the paged cache that is in use; ``None`` without one."""
         return None
-
-    @abstractmethod
-    def close(self) -> None:
-        """Stop, and wait a moment for the generation thread."""
 
 
 class _Cancelled(Exception):
@@ -238,37 +235,27 @@ class Sequential(Engine):
     """Runs ``generate`` for one request after another. A cancelled request ends within one layer of the model."""
 
     def __init__(self, loaded: LoadedModel) -> None:
-        self._loaded = loaded
+        super().__init__(loaded)
         self._thread = ThreadPoolExecutor(1)  # torch.compile's graphs belong to a thread
         self._running: Job | None = None
-        self._is_idle = threading.Event()
-        self._is_idle.set()
         for layers in loaded.model.modules():
             if isinstance(layers, torch.nn.ModuleList):
                 for layer in layers:
                     layer.register_forward_pre_hook(self._check)
 
-    def room(self) -> int | None:
-        return self._loaded.max_context
-
-    def start(self, job: Job, inputs: Any, config: GenerationConfig, body: Request) -> None:
+    def start(self, job: Job, inputs: Any, config: GenerationConfig, body: GenerationRequest) -> None:
         future = job.loop.run_in_executor(self._thread, self._generate, job, inputs, config, body)
         job.on_cancel = future.cancel  # a waiting call never begins, and the flag stops a running one
         future.add_done_callback(lambda done: self._settle(job, done))
 
-    def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
-        self._is_idle.wait(SHUTDOWN_SECONDS)
-
-    def _generate(self, job: Job, inputs: Any, config: GenerationConfig, body: Request) -> None:
-        if body.bias:
-            config.sequence_bias = {(token,): float(bias) for token, bias in body.bias.items()}
+    def _generate(self, job: Job, inputs: Any, config: GenerationConfig, body: GenerationRequest) -> None:
+        if body.logit_bias:
+            config.sequence_bias = {(token,): float(bias) for token, bias in body.logit_bias.items()}
         processors = LogitsProcessorList()
-        if any(body.penalties):
-            processors.append(_Penalties(job.prompt_tokens, *body.penalties))
+        if body.frequency_penalty or body.presence_penalty:
+            processors.append(_Penalties(job.prompt_tokens, body.frequency_penalty, body.presence_penalty))
         if body.seed is not None:
             torch.manual_seed(body.seed)
-        self._is_idle.clear()
         self._running = job
         try:
             self._loaded.model.generate(
@@ -282,7 +269,6 @@ class Sequential(Engine):
             pass
         finally:
             self._running = None
-            self._is_idle.set()
 
     def _check(self, *_: Any) -> None:
         if self._running is not None and self._running.is_cancelled.is_set():
@@ -325,7 +311,7 @@ class Batched(Engine):
     """
 
     def __init__(self, loaded: LoadedModel, batches: ContinuousBatchingConfig) -> None:
-        self._loaded = loaded
+        super().__init__(loaded)
         self._vocabulary = loaded.model.config.get_text_config().vocab_size
         batches.per_request_processors = True
         if loaded.model.device.type == "cpu" and batches.max_batch_tokens is None:
@@ -333,26 +319,26 @@ class Batched(Engine):
         eos = loaded.model.generation_config.eos_token_id
         # Any values except the neutral ones create the processors. Requests then set their own values.
         config = GenerationConfig(do_sample=True, temperature=0.5, top_p=0.5, top_k=1, eos_token_id=eos)
-        self._manager = loaded.model.init_continuous_batching(
+        self.manager = loaded.model.init_continuous_batching(
             generation_config=config, continuous_batching_config=batches
         )
-        self._manager.logit_processor.logits_processor.insert(0, _BreakTies())
+        self.manager.logit_processor.logits_processor.insert(0, _BreakTies())
         self._jobs: dict[str, Job] = {}
         self._count = 0
         self._is_watched = False
         if batches.varlen_compile_config is not None:
             try:
-                self._manager.warmup()  # otherwise the first request would wait for the compiler
+                self.manager.warmup()  # otherwise the first request would wait for the compiler
             except (RuntimeError, ValueError) as error:
                 raise UserError(f"--compile: {one_line(error)}") from error
-        self._manager.start()
-        while self._manager.batch_processor is None and self._manager.is_running():
+        self.manager.start()
+        while self.manager.batch_processor is None and self.manager.is_running():
             time.sleep(0.01)
         if not self.is_alive():
             raise UserError(f"--continuous-batching: {self._reason()}")
 
     def room(self) -> int | None:
-        cache = self._manager.batch_processor.cache
+        cache = self.manager.batch_processor.cache
         allocators = cache.cache_allocators.values()
         fixed = [each.bytes_per_block for each in allocators if getattr(each, "has_one", False)]
         tokens = [
@@ -363,7 +349,7 @@ class Batched(Engine):
         room = int(free / sum(tokens))
         return min(room, self._loaded.max_context or room)
 
-    def start(self, job: Job, inputs: Any, config: GenerationConfig, body: Request) -> None:
+    def start(self, job: Job, inputs: Any, config: GenerationConfig, body: GenerationRequest) -> None:
         self._refuse(config, body)
         is_greedy = not config.do_sample
         self._count += 1
@@ -386,13 +372,13 @@ class Batched(Engine):
 
         def cancel() -> None:
             if self._jobs.pop(name, None) is not None:
-                self._manager.cancel_request(name)
-                self._manager.output_router.result_handlers.pop(name, None)
+                self.manager.cancel_request(name)
+                self.manager.output_router.result_handlers.pop(name, None)
 
         self._jobs[name] = job
         job.on_cancel = cancel
-        self._manager.register_result_handler(name, take)
-        accepted = self._manager.add_request(
+        self.manager.register_result_handler(name, take)
+        accepted = self.manager.add_request(
             inputs["input_ids"],
             request_id=name,
             streaming=True,
@@ -409,31 +395,27 @@ class Batched(Engine):
             self._watch(job.loop)
 
     def is_alive(self) -> bool:
-        return bool(self._manager.is_running()) and self._manager.background_thread_status.fatal_error is None
+        return bool(self.manager.is_running()) and self.manager.background_thread_status.fatal_error is None
 
     def cache_use(self) -> float | None:
-        return 1.0 - float(self._manager.batch_processor.cache.compute_free_capacity())
-
-    def close(self) -> None:
-        self._manager.stop(block=True, timeout=SHUTDOWN_SECONDS, hard_stop=True)
+        return 1.0 - float(self.manager.batch_processor.cache.compute_free_capacity())
 
     def follow(self) -> None:
         """Run what the first rank of a tensor-parallel group schedules, until the generation thread ends."""
         while self.is_alive():
-            self._manager.get_result(timeout=1.0)  # answers are for the first rank; here they would fill the memory
+            self.manager.get_result(timeout=1.0)  # answers are for the first rank; here they would fill the memory
 
-    def _refuse(self, config: GenerationConfig, body: Request) -> None:
-        lacking = {"logit_bias": bool(body.bias), "seed": body.seed is not None and config.do_sample}
-        lacking |= {"frequency_penalty": bool(body.penalties[0]), "presence_penalty": bool(body.penalties[1])}
-        for name in UNBATCHED:
-            lacking[f"generation_config.{name}"] = getattr(body.generation_config, name, None) is not None
-        for param, is_asked in lacking.items():
-            if is_asked:
-                message = f"{param}: continuous batching does not support it; serve without --continuous-batching"
-                raise ApiError(message, param=param)
+    def _refuse(self, config: GenerationConfig, body: GenerationRequest) -> None:
+        asked = [name for name in ("logit_bias", "frequency_penalty", "presence_penalty") if getattr(body, name)]
+        asked += ["seed"] if body.seed is not None and config.do_sample else []
+        options = {} if body.generation_config is None else body.generation_config.model_dump(exclude_none=True)
+        asked += [f"generation_config.{name}" for name in UNBATCHED if name in options]
+        for param in asked:
+            message = f"{param}: continuous batching does not support it; serve without --continuous-batching"
+            raise ApiError(message, param=param)
 
     def _reason(self) -> str:
-        error = self._manager.background_thread_status.fatal_error
+        error = self.manager.background_thread_status.fatal_error
         return "the generation thread has ended" if error is None else one_line(error)
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:

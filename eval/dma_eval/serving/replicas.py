@@ -8,13 +8,9 @@ another one. If a part of the answer was already sent, it ends the answer with a
 from __future__ import annotations
 
 import asyncio
-import collections
-import json
 import os
 import urllib.request
 from collections.abc import AsyncIterator
-from contextlib import suppress
-from hashlib import sha256
 from typing import Any
 
 import ray
@@ -25,7 +21,6 @@ from ray.exceptions import NodeDiedError, RayActorError, RayError, TaskCancelled
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.serve.metrics import Counter, Gauge, Histogram
-from ray.serve.request_router import FIFOMixin, RequestRouter
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dma_eval.errors import one_line
@@ -33,14 +28,13 @@ from dma_eval.names import API_KEY_VARIABLE
 
 from .app import ERROR_HANDLERS, build, load
 from .checks import ApiError
-from .gate import Gate, closed, overloaded, receiver, start_log
+from .gate import Gate, overloaded, receiver, start_log
 from .jobs import Job
 from .ranks import start_ranks
 from .settings import Settings
 
 ATTEMPTS = 2  # a request that kills its replica must not kill all of them
-POLL_SECONDS = 0.1
-CANCEL_SECONDS = 2.0  # for the errors of requests that are cut off at the end of a drain
+CANCEL_SECONDS = 2.0  # for the errors of requests that are cut off when the server stops
 FIRST_TOKEN_BUCKETS = [0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60]
 PARTS_PER_SECOND = 1000
 """Most parts of answers that all replicas together send to the gateway, each of which costs it CPU time.
@@ -48,6 +42,11 @@ PARTS_PER_SECOND = 1000
 With two replicas of 32 open requests, a client gets new text every 64 ms: as a rule several tokens.
 """
 _LOST = (RayActorError, NodeDiedError, WorkerCrashedError)
+QUIET = {"log_level": "WARNING", "enable_access_log": False}
+EVEN_ROUTER = "ray.serve.experimental.round_robin_router.RoundRobinRouter"
+"""Ray Serve's default learns from a replica how busy it is, too late for requests that arrive together."""
+SESSION_ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+SESSION_HEADER = b"x-session-id"  # as Ray Serve has it
 
 
 class Model:
@@ -57,7 +56,8 @@ class Model:
         if settings.tensor_parallel > 1:
             start_ranks(settings)
         loaded, backend, self._engine = load(settings)
-        self._gate = Gate(build(loaded, self._engine, backend.label), observe=self._observe)
+        self._app = build(loaded, self._engine, backend.label)
+        self._open_requests = 0
         self._seconds_per_part = (settings.max_replicas or settings.replicas) / PARTS_PER_SECOND
         self._prompt_tokens = Counter("dma_hf_prompt_tokens", "Tokens of prompts.")
         self._new_tokens = Counter("dma_hf_new_tokens", "Generated tokens.")
@@ -95,9 +95,11 @@ class Model:
             The messages since the last part. The first part has the status, the headers and some text.
         """
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
-        scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http"}
-        running = asyncio.ensure_future(self._gate(scope | request, receiver(body), messages.put))
+        scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http", "state": {}}
+        scope |= request
+        running = asyncio.ensure_future(self._app(scope, receiver(body), messages.put))
         running.add_done_callback(lambda _: messages.put_nowait(None))
+        self._open_requests += 1
         part: list[Message] = []
         try:
             while (message := await messages.get()) is not None:
@@ -106,44 +108,17 @@ class Model:
                     yield part
                     part = []
                     if message.get("more_body", False):
-                        await asyncio.sleep(self._seconds_per_part * self._gate.open_requests)
+                        await asyncio.sleep(self._seconds_per_part * self._open_requests)
             if part and part[-1]["type"] == "http.response.body":
                 yield part
             await running
         finally:
+            self._open_requests -= 1
             running.cancel()
             await asyncio.wait({running})
-
-
-class LeastBusyRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
-    """Chooses the replica with the fewest open requests of this gateway.
-
-    Ray Serve's own router learns from a replica how busy it is, too late for requests that arrive together.
-    """
-
-    def initialize_state(self, **_: Any) -> None:
-        """Begin without requests."""
-        self._replica_of: dict[str, Any] = {}  # of open requests, and of those on their way
-
-    async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> list[list[Any]]:
-        """Return the replicas in the order in which to try them."""
-        requests = collections.Counter(self._replica_of.values())
-        ranks = sorted(candidate_replicas, key=lambda replica: requests[replica.replica_id])
-        if ranks and pending_request is not None:
-            request_id = pending_request.metadata.internal_request_id
-            self._replica_of[request_id] = ranks[0].replica_id
-            pending_request.future.add_done_callback(
-                lambda future: self._replica_of.pop(request_id, None) if future.cancelled() else None
-            )
-        return [[replica] for replica in ranks]
-
-    def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
-        """Note which replica has accepted a request."""
-        self._replica_of[pending_request.metadata.internal_request_id] = replica_id
-
-    def on_request_completed(self, replica_id: Any, internal_request_id: str) -> None:
-        """Forget a request that has ended."""
-        self._replica_of.pop(internal_request_id, None)
+            if (job := scope["state"].get("job")) is not None:
+                job.cancel()
+                self._observe(job)
 
 
 class Forward:
@@ -152,14 +127,6 @@ class Forward:
     def __init__(self, model: DeploymentHandle[Any], *, has_sessions: bool) -> None:
         self._model = model.options(stream=True, method_name="answer")
         self._has_sessions = has_sessions
-        self._answers: set[Any] = set()
-        self._is_closing = False
-
-    def close(self) -> None:
-        """End all answers with an error."""
-        self._is_closing = True
-        for answer in self._answers:
-            answer.cancel()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request.
@@ -170,122 +137,73 @@ class Forward:
         body = (await receive())["body"]
         request = {name: scope[name] for name in ("method", "path", "query_string")}
         request["headers"] = [each for each in scope["headers"] if each[0] != b"authorization"]
-        handle = self._model.options(session_id=session_of(scope, body)) if self._has_sessions else self._model
+        model = self._model
+        if self._has_sessions:
+            model = model.options(session_id=dict(scope["headers"]).get(SESSION_HEADER, b"").decode("latin-1"))
         for attempt in range(1, ATTEMPTS + 1):
             is_sent = False
-            answer = None
             try:
-                answer = handle.remote(request, body)
-                self._answers.add(answer)
+                answer = model.remote(request, body)
                 async for part in answer:
                     if not is_sent:  # until here another replica can take over
                         await send(part.pop(0))
                         is_sent = True
                     await send(part[-1] | {"body": b"".join(message["body"] for message in part)})
                 return
-            except (RayError, RayServeException, asyncio.CancelledError) as failure:
-                if isinstance(failure, asyncio.CancelledError) and not self._is_closing:  # the client is gone
-                    if answer is not None:
-                        answer.cancel()
-                    raise
-                is_lost = isinstance(failure, _LOST) and not self._is_closing
-                if is_lost and not is_sent and attempt < ATTEMPTS:
-                    continue
-                error = self._explain(failure)
-                if not is_sent:
+            except asyncio.CancelledError:  # the client is gone
+                answer.cancel()
+                raise
+            except (RayError, RayServeException) as failure:
+                error = _explain(failure)
+                if is_sent:
+                    await send({"type": "http.response.body", "body": error.event(scope["path"]).encode()})
+                    return
+                if not isinstance(failure, _LOST) or attempt == ATTEMPTS:
                     raise error from failure
-                await send({"type": "http.response.body", "body": error.event(scope["path"]).encode()})
-                return
-            finally:
-                self._answers.discard(answer)
-
-    def _explain(self, failure: BaseException) -> ApiError:
-        """Return the answer to a client for a failure."""
-        if self._is_closing:
-            return closed()
-        if isinstance(failure, BackPressureError):
-            return overloaded("all replicas are busy and the queue is full (--max-queued)")
-        if isinstance(failure, _LOST):
-            message = "the replica that computed this answer has died; send the request again"
-            return ApiError(message, code="replica_died", status=503)
-        if isinstance(failure, (DeploymentUnavailableError, TaskCancelledError)):
-            return ApiError(f"no replica can answer: {one_line(failure)}", status=503)
-        return ApiError(f"the server failed: {one_line(failure)}", status=500)
 
 
-def session_of(scope: Scope, body: bytes) -> str:
-    """Return the key of a request's conversation. One replica gets all its requests and can share their pages.
+def _explain(failure: BaseException) -> ApiError:
+    """Return the answer to a client for a failure."""
+    if isinstance(failure, BackPressureError):
+        return overloaded("all replicas are busy and the queue is full (--max-queued)")
+    if isinstance(failure, _LOST):
+        message = "the replica that computed this answer has died; send the request again"
+        return ApiError(message, code="replica_died", status=503)
+    if isinstance(failure, (DeploymentUnavailableError, TaskCancelledError)):
+        return ApiError(f"no replica can answer: {one_line(failure)}", status=503)
+    return ApiError(f"the server failed: {one_line(failure)}", status=500)
 
-    The key is the header ``x-session-id`` or the field ``prompt_cache_key``. Without them it is the conversation up to
-    the first user message, which all later requests repeat.
-    """
-    header = dict(scope["headers"]).get(b"x-session-id", b"").decode("latin-1")
-    try:
-        fields = json.loads(body)
-    except ValueError:  # which the replica refuses, or a request without a body
-        fields = {}
-    if not isinstance(fields, dict):
-        fields = {}
-    if key := header or fields.get("prompt_cache_key"):
-        return str(key).encode(errors="replace").decode()  # JSON may hold half a character, which Ray would hang on
-    opening = fields.get("messages", fields.get("input", fields.get("prompt")))
-    if isinstance(opening, list):
-        roles = [each.get("role") if isinstance(each, dict) else None for each in opening]
-        opening = opening[: roles.index("user") + 1] if "user" in roles else opening
-    return sha256(json.dumps(opening).encode()).hexdigest()
+
+def show_health() -> JSONResponse:
+    """Answer whether a replica runs, and how many do."""
+    status = serve.status().applications[serve.get_replica_context().app_name].deployments[Model.__name__]
+    running = status.replica_states.get("RUNNING", 0)
+    return JSONResponse({"status": "ok" if running else "error", "replicas": running}, 200 if running else 503)
+
+
+def show_metrics() -> PlainTextResponse:
+    """Answer with Ray's own metrics of this node."""
+    here = ray.get_runtime_context().get_node_id()
+    (node,) = [each for each in ray.nodes() if each["NodeID"] == here]
+    address = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(address, timeout=5) as response:
+        return PlainTextResponse(response.read().decode(), media_type="text/plain; version=0.0.4")
 
 
 class Gateway:
-    """The entry point for clients. It admits requests and forwards them."""
+    """The entry point for clients. It checks the API key and forwards requests."""
 
     def __init__(self, model: DeploymentHandle[Any], settings: Settings, api_key: str | None) -> None:
         start_log(settings.log_level)
-        self._forward = Forward(model, has_sessions=settings.session_affinity)
-        most = (settings.max_replicas or settings.replicas) * settings.max_requests + settings.max_queued
-        api_key = api_key or os.environ.get(API_KEY_VARIABLE)
-        application = _application(self._forward, serve.get_replica_context().app_name)
-        self._gate = Gate(application, api_key=api_key, most=most)
+        app = FastAPI(openapi_url=None, exception_handlers=ERROR_HANDLERS)
+        app.add_api_route("/health", show_health, response_model=None)
+        app.add_api_route("/metrics", show_metrics, response_model=None)
+        app.mount("/", Forward(model, has_sessions=settings.session_affinity))
+        self._gate = Gate(app, api_key=api_key or os.environ.get(API_KEY_VARIABLE))
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the application that Ray Serve's proxies call."""
         return self._gate
-
-    async def drain(self, seconds: float) -> None:
-        """Refuse new requests, and cancel those that are unfinished after some time."""
-        self._gate.refuse()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._wait()
-        self._forward.close()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(CANCEL_SECONDS):
-                await self._wait()
-
-    async def _wait(self) -> None:
-        while self._gate.open_requests:
-            await asyncio.sleep(POLL_SECONDS)
-
-
-def _application(forward: ASGIApp, name: str) -> FastAPI:
-    app = FastAPI(openapi_url=None, exception_handlers=ERROR_HANDLERS)
-
-    @app.get("/health")
-    def show_health() -> JSONResponse:
-        status = serve.status().applications[name].deployments[Model.__name__]
-        running = status.replica_states.get("RUNNING", 0)
-        return JSONResponse({"status": "ok" if running else "error", "replicas": running}, 200 if running else 503)
-
-    @app.get("/metrics")
-    def show_metrics() -> PlainTextResponse:
-        """Answer with Ray's own metrics of this node."""
-        here = ray.get_runtime_context().get_node_id()
-        (node,) = [each for each in ray.nodes() if each["NodeID"] == here]
-        address = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(address, timeout=5) as response:
-            return PlainTextResponse(response.read().decode(), media_type="text/plain; version=0.0.4")
-
-    app.mount("/", forward)
-    return app
 
 
 def build_application(arguments: dict[str, Any]) -> serve.Application:
@@ -302,15 +220,12 @@ def make_application(settings: Settings, api_key: str | None) -> serve.Applicati
     if settings.max_replicas is not None:
         scaling = {"min_replicas": settings.replicas, "max_replicas": settings.max_replicas}
         options = {"autoscaling_config": scaling | {"target_ongoing_requests": max(1, settings.max_requests // 2)}}
-    router = f"{__name__}.{LeastBusyRouter.__name__}"
-    if settings.session_affinity:
-        router = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+    router = SESSION_ROUTER if settings.session_affinity else EVEN_ROUTER
     options["request_router_config"] = {"request_router_class": router}
     shared: dict[str, Any] = {
-        "graceful_shutdown_timeout_s": settings.drain_seconds,
         "graceful_shutdown_wait_loop_s": 0.5,
         "max_constructor_retry_count": 3,
-        "logging_config": {"log_level": "WARNING", "enable_access_log": False},
+        "logging_config": QUIET,
     }
     process = {"CPU": 1, "GPU": settings.gpus_per_rank}
     if settings.tensor_parallel > 1:
@@ -321,12 +236,14 @@ def make_application(settings: Settings, api_key: str | None) -> serve.Applicati
         max_ongoing_requests=settings.max_requests,
         max_queued_requests=settings.max_queued,
         health_check_period_s=5,
+        graceful_shutdown_timeout_s=settings.drain_seconds,
         **options,
         **shared,
     )
     gateway = serve.deployment(serve.ingress()(Gateway)).options(
         ray_actor_options={"num_cpus": 0},
-        max_ongoing_requests=1 << 20,  # its gate refuses more than it takes, and /health must always pass
+        max_ongoing_requests=1 << 20,  # its replicas refuse more than they take, and /health must always pass
+        graceful_shutdown_timeout_s=settings.drain_seconds + CANCEL_SECONDS,
         **shared,
     )
     return gateway.bind(model.bind(settings), settings, api_key)

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
+from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from jinja2 import TemplateError
 from transformers import GenerationConfig
@@ -23,8 +24,7 @@ from dma_hf.integrations.serving import (
     get_response_template,
 )
 
-from .checks import ApiError, ChatRequest, CompletionRequest, Request, ResponseRequest, check
-from .gate import register
+from .checks import ApiError, ChatRequest, CompletionRequest, GenerationRequest, ResponseRequest, check
 from .jobs import Batched, Engine, Job
 
 SSE = "text/event-stream"
@@ -35,7 +35,7 @@ SAMPLE = 64  # characters for each token of the server's limit
 class _Generation(GenerationState):  # type: ignore[misc]
     """The generator that Transformers' handlers call for one request. It makes a job of the call."""
 
-    def __init__(self, loaded: LoadedModel, engine: Engine, body: Request, param: str) -> None:
+    def __init__(self, loaded: LoadedModel, engine: Engine, body: GenerationRequest, param: str) -> None:
         super().__init__(isinstance(engine, Batched))
         self._loaded, self._engine, self._body, self._param = loaded, engine, body, param
 
@@ -67,10 +67,9 @@ class _Generation(GenerationState):  # type: ignore[misc]
         ids = inputs["input_ids"]
         prompt_tokens = len(ids) if isinstance(ids, list) else ids.shape[-1]
         self._settle(gen_config, prompt_tokens)
-        stops = self._body.stops
+        stops = self._body.stop
         self.job = Job(self._loaded.tokenizer, prompt_tokens, gen_config.max_new_tokens, stops, response_parser)
         self._engine.start(self.job, inputs, gen_config, self._body)
-        register(self.job)
         return self.job.queue, self.job
 
     def _settle(self, config: GenerationConfig, prompt_tokens: int) -> None:
@@ -89,7 +88,7 @@ class _Generation(GenerationState):  # type: ignore[misc]
         if room is not None:
             config.max_new_tokens = min(config.max_new_tokens or room, room - prompt_tokens)
         vocabulary = self._loaded.model.config.get_text_config().vocab_size
-        if any(token >= vocabulary for token in body.bias):
+        if any(token >= vocabulary for token in body.logit_bias):
             raise ApiError(f"logit_bias: the model has {vocabulary} tokens", param="logit_bias")
         if body.temperature is not None or body.top_p is not None:
             config.do_sample = True
@@ -99,7 +98,7 @@ class _Generation(GenerationState):  # type: ignore[misc]
             config.top_p = body.top_p
         if config.temperature is not None and config.temperature < GREEDY_TEMPERATURE:
             config.do_sample = False
-        if getattr(body, "ignore_eos", None):
+        if body.ignore_eos:
             config.eos_token_id = -1  # no token
         if not config.do_sample:
             config.temperature = config.top_p = config.top_k = None
@@ -117,7 +116,7 @@ class Route:
     """A route. It checks a request, has it answered, and converts the answer to OpenAI's format."""
 
     path: str
-    body_type: type[Request]
+    body_type: type[GenerationRequest]
     handler: type[Any]
     param: str  # the field with the prompt
     prefix = ""  # of the ids of answers
@@ -126,13 +125,13 @@ class Route:
     def __init__(self, models: ModelManager, loaded: LoadedModel, engine: Engine) -> None:
         self._models, self._loaded, self._engine = models, loaded, engine
 
-    async def answer(self, fields: dict[str, Any]) -> Response:
+    async def answer(self, request: Request) -> Response:
         """Answer a request, at once or as a stream.
 
         Raises:
             ApiError: It cannot be answered.
         """
-        body = check(self.body_type, fields)
+        body = check(self.body_type, await request.body())
         if body.model not in (None, self._loaded.name):
             message = f"this server is pinned to {self._loaded.name!r}; requested {body.model!r}"
             raise ApiError(message, param="model", code="model_not_found")
@@ -145,12 +144,13 @@ class Route:
             answer = await handler.handle_request(passed, f"{self.prefix}{uuid.uuid4().hex}")
         except (ValueError, TypeError, TemplateError) as error:  # of the template
             raise ApiError(one_line(error), param=self.param) from error
+        request.state.job = generation.job
         pieces = _pieces(answer, generation.job)
         if body.stream:
             return StreamingResponse(self._stream(pieces, body), media_type=SSE)
         return JSONResponse(self._join([piece async for piece in pieces]))
 
-    def _check_template(self, body: Request) -> None:
+    def _check_template(self, body: GenerationRequest) -> None:
         if self.param == "prompt":
             return
         tokenizer = self._loaded.tokenizer
@@ -162,7 +162,7 @@ class Route:
         ):
             raise ApiError("tools: the model's chat template has none", param="tools")
 
-    async def _check_length(self, body: Request) -> None:
+    async def _check_length(self, body: GenerationRequest) -> None:
         """Refuse a text that is far too long on another thread, because the handler counts tokens on the event loop."""
         text, room = getattr(body, self.param), self._engine.room()
         if not isinstance(text, str):
@@ -172,7 +172,7 @@ class Route:
             if len(ids) > 2 * room:
                 raise too_long(room, f"more than {2 * room} tokens", self.param)
 
-    async def _stream(self, pieces: AsyncIterator[dict[str, Any]], body: Request) -> AsyncIterator[str]:
+    async def _stream(self, pieces: AsyncIterator[dict[str, Any]], body: GenerationRequest) -> AsyncIterator[str]:
         """Write pieces as server-sent events. With ``include_usage`` an extra one at the end has the usage."""
         piece: dict[str, Any] = {}
         try:
@@ -181,8 +181,7 @@ class Route:
         except ApiError as error:
             yield error.event(self.path)
             return
-        options = getattr(body, "stream_options", None)
-        if options is not None and options.include_usage:
+        if body.stream_options.include_usage and "choices" in piece:
             yield f"data: {json.dumps(piece | {'choices': []})}\n\n"
         yield self.end
 
