@@ -566,7 +566,7 @@ def test_requests_that_lose_their_pages_are_counted(question):
     done = (None, config.max_new_tokens)
     assert asyncio.run(answer(1)) == ([done], 0)
     answers, evictions = asyncio.run(answer(3))
-    engine.manager.stop(block=True)
+    engine.close()
     assert answers == [done] * 3
     assert evictions > 0
 

@@ -242,6 +242,11 @@ def test_tensor_parallel_ranks_answer_together_and_are_replaced_together(folder,
         replica.kill()
         _, alive = psutil.wait_procs([rank], TIMEOUT)
         assert alive == []
+        assert server.complete(next(iter(expected))).choices[0].text == next(iter(expected.values()))
+        told = len((folder.parent / "log").read_text())
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(TIMEOUT) == 0
+        assert "Traceback" not in (folder.parent / "log").read_text()[told:]
 
 
 def test_one_replica_does_without_ray(run, monkeypatch):

@@ -92,8 +92,8 @@ class ServeOptions(options.LoadOptions):
     )
     session_affinity: bool = on_ray(
         False,
-        help="Send the requests of a conversation to the same replica, which shares the pages of their beginning; "
-        "without it, each goes to the least busy one.",
+        help="Send requests with the same x-session-id header to the same replica, which shares the pages of their "
+        "beginning; without it, replicas take turns.",
     )
     drain_seconds: float = on_ray(10.0, min=0, help="Time for open requests to end when the server stops.")
     ray_address: str | None = on_ray(

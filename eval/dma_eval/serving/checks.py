@@ -104,8 +104,8 @@ def _check_variables(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_neutral(name: str, value: Any) -> bool:
-    values = map(json.dumps, NEUTRAL.get(name, ()))  # as texts, because 0 is not false
-    return name in IGNORED or (name in NEUTRAL and json.dumps(value) in values)
+    allowed = NEUTRAL.get(name, ())
+    return name in IGNORED or any(json.dumps(value) == json.dumps(each) for each in allowed)  # 0 == False in Python
 
 
 class _Model(BaseModel):
@@ -230,14 +230,14 @@ class GenerationOptions(_Model):
     """Fields of Transformers' ``GenerationConfig`` for one sampled answer. Others choose caches, beams and helpers."""
 
     do_sample: bool | None = None
-    temperature: float | None = Field(None, gt=0, le=2)
+    temperature: Annotated[float, Field(gt=0, le=2)] | None = None
     top_k: Count | None = None
     top_p: Share | None = None
     min_p: Share | None = None
-    typical_p: float | None = Field(None, gt=0, le=1)
+    typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
     epsilon_cutoff: Share | None = None
     eta_cutoff: Share | None = None
-    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     no_repeat_ngram_size: Count | None = None
     max_new_tokens: Limit | None = None
     min_new_tokens: Count | None = None
@@ -260,7 +260,7 @@ class GenerationRequest(_Model):
     presence_penalty: Penalty = 0.0
     logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] = {}
     ignore_eos: bool = False  # of vLLM and SGLang
-    generation_config: Json[GenerationOptions] | None = None  # Transformers' own, as JSON
+    generation_config: Json[GenerationOptions] = GenerationOptions()  # Transformers' own, as JSON
 
     @model_validator(mode="after")
     def _check_stream(self) -> GenerationRequest:

@@ -24,6 +24,7 @@ from dma_hf.integrations.serving import response_events_to_chunks
 
 from .checks import ApiError, GenerationRequest
 
+STOP_SECONDS = 1.0
 WATCH_SECONDS = 0.5  # between two checks of the generation thread
 CPU_BATCH_TOKENS = 2048  # a batch cannot be interrupted; Transformers' default of 8,192 takes half a minute on a CPU
 END = None  # the last item of a job's queue
@@ -195,6 +196,9 @@ class Engine:
         """Share of the paged cache that is in use; ``None`` without one."""
         return None
 
+    def close(self) -> None:
+        """Stop what runs in the background, on all ranks."""
+
 
 class _Cancelled(Exception):
     """Ends ``generate`` after the job was cancelled."""
@@ -319,26 +323,26 @@ class Batched(Engine):
         eos = loaded.model.generation_config.eos_token_id
         # Any values except the neutral ones create the processors. Requests then set their own values.
         config = GenerationConfig(do_sample=True, temperature=0.5, top_p=0.5, top_k=1, eos_token_id=eos)
-        self.manager = loaded.model.init_continuous_batching(
+        self._manager = loaded.model.init_continuous_batching(
             generation_config=config, continuous_batching_config=batches
         )
-        self.manager.logit_processor.logits_processor.insert(0, _BreakTies())
+        self._manager.logit_processor.logits_processor.insert(0, _BreakTies())
         self._jobs: dict[str, Job] = {}
         self._count = 0
         self._is_watched = False
         if batches.varlen_compile_config is not None:
             try:
-                self.manager.warmup()  # otherwise the first request would wait for the compiler
+                self._manager.warmup()  # otherwise the first request would wait for the compiler
             except (RuntimeError, ValueError) as error:
                 raise UserError(f"--compile: {one_line(error)}") from error
-        self.manager.start()
-        while self.manager.batch_processor is None and self.manager.is_running():
+        self._manager.start()
+        while self._manager.batch_processor is None and self._manager.is_running():
             time.sleep(0.01)
         if not self.is_alive():
             raise UserError(f"--continuous-batching: {self._reason()}")
 
     def room(self) -> int | None:
-        cache = self.manager.batch_processor.cache
+        cache = self._manager.batch_processor.cache
         allocators = cache.cache_allocators.values()
         fixed = [each.bytes_per_block for each in allocators if getattr(each, "has_one", False)]
         tokens = [
@@ -372,13 +376,13 @@ class Batched(Engine):
 
         def cancel() -> None:
             if self._jobs.pop(name, None) is not None:
-                self.manager.cancel_request(name)
-                self.manager.output_router.result_handlers.pop(name, None)
+                self._manager.cancel_request(name)
+                self._manager.output_router.result_handlers.pop(name, None)
 
         self._jobs[name] = job
         job.on_cancel = cancel
-        self.manager.register_result_handler(name, take)
-        accepted = self.manager.add_request(
+        self._manager.register_result_handler(name, take)
+        accepted = self._manager.add_request(
             inputs["input_ids"],
             request_id=name,
             streaming=True,
@@ -395,27 +399,30 @@ class Batched(Engine):
             self._watch(job.loop)
 
     def is_alive(self) -> bool:
-        return bool(self.manager.is_running()) and self.manager.background_thread_status.fatal_error is None
+        return bool(self._manager.is_running()) and self._manager.background_thread_status.fatal_error is None
 
     def cache_use(self) -> float | None:
-        return 1.0 - float(self.manager.batch_processor.cache.compute_free_capacity())
+        return 1.0 - float(self._manager.batch_processor.cache.compute_free_capacity())
+
+    def close(self) -> None:
+        self._manager.stop(block=True, timeout=STOP_SECONDS, hard_stop=True)
 
     def follow(self) -> None:
         """Run what the first rank of a tensor-parallel group schedules, until the generation thread ends."""
         while self.is_alive():
-            self.manager.get_result(timeout=1.0)  # answers are for the first rank; here they would fill the memory
+            self._manager.get_result(timeout=1.0)  # answers are for the first rank; here they would fill the memory
 
     def _refuse(self, config: GenerationConfig, body: GenerationRequest) -> None:
         asked = [name for name in ("logit_bias", "frequency_penalty", "presence_penalty") if getattr(body, name)]
         asked += ["seed"] if body.seed is not None and config.do_sample else []
-        options = {} if body.generation_config is None else body.generation_config.model_dump(exclude_none=True)
-        asked += [f"generation_config.{name}" for name in UNBATCHED if name in options]
+        options = body.generation_config
+        asked += [f"generation_config.{name}" for name in UNBATCHED if getattr(options, name) is not None]
         for param in asked:
             message = f"{param}: continuous batching does not support it; serve without --continuous-batching"
             raise ApiError(message, param=param)
 
     def _reason(self) -> str:
-        error = self.manager.background_thread_status.fatal_error
+        error = self._manager.background_thread_status.fatal_error
         return "the generation thread has ended" if error is None else one_line(error)
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:

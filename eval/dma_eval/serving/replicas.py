@@ -68,6 +68,11 @@ class Model:
         self._evicted = Counter("dma_hf_evicted_requests", "Requests that lost their pages and were computed again.")
         self._cache_use = Gauge("dma_hf_cache_use", "Share of the paged cache that is in use.")
 
+    def __del__(self) -> None:
+        """Stop all ranks together. Ray Serve calls it when it stops a replica."""
+        if (engine := getattr(self, "_engine", None)) is not None:  # it has none if the model did not load
+            engine.close()
+
     def _observe(self, job: Job) -> None:
         if job.total_tokens:
             self._prompt_tokens.inc(job.prompt_tokens)
@@ -95,9 +100,9 @@ class Model:
             The messages since the last part. The first part has the status, the headers and some text.
         """
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
-        scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http", "state": {}}
-        scope |= request
-        running = asyncio.ensure_future(self._app(scope, receiver(body), messages.put))
+        state: dict[str, Any] = {}
+        scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http", "state": state}
+        running = asyncio.ensure_future(self._app(scope | request, receiver(body), messages.put))
         running.add_done_callback(lambda _: messages.put_nowait(None))
         self._open_requests += 1
         part: list[Message] = []
@@ -116,7 +121,7 @@ class Model:
             self._open_requests -= 1
             running.cancel()
             await asyncio.wait({running})
-            if (job := scope["state"].get("job")) is not None:
+            if (job := state.get("job")) is not None:
                 job.cancel()
                 self._observe(job)
 

@@ -81,21 +81,15 @@ class _Generation(GenerationState):  # type: ignore[misc]
         if room is not None and prompt_tokens + (limit or 1) > room:
             asked = f"{prompt_tokens} tokens" + (f" and {name} is {limit}" if limit is not None else "")
             raise too_long(room, asked, self._param if prompt_tokens >= room else name)
-        if body.generation_config is not None:
-            for option, value in body.generation_config.model_dump(exclude_none=True).items():
-                setattr(config, option, value)
+        vars(config).update(body.generation_config.model_dump(exclude_none=True))
+        sampling = {name: value for name in ("temperature", "top_p") if (value := getattr(body, name)) is not None}
+        vars(config).update(sampling, do_sample=config.do_sample or bool(sampling))
         config.max_new_tokens = limit or config.max_new_tokens
         if room is not None:
             config.max_new_tokens = min(config.max_new_tokens or room, room - prompt_tokens)
         vocabulary = self._loaded.model.config.get_text_config().vocab_size
         if any(token >= vocabulary for token in body.logit_bias):
             raise ApiError(f"logit_bias: the model has {vocabulary} tokens", param="logit_bias")
-        if body.temperature is not None or body.top_p is not None:
-            config.do_sample = True
-        if body.temperature is not None:
-            config.temperature = body.temperature
-        if body.top_p is not None:
-            config.top_p = body.top_p
         if config.temperature is not None and config.temperature < GREEDY_TEMPERATURE:
             config.do_sample = False
         if body.ignore_eos:
