@@ -417,9 +417,9 @@ class Batched(Engine):
         asked += ["seed"] if body.seed is not None and config.do_sample else []
         options = body.generation_config
         asked += [f"generation_config.{name}" for name in UNBATCHED if getattr(options, name) is not None]
-        for param in asked:
-            message = f"{param}: continuous batching does not support it; serve without --continuous-batching"
-            raise ApiError(message, param=param)
+        if asked:
+            message = f"{asked[0]}: continuous batching does not support it; serve without --continuous-batching"
+            raise ApiError(message, param=asked[0])
 
     def _reason(self) -> str:
         error = self._manager.background_thread_status.fatal_error

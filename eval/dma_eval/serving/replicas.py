@@ -1,8 +1,9 @@
 """Several replicas of the server on Ray Serve: a gateway that takes requests, and replicas of the model.
 
-The gateway checks the API key, limits requests, and forwards each to a replica that Ray Serve's router chooses. A
-replica answers it with the application of :mod:`.app`, like a single process. If the replica dies, the gateway tries
-another one. If a part of the answer was already sent, it ends the answer with an error in OpenAI's format.
+The gateway checks the API key and forwards requests. Ray Serve chooses a replica for each, bounds how many wait, and
+gives open ones time to end when the server stops. A replica answers with the application of :mod:`.app`, like a single
+process. If it dies, the gateway tries another one. If a part of the answer was already sent, the gateway ends the
+answer with an error in OpenAI's format.
 """
 
 from __future__ import annotations
