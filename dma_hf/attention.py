@@ -142,13 +142,14 @@ def _geometry(
         return _adopt(geometry, module, query, kv_len), None
     two_sequences = _is_cross_attention(module, is_causal) or (not is_causal and q_len != kv_len)
     offset = 0 if two_sequences else kv_len - q_len
-    geometry = MaskGeometry(batch, q_len, kv_len, is_causal=False, q_offset=offset, two_sequences=two_sequences)
     if mask is None:
         is_causal = is_causal and not two_sequences
         window = None
         if sliding_window is not None and not two_sequences:  # bidirectional: exclusive, as in FlashAttention
             window = sliding_window if is_causal else max(1, sliding_window - 1)
-        return replace(geometry, is_causal=is_causal, window=window), None
+        return MaskGeometry(
+            batch, q_len, kv_len, is_causal=is_causal, window=window, q_offset=offset, two_sequences=two_sequences
+        ), None
     if not isinstance(mask, Tensor):
         raise TypeError(f"attention_mask must be a tensor, got {type(mask).__name__}; flex_attention takes a BlockMask")
     full = (batch, query.shape[1], q_len, kv_len)
@@ -157,7 +158,9 @@ def _geometry(
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(f"attention_mask must be boolean or floating point, got {mask.dtype}")
     read = read_mask(mask)
-    geometry = replace(geometry, pattern=read.pattern)
+    geometry = MaskGeometry(
+        batch, q_len, kv_len, is_causal=False, q_offset=offset, pattern=read.pattern, two_sequences=two_sequences
+    )
     # A window of a decoding step hides more than the padding does.
     if mask.shape[3] > 1 and (sliding_window is None or q_len == kv_len):
         geometry = replace(geometry, q_offset=geometry.q_offset - read.origin, kv_offset=-read.origin)
@@ -198,8 +201,8 @@ def _is_cross_attention(module: nn.Module, is_causal: bool) -> bool:
         return True
     if any(part in type(module).__name__ for part in CROSS_ATTENTION_NAMES):
         return True
-    is_decoder = bool(getattr(module, "is_decoder", False))
-    return is_decoder and not is_causal and not getattr(module, "is_causal", True)
+    # A module takes microseconds to say that it lacks an attribute, so the causal case asks for none.
+    return not is_causal and bool(getattr(module, "is_decoder", False)) and not getattr(module, "is_causal", True)
 
 
 _CHANGED = (

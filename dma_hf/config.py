@@ -327,7 +327,8 @@ def settings_of(config: PreTrainedConfig) -> Settings:
     implementation, preset, cache = split_name(str(attention_name(config)))
     if implementation not in (NAME, PAGED_NAME):
         preset = cache = ""
-    section = preset or getattr(config, NAME, None)
+    # A configuration takes microseconds to say that it lacks an attribute, and every layer asks.
+    section = preset or vars(config).get(NAME)
     if section is None and not cache:
         return _DEFAULT
     runtime = tuple(getattr(section, "runtime", {}).items())

@@ -128,15 +128,22 @@ def counted(
         result = function(*arguments, **options)
     use = Use(" + ".join(dict.fromkeys(kernels)) or "none", recipe, cache)
     with _lock:
-        _layers.setdefault(module, LayerStats()).uses[use] += 1
+        _layer(module).uses[use] += 1
     return result
+
+
+def _layer(module: nn.Module) -> LayerStats:
+    found = _layers.get(module)
+    if found is None:
+        found = _layers[module] = LayerStats()
+    return found
 
 
 def count_tiles(module: nn.Module, tiles: Tensor) -> None:
     """Add the numbers of tiles that a layer skipped and examined, ``[Hq, 2]``. Waits for the device."""
     tiles = tiles.cpu()
     with _lock:
-        layer = _layers.setdefault(module, LayerStats())
+        layer = _layer(module)
         layer.tiles = tiles if layer.tiles is None else layer.tiles + tiles
 
 
@@ -144,7 +151,7 @@ def count_fallback(module: nn.Module, option: str) -> None:
     """Count a call of a layer that SDPA computes."""
     if not torch.compiler.is_compiling():
         with _lock:
-            _layers.setdefault(module, LayerStats()).fallbacks[option] += 1
+            _layer(module).fallbacks[option] += 1
 
 
 TileCounts = dict[nn.Module, Tensor]

@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch.nn import functional as F
 from transformers import BloomConfig, BloomForCausalLM, DynamicCache, LlamaConfig, StaticCache
 from transformers import masking_utils as upstream
