@@ -71,19 +71,13 @@ class PerplexityPart:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WindowsPart:
-    """The windows that a part reads."""
+class FidelityPart:
+    """Fidelity to SDPA in fp32."""
 
     data: str | None = None  # the text; the command line's by default
     context: int | None = context_option()
     max_windows: int | None = max_windows_option()
     batch_size: int = batch_size_option()
-
-
-@dataclass(frozen=True, kw_only=True)
-class FidelityPart(WindowsPart):
-    """Fidelity to SDPA in fp32."""
-
     head_windows: int = piece(2, "--head-windows", min=0, help="Windows for the errors by head; 0 skips them.")
     prompts: int = piece(
         4, "--prompts", min=0, help="Greedy continuations, each of the first half of a window; 0 skips them."
@@ -146,10 +140,13 @@ class RetrievalPart:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StressPart(WindowsPart):
+class StressPart:
     """Perplexity and divergence on twins of the model with larger outlier channels."""
 
+    data: str | None = None  # the text; the command line's by default
+    context: int | None = context_option()
     max_windows: int | None = max_windows_option(2)
+    batch_size: int = batch_size_option()
 
 
 @dataclass(frozen=True, kw_only=True)
