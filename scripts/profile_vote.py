@@ -11,6 +11,7 @@ import csv
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -51,7 +52,7 @@ def call_kernels() -> None:
     """Call the kernel of every shape and threshold once under the profiler."""
     for shape, threshold in product(SHAPES, THRESHOLDS):
         tensors = random_inputs(shape, torch.device("cuda"), torch.bfloat16).tensors
-        recipe = dma_hf.config_of("balanced", skip_threshold=threshold).recipe
+        recipe = replace(dma_hf.PRESETS["balanced"].recipe, skip_threshold=threshold)
         attention(*tensors, recipe)  # compiles
         torch.cuda.synchronize()
         torch.cuda.cudart().cudaProfilerStart()
