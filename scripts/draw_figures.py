@@ -1,6 +1,6 @@
 """Draw the figures of the documentation.
 
-    python scripts/draw_figures.py rule cache
+    python scripts/draw_figures.py rule formats
     python scripts/draw_figures.py skipping --model SmolLM2-135M-Instruct.Q4_1.gguf --data wiki.test.raw
 
 Without names it draws all figures that need no model of yours. The formats and the transforms are computed by the
@@ -35,7 +35,7 @@ from dma_hf import DMAConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 ASSETS, FIGURES_FOLDER = ROOT / "eval/dma_eval/assets", ROOT / "docs/figures"
-HIGH, LOW, HIDDEN, EMPTY = "#d55e00", "#56b4e9", "#ececec", "#f4f4f4"
+HIGH, LOW, HIDDEN = "#d55e00", "#56b4e9", "#ececec"
 
 
 def _panels(rows: int, columns: int, width: float, height: float, **options: Any) -> tuple[Figure, Any]:
@@ -73,28 +73,6 @@ def draw_rule() -> Figure:
             axis.set_ticks(tile + 0.5, map(str, tile.tolist()))
         _hide_frame(axes)
     _legend(figure, colors)
-    return figure
-
-
-def draw_cache() -> Figure:
-    """docs/figures/cache.png: where a cache holds which keys of a row, by position."""
-    length, tiles = 1088, 12
-    held = {tile: min(1.0, length / TILE - tile) for tile in range(-(-length // TILE))}
-    regions = {
-        "quantized KV: complete tiles, each encoded once": [(tile, 1.0) for tile, full in held.items() if full == 1.0],
-        "sink: 16 bits": [(0, 1.0)],
-        "residual KV: 16 bits, a ring of tiles": list(held.items())[-3:],
-    }
-    figure, axes = _panels(1, 1, 10, 2.5)
-    for row, stored in enumerate(regions.values()):
-        for spans, color in (([(tile, 1.0) for tile in range(tiles)], EMPTY), (stored, HIGH if row else LOW)):
-            axes.broken_barh(spans, (row, 0.8), facecolors=color, edgecolor="white", linewidth=1.5)
-    axes.axvline(length / TILE, color="0.2", linewidth=1, linestyle="--")
-    axes.text(length / TILE + 0.08, -0.12, "next key", fontsize=8, va="bottom")
-    axes.set(xlim=(0, tiles), ylim=(len(regions), -0.35), xlabel=f"tile ({TILE} positions)")
-    axes.set_xticks([tile + 0.5 for tile in range(tiles)], map(str, range(tiles)))
-    axes.set_yticks([row + 0.4 for row in range(len(regions))], list(regions))
-    _hide_frame(axes)
     return figure
 
 
@@ -252,7 +230,6 @@ def draw_speed_loss() -> Figure:
 
 FIGURES = {
     "rule": draw_rule,
-    "cache": draw_cache,
     "formats": draw_formats,
     "transforms": draw_transforms,
     "speed-loss": draw_speed_loss,
