@@ -61,14 +61,14 @@ class Case:
             ("scale", "q_offset", "kv_range", "window", "softcap", "sinks", "mask", "tile_counts")
         )
         options |= {"is_causal": True, "kv_offset": 0, "backend": "triton"} | self.options
-        tensors = {name: torch.tensor(value, device=device) for name, value in self.tensors.items()}
+        tensors = {name: torch.as_tensor(value, device=device) for name, value in self.tensors.items()}
         return AttentionCall(*self.inputs(dtype, device), recipe, **options | tensors).layouts()
 
     def call(
         self, recipe: Recipe, backend: str, dtype: torch.dtype, device: str, tile_counts: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return output and log-sum-exp; add to ``tile_counts`` (int64 ``[Hq, 2]``) the tiles skipped and examined."""
-        tensors = {name: torch.tensor(value, device=device) for name, value in self.tensors.items()}
+        tensors = {name: torch.as_tensor(value, device=device) for name, value in self.tensors.items()}
         inputs = self.inputs(dtype, device)
         return attention_with_lse(*inputs, recipe, backend=backend, tile_counts=tile_counts, **self.options, **tensors)
 
@@ -95,14 +95,14 @@ def make_sparse(query: Tensor, key: Tensor, share: float = 0.5) -> None:
     key.copy_((torch.randn(key.shape, generator=generator) - lowered * direction).bfloat16())
 
 
-def _pattern(*shape: int) -> list[Any]:
-    return (torch.rand(shape, generator=torch.Generator().manual_seed(5)) < 0.6).tolist()
+def _pattern(*shape: int) -> Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(5)) < 0.6
 
 
-def _packed(length: int, *ends: int) -> list[Any]:
+def _packed(length: int, *ends: int) -> Tensor:
     """A mask of packed sequences with the given ends."""
     number = torch.bucketize(torch.arange(length), torch.tensor(ends), right=True)
-    return (number[:, None] == number).expand(1, 1, -1, -1).tolist()
+    return (number[:, None] == number)[None, None]
 
 
 CASES = {
