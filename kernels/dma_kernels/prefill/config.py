@@ -38,9 +38,9 @@ class PortableConfig:
     """Configuration of the portable kernel."""
 
     block_m: int  # query positions of a CTA; divides 128
-    block_n: int  # keys of a step; divides 128
+    block_n: int  # keys of a step in the loops over low tiles; divides 128
     num_warps: int  # warps of a CTA
-    num_stages: int  # pipeline stages of the loop over low tiles
+    num_stages: int  # pipeline stages of the loop over full low tiles
     max_registers: int | None = None  # limit per thread; ``None`` for no limit
     high_block_n: int = 64  # keys of a step in the loop over high tiles; divides 128
     high_stages: int = 1  # pipeline stages of that loop
@@ -54,7 +54,7 @@ class WarpSpecializedConfig:
 
     consumer_warpgroups: int  # consumer warpgroups, of 64 query positions each
     stages: int  # pipeline stages of keys and values
-    registers: int  # registers per consumer thread
+    registers: int  # registers per thread of each consumer except the first, which gets the rest
     min_keys: int  # fewest keys of a call
     min_rows: int  # fewest query rows of all heads and batch rows
 
@@ -63,8 +63,8 @@ class WarpSpecializedConfig:
 class MultiCTAConfig:
     """Configuration of Hopper's multi-CTA kernel, which runs several CTAs per SM."""
 
-    key_stages: int  # pipeline stages of keys
-    value_stages: int  # pipeline stages of values
+    key_stages: int  # pipeline stages of keys, 1 or 2; 2 for 16-bit low keys
+    value_stages: int  # pipeline stages of values, 1 or 2
     registers: int  # registers per thread
     # most keys that a query attends to on average, in calls that are long enough for the warp-specialized kernel
     max_mean_keys: int

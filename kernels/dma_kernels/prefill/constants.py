@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from ..numerics.formats import padded_channels
 from ..numerics.transforms import hadamard_size
+from .config import MultiCTAConfig, PortableConfig, WarpSpecializedConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +65,7 @@ class PortableConstants(_Constants):
 
     q_heads: int  # query heads
     value_dim: int  # channels of values
-    block_m: int  # query positions of a CTA
-    block_h: int  # keys of a step over high tiles
-    block_n: int  # keys of a step over low tiles
-    high_stages: int  # pipeline stages of the loop over high tiles
-    low_stages: int  # pipeline stages of the loop over full low tiles
+    tuning: PortableConfig  # block sizes and stages
     high_form: str  # form of the keys of high tiles
     high_format: str  # format of keys and queries of high tiles
     low_form: str  # form of the keys of low tiles
@@ -112,9 +109,7 @@ class _HopperConstants(_Constants):
 class WarpSpecializedConstants(_HopperConstants):
     """Constexprs of the warp-specialized kernel."""
 
-    warpgroups: int  # consumer warpgroups
-    stages: int  # stages of the pipeline
-    registers: int  # registers per thread of each consumer except the first, which gets the rest
+    tuning: WarpSpecializedConfig  # warpgroups, stages and registers
     is_low_value_unquantized: bool  # whether the values of low tiles are the caller's own, unpadded
     has_mean: bool  # whether keys are smoothed
 
@@ -123,8 +118,7 @@ class WarpSpecializedConstants(_HopperConstants):
 class MultiCTAConstants(_HopperConstants):
     """Constexprs of the multi-CTA kernel."""
 
-    k_stages: int  # stages of keys, 1 or 2; 2 for 16-bit low keys
-    v_stages: int  # stages of values, 1 or 2
+    tuning: MultiCTAConfig  # stages
     q_form: str  # form of the queries that the CTA quantizes: ``int8`` or ``e4m3``
     q_format: str  # format of these queries
     is_ceil: bool  # whether their scales are rounded up

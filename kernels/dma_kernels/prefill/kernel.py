@@ -1,6 +1,6 @@
 """The portable prefill kernel, in Triton: it implements the whole rule, and stores nothing of size ``[q, k]``.
 
-A CTA computes ``block_m`` query positions of one head and loops over blocks of keys. Blocks are aligned to positions,
+A CTA computes ``BLOCK_M`` query positions of one head and loops over blocks of keys. Blocks are aligned to positions,
 not to the first query, and their sizes divide the rule's tile, so every block is in one tile. There are three loops:
 high tiles (sinks and band), masked low tiles, and full low tiles, which take most of the time and need no mask.
 
@@ -76,7 +76,7 @@ def prefill_kernel(
     q_offset, kv_offset, q_len, kv_len, k_len, v_low_len, storage_len, blocks, swizzle_group, kv_rows,
     window, diagonal_tiles, sink_tiles, softcap, logit_scale, skip_threshold, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention for a block of ``CONFIG.block_m`` query positions of one head.
+    """Compute attention for a block of ``BLOCK_M`` query positions of one head.
 
     Pointers and descriptors are ``None`` or unused where an operand is missing.
 
@@ -89,9 +89,9 @@ def prefill_kernel(
       ``[B, Hkv]`` or ``[B, Hkv, tiles]``; ``v_descale_ptr``: of E4M3 values, fp32 ``[B, Hkv, Dv]``.
     - ``q_global_scale_ptr``: NVFP4 global scale of queries, fp32 ``[B, Hq]``; ``mean_ptr``: mean key that smoothing
       subtracted, fp32 ``[B, Hkv, D]``.
-    - ``k_desc``, ``v_desc``: ``key`` and ``value`` in blocks ``[1, 1, block_h, D]``; ``k_low_desc``: low keys as a
-      matrix in blocks ``[block_n, block_d]``; ``v_low_desc``: like ``v_desc``, or E4M3 values as a matrix in blocks
-      ``[block_dv, block_n]``.
+    - ``k_desc``, ``v_desc``: ``key`` and ``value`` in blocks ``[1, 1, BLOCK_H, D]``; ``k_low_desc``: low keys as a
+      matrix in blocks ``[BLOCK_N, BLOCK_D]``; ``v_low_desc``: like ``v_desc``, or E4M3 values as a matrix in blocks
+      ``[BLOCK_DV, BLOCK_N]``.
     - ``lse_ptr``: fp32 ``[B, Hq, Tq]``; ``sinks_ptr``: sink logits ``[Hq]``; ``tile_counts_ptr``: int64 ``[Hq, 2]``.
     - ``seq_info_ptr``: int32 ``[B, 4]``, which replaces ``q_offset`` and ``kv_offset``, the positions of query 0 and
       key 0 (:class:`~dma_kernels.numerics.geometry.AttentionGeometry`).
@@ -104,9 +104,9 @@ def prefill_kernel(
     KV_HEADS: tl.constexpr = CONFIG.kv_heads
     D: tl.constexpr = CONFIG.head_dim
     DV: tl.constexpr = CONFIG.value_dim
-    BLOCK_M: tl.constexpr = CONFIG.block_m
-    BLOCK_H: tl.constexpr = CONFIG.block_h
-    BLOCK_N: tl.constexpr = CONFIG.block_n
+    BLOCK_M: tl.constexpr = CONFIG.tuning.block_m
+    BLOCK_H: tl.constexpr = CONFIG.tuning.high_block_n
+    BLOCK_N: tl.constexpr = CONFIG.tuning.block_n
     BLOCK_D: tl.constexpr = CONFIG.block_d
     BLOCK_DV: tl.constexpr = CONFIG.block_dv
     M_SHIFT: tl.constexpr = BLOCK_M.bit_length() - 1
@@ -255,7 +255,7 @@ def prefill_kernel(
         a_first, a_last = _block_range(start, end, H_SHIFT)
         b_first, b_last = a_last, a_last
     count = a_last - a_first
-    for t in tl.range(0, count + b_last - b_first, num_stages=CONFIG.high_stages):
+    for t in tl.range(0, count + b_last - b_first, num_stages=CONFIG.tuning.high_stages):
         position = tl.where(t < count, a_first + t, b_first + t - count) * BLOCK_H
         entry = storage_entry(position, k_start, aligned_start, HIGH_FORM)
         if HIGH_FORM == "raw":
@@ -333,7 +333,7 @@ def prefill_kernel(
         for IS_FULL in tl.static_range(0, 2):
             steps = n_full + d_out - d_in if IS_FULL else n_masked
             tile = -1  # the tile of ``is_kept``
-            for t in tl.range(0, steps, num_stages=CONFIG.low_stages if IS_FULL else 1):
+            for t in tl.range(0, steps, num_stages=CONFIG.tuning.num_stages if IS_FULL else 1):
                 if IS_FULL:
                     block = tl.where(t < n_full, c_in + t, d_in + t - n_full)
                 else:

@@ -10,6 +10,7 @@ the caller's own queries and keys, and ``q . mean`` is subtracted in fp32. No tr
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from ..numerics.geometry import LOG2_E, AttentionGeometry
 from ..numerics.recipe import Recipe
+from ..runtime import chip
 from ..runtime.operand_formats import OperandFormat
 
 
@@ -71,10 +73,7 @@ class AttentionInputs:
     scale: float  # scale of the scores
     softcap: float | None  # softcap of the scores, or ``None``
     sinks: Tensor | None  # sink logits ``[Hq]``, contiguous, or ``None``
-    skip_threshold: float | None = None  # of the recipe, in base-2 logits, or ``None``
     tile_counts: Tensor | None = None  # int64 ``[Hq, 2]``, where skipped and examined tiles are added, or ``None``
-    # whether launches that read only ``query`` may start before those that made ``operands`` have ended
-    use_pdl: bool = False
 
     @property
     def low(self) -> TileOperands:
@@ -90,3 +89,21 @@ class AttentionInputs:
     def base2_softcap(self) -> float | None:
         """The softcap for logits in base 2."""
         return None if self.softcap is None else self.softcap * LOG2_E
+
+    @property
+    def base2_skip_threshold(self) -> float | None:
+        """The recipe's threshold for logits in base 2; ``None`` if nothing can be skipped and nothing is counted."""
+        threshold = self.recipe.skip_threshold if self.operands.low else None
+        if threshold is None or (threshold == math.inf and self.tile_counts is None):
+            return None
+        return threshold * LOG2_E
+
+    @property
+    def use_pdl(self) -> bool:
+        """Whether launches that read only ``query`` may start before those that made ``operands`` have ended.
+
+        The quantizer writes the keys of low tiles and lets the next launch start early. It starts after all earlier
+        work itself, so the caller's tensors are ready. NVFP4's query scale is a launch in between.
+        """
+        is_next = self.operands.low is not None and self.operands.query_global_scale is None
+        return is_next and chip.supports_pdl(self.query.device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from ..numerics.arguments import check_call
 from ..numerics.call import AttentionCall
-from ..numerics.geometry import LOG2_E, AttentionGeometry
+from ..numerics.geometry import AttentionGeometry
 from ..numerics.layout import TensorLayout
 from ..numerics.recipe import Recipe
 from ..numerics.saturation import warn_if_saturated
@@ -91,13 +90,9 @@ def plan(call: AttentionCall) -> PrefillPlan | ReferencePlan:
         operands = quantize_operands(query, key, value, recipe, path, placed)
         out, lse = new_results(query, value)
         if lse.numel():
-            threshold = None if operands.low is None else base2_threshold(recipe, tile_counts)
-            # The quantizer writes the keys of low tiles and lets the next launch start early. It starts after all
-            # earlier work itself, so the caller's tensors are ready. NVFP4's query scale is a launch in between.
-            may_start_early = operands.low is not None and operands.query_global_scale is None
             inputs = AttentionInputs(
-                query, operands, placed, recipe, config, out, lse, call.score_scale, call.softcap, sinks, threshold,
-                None if threshold is None else tile_counts, may_start_early and chip.supports_pdl(query.device),
+                query, operands, placed, recipe, config, out, lse, call.score_scale, call.softcap, sinks,
+                None if operands.low is None else tile_counts,
             )  # fmt: skip
             kernel.launch(inputs)
         return (out, lse) if call.needs_lse else (out,)
@@ -130,11 +125,3 @@ def new_results(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     batch, heads, q_len, _ = query.shape
     out = query.new_empty((batch, q_len, heads, value.shape[3])).transpose(1, 2)
     return out, query.new_empty((batch, heads, q_len), dtype=torch.float32)
-
-
-def base2_threshold(recipe: Recipe, tile_counts: Tensor | None) -> float | None:
-    """Return a recipe's threshold in base-2 logits; ``None`` if nothing can be skipped and nothing is counted."""
-    threshold = recipe.skip_threshold
-    if threshold is None or (threshold == math.inf and tile_counts is None):
-        return None
-    return threshold * LOG2_E

@@ -40,11 +40,7 @@ def launch(inputs: AttentionInputs) -> None:
         kv_heads=kv_heads,
         head_dim=head_dim,
         value_dim=value_dim,
-        block_m=config.block_m,
-        block_h=config.high_block_n,
-        block_n=config.block_n,
-        high_stages=config.high_stages,
-        low_stages=config.num_stages,
+        tuning=config,
         high_form=high.key_format.name,
         high_format=recipe.high,
         low_form=low.key_format.name,
@@ -92,7 +88,7 @@ def launch(inputs: AttentionInputs) -> None:
         high.key.shape[2], low.value.shape[2], _storage_len(inputs.operands), blocks,
         select_swizzle_group(inputs.kv_rows, low.head_bytes), inputs.kv_rows,
         geometry.window, recipe.diagonal_tiles, recipe.sink_tiles,
-        inputs.base2_softcap, inputs.scale * LOG2_E, inputs.skip_threshold, **options,
+        inputs.base2_softcap, inputs.scale * LOG2_E, inputs.base2_skip_threshold, **options,
     )  # fmt: skip
 
 

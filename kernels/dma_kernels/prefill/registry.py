@@ -16,13 +16,14 @@ from .operands import AttentionInputs
 
 @dataclass(frozen=True)
 class PrefillKernel:
-    """A kernel and the calls that it supports."""
+    """A kernel and the calls that it computes."""
 
     name: str  # name in reports
-    supports: Callable[[PrefillShape, ComputePath], bool]  # whether it can compute a call
-    # returns the configuration for a supported call; ``None`` if a later kernel is faster
-    select: Callable[[PrefillShape, ComputePath], Any]
+    # returns the configuration for a call; ``None`` if the kernel cannot compute it
+    configure: Callable[[PrefillShape, ComputePath], Any]
     host: tuple[str, str]  # the module, relative to this package, and the function in it that launches the kernel
+    # whether no later kernel is faster, given the call and the configuration
+    is_fastest: Callable[[PrefillShape, ComputePath, Any], bool] = lambda shape, path, config: True
     is_gluon: bool = False  # whether it is written in Gluon, which Triton's interpreter cannot run
 
     def launch(self, inputs: AttentionInputs) -> None:
@@ -33,22 +34,17 @@ class PrefillKernel:
 
 WARP_SPECIALIZED = PrefillKernel(
     name="warp-specialized",
-    supports=hopper.supports_warp_specialized,
-    select=hopper.select_warp_specialized,
+    configure=hopper.configure_warp_specialized,
     host=(".hopper.host", "launch_warp_specialized"),
+    is_fastest=hopper.is_warp_specialized_fastest,
     is_gluon=True,
 )
 MULTI_CTA = PrefillKernel(
-    name="multi-CTA",
-    supports=hopper.supports_multi_cta,
-    select=hopper.select_multi_cta,
-    host=(".hopper.host", "launch_multi_cta"),
-    is_gluon=True,
+    name="multi-CTA", configure=hopper.configure_multi_cta, host=(".hopper.host", "launch_multi_cta"), is_gluon=True
 )
 PORTABLE = PrefillKernel(
     name="portable",
-    supports=lambda shape, path: True,
-    select=lambda shape, path: portable_config(
+    configure=lambda shape, path: portable_config(
         shape.arch, path, shape.query.shape[3], shape.value.shape[3], has_softcap=shape.has_softcap
     ),
     host=(".portable", "launch"),
@@ -59,8 +55,7 @@ KERNELS = (WARP_SPECIALIZED, MULTI_CTA, PORTABLE)
 def select_kernel(shape: PrefillShape, path: ComputePath) -> tuple[PrefillKernel, Any]:
     """Return the kernel that computes a call, and its configuration."""
     for kernel in KERNELS:
-        if not (kernel.is_gluon and chip.is_interpreted()) and kernel.supports(shape, path):
-            config = kernel.select(shape, path)
-            if config is not None:
-                return kernel, config
+        config = None if kernel.is_gluon and chip.is_interpreted() else kernel.configure(shape, path)
+        if config is not None and kernel.is_fastest(shape, path, config):
+            return kernel, config
     raise AssertionError("the portable kernel computes every call")

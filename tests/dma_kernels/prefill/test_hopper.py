@@ -31,9 +31,9 @@ from dma_kernels.prefill.hopper import host as hopper
 from dma_kernels.prefill.hopper import quantize_q as query_quantizer
 from dma_kernels.prefill.hopper import select
 from dma_kernels.prefill.hopper.quantize_q import quantize_q
-from dma_kernels.prefill.hopper.select import ROWS, supports_multi_cta, supports_warp_specialized
+from dma_kernels.prefill.hopper.select import ROWS, configure_multi_cta, configure_warp_specialized
 from dma_kernels.prefill.operands import AttentionInputs, Operands
-from dma_kernels.prefill.plan import base2_threshold, new_results, plan
+from dma_kernels.prefill.plan import new_results, plan
 from dma_kernels.prefill.quantizer import query_global_scale
 from dma_kernels.prefill.registry import MULTI_CTA, PORTABLE, WARP_SPECIALIZED, PrefillKernel, select_kernel
 from dma_kernels.runtime import chip
@@ -95,12 +95,12 @@ def shape_of(
 
 def is_taken(recipe: str = "int8", **call: Any) -> bool:
     """Whether the warp-specialized kernel can compute a call."""
-    return supports_warp_specialized(shape_of(**call), select_compute_path(RECIPES[recipe], 90))
+    return configure_warp_specialized(shape_of(**call), select_compute_path(RECIPES[recipe], 90)) is not None
 
 
 def is_short_taken(recipe: str = "balanced", **call: Any) -> bool:
     """Whether the multi-CTA kernel can compute a call."""
-    return supports_multi_cta(shape_of(**call), select_compute_path(RECIPES[recipe], 90))
+    return configure_multi_cta(shape_of(**call), select_compute_path(RECIPES[recipe], 90)) is not None
 
 
 @pytest.mark.parametrize("recipe", RECIPES_TAKEN)
@@ -456,16 +456,16 @@ def emulated(is_short: bool, monkeypatch: pytest.MonkeyPatch) -> None:
             made = replace(made, query_global_scale=query_global_scale(query, recipe))
             layouts = map(TensorLayout.of, (query, key, value))
             shape = PrefillShape(*layouts, geometry, 90, has_softcap=call.softcap is not None)
-            assert (supports_multi_cta if is_short else supports_warp_specialized)(shape, path)
-            configure = multi_cta_config if is_short else warp_specialized_config
-            config = configure(90, path, query.shape[3], value.shape[3])
+            kernel = MULTI_CTA if is_short else WARP_SPECIALIZED
+            config = kernel.configure(shape, path)
+            assert config is not None
             out, lse = new_results(query, value)
             sinks = None if call.sinks is None else call.sinks.contiguous()
             inputs = AttentionInputs(
                 query, made, geometry, recipe, config, out, lse, call.score_scale, call.softcap, sinks,
-                base2_threshold(recipe, call.tile_counts), call.tile_counts,
+                call.tile_counts,
             )  # fmt: skip
-            (MULTI_CTA if is_short else WARP_SPECIALIZED).launch(inputs)
+            kernel.launch(inputs)
             return out, lse
 
     def plan_eagerly(call: AttentionCall) -> Any:

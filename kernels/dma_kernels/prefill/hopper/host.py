@@ -49,9 +49,7 @@ def launch_warp_specialized(inputs: AttentionInputs) -> None:
         q_heads=q_heads,
         kv_heads=high.key.shape[1],
         head_dim=head_dim,
-        warpgroups=config.consumer_warpgroups,
-        stages=config.stages,
-        registers=config.registers,
+        tuning=config,
         is_high_unquantized=high.key_format is RAW,
         is_low_value_unquantized=low.value_format is RAW,
         is_causal=geometry.is_causal,
@@ -64,7 +62,7 @@ def launch_warp_specialized(inputs: AttentionInputs) -> None:
         _heads(queries.high, ROWS), _heads(queries.low, ROWS),
         _heads(high.key, TILE // 2), _heads(high.value, TILE // 2), _matrix(low.key, TILE, channels), v_low_desc,
         inputs.out, inputs.lse, queries.descale_and_bias, low.key_descale, low.value_descale,
-        *_common_arguments(inputs, blocks), *bitmask, mask_blocks, inputs.skip_threshold, inputs.tile_counts,
+        *_common_arguments(inputs, blocks), *bitmask, mask_blocks, inputs.base2_skip_threshold, inputs.tile_counts,
         num_warps=4, launch_pdl=True,
     )  # fmt: skip
 
@@ -85,8 +83,7 @@ def launch_multi_cta(inputs: AttentionInputs) -> None:
         q_heads=q_heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        k_stages=config.key_stages,
-        v_stages=config.value_stages,
+        tuning=config,
         q_form=low.key_format.name,
         q_format=recipe.query_low,
         is_ceil=recipe.scale_rounding == "ceil",
@@ -105,7 +102,7 @@ def launch_multi_cta(inputs: AttentionInputs) -> None:
         None if low.value_format.is_16_bit else _matrix(low.value, channels, TILE),
         inputs.out, inputs.lse, None if queries is None else queries.descale_and_bias, inputs.operands.key_mean,
         low.key_descale, low.value_descale,
-        *_common_arguments(inputs, blocks), *bitmask, inputs.skip_threshold, inputs.tile_counts,
+        *_common_arguments(inputs, blocks), *bitmask, inputs.base2_skip_threshold, inputs.tile_counts,
         num_warps=4, maxnreg=config.registers, launch_pdl=True,
     )  # fmt: skip
 

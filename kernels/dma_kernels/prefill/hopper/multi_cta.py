@@ -161,8 +161,8 @@ def prefill_multi_cta_kernel(
     """
     D: gl.constexpr = CONFIG.block_d
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
-    K_STAGES: gl.constexpr = CONFIG.k_stages
-    V_STAGES: gl.constexpr = CONFIG.v_stages
+    K_STAGES: gl.constexpr = CONFIG.tuning.key_stages
+    V_STAGES: gl.constexpr = CONFIG.tuning.value_stages
     IS_CAUSAL: gl.constexpr = CONFIG.is_causal
     MASKS_LOW: gl.constexpr = CONFIG.masks_low
     Q_FORM: gl.constexpr = CONFIG.q_form

@@ -17,8 +17,8 @@ ROWS = 64
 """Query positions of a warpgroup: the rows of its MMA instructions. They lie in one tile."""
 
 
-def supports_warp_specialized(shape: PrefillShape, path: ComputePath) -> bool:
-    """Whether the warp-specialized kernel can compute a call.
+def configure_warp_specialized(shape: PrefillShape, path: ComputePath) -> WarpSpecializedConfig | None:
+    """Return the configuration of the warp-specialized kernel for a call; ``None`` if it cannot compute it.
 
     Head dimensions are multiples of 32 from 64 to 256. Keys of low tiles are in 8 bits with a scale per tile, or
     dequantized; values of low tiles are E4M3 or 16-bit.
@@ -27,51 +27,42 @@ def supports_warp_specialized(shape: PrefillShape, path: ComputePath) -> bool:
     # Four warpgroups lack registers for both ends of a window (H200: 1.17x the time of the multi-CTA kernel), and for a
     # mask (compiled, not timed).
     is_plain = shape.geometry.window is None and shape.geometry.mask is None
-    return (
+    is_supported = (
         config is not None
         and (is_plain or config.consumer_warpgroups < 4)
         and shape.query.shape[3] in WARP_SPECIALIZED_HEAD_DIMS
         and (path.low_value is E4M3_VALUES or is_describable(shape.value))
         and _is_loadable(shape, path)
     )
+    return config if is_supported else None
 
 
-def select_warp_specialized(shape: PrefillShape, path: ComputePath) -> WarpSpecializedConfig | None:
-    """Return the configuration for a long call; ``None`` for one that the multi-CTA kernel computes faster."""
-    config = warp_specialized_config(shape.arch, path, shape.query.shape[3], shape.value.shape[3])
+def is_warp_specialized_fastest(shape: PrefillShape, path: ComputePath, config: WarpSpecializedConfig) -> bool:
+    """Whether a call is long enough for the warp-specialized kernel, so that the multi-CTA kernel is not faster."""
     geometry = shape.geometry
-    assert config is not None
     batch, heads, q_len, _ = shape.query.shape
     seen = geometry.kv_len if geometry.window is None else min(geometry.kv_len, geometry.window)
     if seen < config.min_keys or batch * heads * q_len < config.min_rows:
-        return None
-    if not supports_multi_cta(shape, path):
-        return config
-    other = multi_cta_config(shape.arch, path, shape.query.shape[3], shape.value.shape[3])
-    assert other is not None
+        return False
+    other = configure_multi_cta(shape, path)
     # The instructions of a softcap or a mask outweigh the gain of warp specialization (H200, 12K with a mask: 3,151 us,
     # multi-CTA kernel 1,947 us).
     is_plain = not shape.has_softcap and geometry.mask is None
-    return config if is_plain and _mean_keys(geometry, q_len) > other.max_mean_keys else None
+    return other is None or (is_plain and _mean_keys(geometry, q_len) > other.max_mean_keys)
 
 
-def supports_multi_cta(shape: PrefillShape, path: ComputePath) -> bool:
-    """Whether the multi-CTA kernel can compute a call.
+def configure_multi_cta(shape: PrefillShape, path: ComputePath) -> MultiCTAConfig | None:
+    """Return the configuration of the multi-CTA kernel for a call; ``None`` if it cannot compute it.
 
     Head dimensions are 64, 96 or 128; values of low tiles are E4M3 or the caller's own.
     """
-    return (
-        multi_cta_config(shape.arch, path, shape.query.shape[3], shape.value.shape[3]) is not None
-        and path.low_value in (E4M3_VALUES, RAW)
+    is_supported = (
+        path.low_value in (E4M3_VALUES, RAW)
         and shape.geometry.query_blocks(shape.query.shape[2], ROWS, ROWS) <= MAX_CTAS
         and shape.query.shape[3] in MULTI_CTA_HEAD_DIMS
         and _is_loadable(shape, path)
     )
-
-
-def select_multi_cta(shape: PrefillShape, path: ComputePath) -> MultiCTAConfig | None:
-    """Return the configuration for a call that the warp-specialized kernel does not take."""
-    return multi_cta_config(shape.arch, path, shape.query.shape[3], shape.value.shape[3])
+    return multi_cta_config(shape.arch, path, shape.query.shape[3], shape.value.shape[3]) if is_supported else None
 
 
 def is_dense_causal(geometry: AttentionGeometry, q_len: int) -> bool:

@@ -383,7 +383,7 @@ def prefill_warp_specialized_kernel(
     bitmask_ptr, bounds_ptr, planes_per_row, planes_per_head, mask_blocks, skip_threshold, tile_counts_ptr,
     CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Compute attention for a block of ``64 * CONFIG.warpgroups`` query positions of one head.
+    """Compute attention for a block of ``64 * GROUPS`` query positions of one head.
 
     The arguments are those of :func:`~dma_kernels.prefill.kernel.prefill_kernel`, except:
 
@@ -402,8 +402,8 @@ def prefill_warp_specialized_kernel(
     - ``mask_blocks``: blocks of 64 query positions that the mask has bounds for.
     - ``CONFIG``: :class:`~..constants.WarpSpecializedConstants`.
     """
-    GROUPS: gl.constexpr = CONFIG.warpgroups
-    STAGES: gl.constexpr = CONFIG.stages
+    GROUPS: gl.constexpr = CONFIG.tuning.consumer_warpgroups
+    STAGES: gl.constexpr = CONFIG.tuning.stages
     D: gl.constexpr = CONFIG.block_d
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     IS_CAUSAL: gl.constexpr = CONFIG.is_causal
@@ -484,7 +484,7 @@ def prefill_warp_specialized_kernel(
     )  # fmt: skip
     WORKERS: gl.constexpr = GROUPS - 1
     WARPS: gl.constexpr = [4] * WORKERS + [1]
-    LIMITS: gl.constexpr = [CONFIG.registers] * WORKERS + [_PRODUCER_REGISTERS]
+    LIMITS: gl.constexpr = [CONFIG.tuning.registers] * WORKERS + [_PRODUCER_REGISTERS]
     gl.static_assert(GROUPS >= 2 and GROUPS <= 4, f"{GROUPS=} must be 2, 3 or 4")
     gl.warp_specialize(
         [(_consume, (params, 0)), (_consume, (params, 1)), (_consume, (params, 2)), (_consume, (params, 3))][:GROUPS]  # noqa: RUF005
