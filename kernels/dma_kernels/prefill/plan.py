@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..numerics.arguments import check_call
+from ..numerics.arguments import check_call, of_four_dimensions
 from ..numerics.call import AttentionCall
 from ..numerics.geometry import AttentionGeometry
 from ..numerics.layout import TensorLayout
@@ -86,7 +86,7 @@ def plan(call: AttentionCall) -> PrefillPlan | ReferencePlan:
     kernel, config = select_kernel(shape, path)
 
     def launch(query: Any, key: Any, value: Any, sinks: Any, mask: Any, seq_info: Any, tile_counts: Any) -> Any:
-        placed = replace(geometry, mask=mask, seq_info=seq_info)
+        placed = replace(geometry, mask=of_four_dimensions(mask), seq_info=seq_info)
         operands = quantize_operands(query, key, value, recipe, path, placed)
         out, lse = new_results(query, value)
         if lse.numel():

@@ -16,7 +16,8 @@ import operator
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -51,7 +52,7 @@ class KernelLaunch:
 
 
 def launch_kernel(kernel: Any, constants: Mapping[str, Any], grid: Grid, *arguments: Any, **options: Any) -> None:
-    """Launch on the current device and stream; with planned tensors, add the launch to their plan instead.
+    """Launch on the current device and stream, or do what :func:`launching` says instead.
 
     Args:
         kernel: A Triton or Gluon kernel whose runtime parameters come first and whose constexprs come last.
@@ -76,23 +77,31 @@ def launch_kernel(kernel: Any, constants: Mapping[str, Any], grid: Grid, *argume
         raise TypeError(f"{kernel.fn.__name__} takes {runtime} arguments, got {len(arguments)}")
     if 0 in grid:
         return
-    keywords = {**constants, **options}
-    builder = next((found for found in map(_builder_of, leaves(arguments)) if found is not None), None)
-    if builder is None:
-        kernel[grid](*arguments, **keywords)
-    else:
-        values = tuple(constants[name] for name in names[runtime:])
-        builder.launch(KernelLaunch(kernel, grid, arguments, values, keywords))
+    values = tuple(constants[name] for name in names[runtime:])
+    _launcher.get()(KernelLaunch(kernel, grid, arguments, values, {**constants, **options}))
+
+
+def launch_by_triton(launch: KernelLaunch) -> Any:
+    """Launch through Triton, which compiles the kernel; return the compiled kernel."""
+    return launch.kernel[launch.grid](*launch.arguments, **launch.keywords)
+
+
+_launcher: ContextVar[Callable[[KernelLaunch], Any]] = ContextVar("launcher", default=launch_by_triton)
+
+
+@contextmanager
+def launching(launcher: Callable[[KernelLaunch], Any]) -> Iterator[None]:
+    """Call ``launcher`` for the launches of this thread in a ``with`` block."""
+    token = _launcher.set(launcher)
+    try:
+        yield
+    finally:
+        _launcher.reset(token)
 
 
 @functools.cache
 def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(function).parameters)
-
-
-def _builder_of(argument: Any) -> Any:
-    """Return the builder of a planned tensor or of its descriptor; ``None`` for other arguments."""
-    return getattr(getattr(argument, "base", argument), "plan", None)
 
 
 class DirectLaunch:
@@ -145,13 +154,8 @@ class DirectLaunch:
             self._launch(*self._grid, stream, *self._fixed, *arguments)
 
 
-def direct_launch(launch: KernelLaunch, arguments: Sequence[Any]) -> DirectLaunch | None:
-    """Launch through Triton, which compiles the kernel; ``arguments`` are the runtime arguments, with real tensors.
-
-    Returns:
-        The direct launch for later calls; ``None`` if only Triton itself may launch the kernel.
-    """
-    compiled = launch.kernel[launch.grid](*arguments, **launch.keywords)
+def direct_launch(launch: KernelLaunch, compiled: Any) -> DirectLaunch | None:
+    """Return the direct launch of a compiled kernel; ``None`` if only Triton itself may launch the kernel."""
     if not (launches_directly([launch.kernel]) and isinstance(compiled, CompiledKernel)):
         return None
     return DirectLaunch(compiled, launch.grid)

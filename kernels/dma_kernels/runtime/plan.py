@@ -2,8 +2,8 @@
 
 A model calls attention with the same tensor layouts in every layer and step. Kernels, grids and integer arguments are
 then the same each time; only addresses change. :func:`make_plan` runs the host code on :class:`PlannedTensor`, which
-has a layout but no memory, and records the launches. :meth:`LaunchPlan.run` allocates, fills in addresses, and
-launches.
+has a layout but no memory, and records the launches. The first run of a plan calls the host code on real tensors, and
+Triton compiles the kernels. Later runs allocate, fill in addresses, and launch the compiled kernels.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from .launch import (
     KernelLaunch,
     current_stream,
     direct_launch,
+    launch_by_triton,
     launches_directly,
+    launching,
     leaves,
     map_leaves,
     on_device,
@@ -83,10 +85,6 @@ class PlannedTensor:
     def new_zeros(self, size: Sequence[int], *, dtype: torch.dtype | None = None) -> PlannedTensor:
         """Plan an allocation that is filled with zeros before the first launch."""
         return self.plan.allocate(size, dtype or self.dtype, self.device, is_zeroed=True)
-
-    def materialize(self, base: Tensor) -> Tensor:
-        """Return this view of the slot's tensor, an input or an allocation."""
-        return base.view(self.dtype).as_strided(self.shape, self.stride())
 
 
 @dataclass
@@ -148,22 +146,6 @@ class _Address:
 
     def data_ptr(self) -> int:
         return self._address
-
-
-def materialize(arguments: tuple[Any, ...], tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """Return the arguments of a launch, with tensors, by slot, in place of planned ones."""
-
-    def place(argument: Any) -> Any:
-        base = getattr(argument, "base", argument)
-        if not isinstance(base, PlannedTensor):
-            return argument
-        tensor = tensors[base.slot]
-        assert tensor is not None
-        real = base.materialize(tensor)
-        return real if base is argument else type(argument)(**{**vars(argument), "base": real})
-
-    placed: tuple[Any, ...] = map_leaves(place, arguments)
-    return placed
 
 
 def _filler(
@@ -233,25 +215,29 @@ class LaunchPlan:
     """
 
     def __init__(
-        self, builder: PlanBuilder, inputs: int, results: Sequence[PlannedTensor], device: torch.device
+        self,
+        function: Callable[..., Sequence[Any]],
+        builder: PlanBuilder,
+        inputs: int,
+        results: Sequence[PlannedTensor],
+        device: torch.device,
     ) -> None:
         self.device = device
-        self._tensors = tuple(builder.tensors)
-        self._zeroed = frozenset(builder.zeroed)
-        self._constants = dict(builder.constants)
+        self._function = function
+        self._constants = builder.constants  # kept alive, because launches have their addresses
         self._results = [(x.slot, x.shape, x.stride(), x.dtype) for x in results]
         slots = {slot for slot, *_ in self._results}
         assert len(slots) == len(results), "every result has memory of its own"
-        assert not slots & (self._zeroed | set(range(inputs))), "results are allocated by the call and not zeroed"
-        allocated = [slot for slot in range(inputs, len(self._tensors)) if slot not in slots | self._constants.keys()]
-        allocated.sort(key=lambda slot: slot not in self._zeroed)  # so that one fill zeroes all of them
+        assert not slots & (builder.zeroed | set(range(inputs))), "results are allocated by the call and not zeroed"
+        allocated = [slot for slot in range(inputs, len(builder.tensors)) if slot not in slots | self._constants.keys()]
+        allocated.sort(key=lambda slot: slot not in builder.zeroed)  # so that one fill zeroes all of them
         self._offsets, self._zeroed_bytes, size = [], 0, 0
         for slot in allocated:
-            tensor = self._tensors[slot]
+            tensor = builder.tensors[slot]
             assert tensor is not None
             self._offsets.append(size)
             size += -(-tensor.nbytes // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
-            if slot in self._zeroed:
+            if slot in builder.zeroed:
                 self._zeroed_bytes = size
         self._workspace_bytes = size
         self._constant_addresses = [tensor.data_ptr() for tensor in self._constants.values()]
@@ -272,13 +258,12 @@ class LaunchPlan:
         """Allocate and launch; ``inputs`` have the layouts that the plan was made for."""
         device = self.device
         with on_device(device):
+            if self._settings != settings() or not launches_directly(self._kernels):
+                return self._run_by_triton(inputs)
             results = [
                 torch.empty_strided(shape, strides, dtype=dtype, device=device)
                 for _, shape, strides, dtype in self._results
             ]
-            if self._settings != settings() or not launches_directly(self._kernels):
-                self._launch_by_triton(inputs, results)
-                return results
             addresses = [0 if tensor is None else tensor.data_ptr() for tensor in inputs]
             addresses += [result.data_ptr() for result in results]
             if self._workspace_bytes:
@@ -293,25 +278,19 @@ class LaunchPlan:
                 launch(fill(addresses), stream)
         return results
 
-    def _launch_by_triton(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor]) -> None:
-        """Launch through Triton, and keep the direct launches for later calls."""
-        tensors: list[Tensor | None] = [*inputs, *[None] * (len(self._tensors) - len(inputs))]
-        for (slot, *_), result in zip(self._results, results, strict=True):
-            tensors[slot] = result
-        for slot, constant in self._constants.items():
-            tensors[slot] = constant
-        for slot, planned in enumerate(self._tensors):
-            if planned is not None and tensors[slot] is None:
-                made = torch.empty_strided(planned.shape, planned.stride(), dtype=planned.dtype, device=self.device)
-                tensors[slot] = made.zero_() if slot in self._zeroed else made
-        compiled_under = settings()
-        launched = [(each, direct_launch(each, materialize(each.arguments, tensors))) for each in self.launches]
+    def _run_by_triton(self, inputs: Sequence[Tensor | None]) -> list[Tensor]:
+        """Run the host code on real tensors, and keep the direct launches of its kernels for later calls."""
+        compiled_under, compiled = settings(), []
+        with launching(lambda launch: compiled.append(launch_by_triton(launch))):
+            results = self._function(*inputs)
+        launched = [(each, direct_launch(each, kernel)) for each, kernel in zip(self.launches, compiled, strict=True)]
         self._direct = [
             (_filler((*each.arguments, *each.constants), self._index, direct), direct.run)
             for each, direct in launched
             if direct is not None
         ]
         self._settings = compiled_under if len(self._direct) == len(self.launches) else None
+        return list(results)
 
 
 def make_plan(
@@ -320,11 +299,13 @@ def make_plan(
     """Plan the allocations and launches of a function.
 
     Args:
-        function: Takes the inputs in order. It may look at layouts, allocate with ``new_empty`` and ``new_zeros``, and
-            launch with :func:`~dma_kernels.runtime.launch.launch_kernel`. It returns some of its allocations.
+        function: Takes the inputs in order, planned or real ones. It may look at layouts, allocate with ``new_empty``
+            and ``new_zeros``, and launch with :func:`~dma_kernels.runtime.launch.launch_kernel`. It returns some of its
+            allocations.
         inputs: Layouts of the inputs; ``None`` for one that is missing.
         device: Device of all tensors.
     """
     builder = PlanBuilder()
-    results = function(*[builder.add_input(layout) for layout in inputs])
-    return LaunchPlan(builder, len(inputs), results, device)
+    with launching(builder.launch):
+        results = function(*map(builder.add_input, inputs))
+    return LaunchPlan(function, builder, len(inputs), results, device)
