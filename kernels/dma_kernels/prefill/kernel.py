@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from ..device.arithmetic import hadamard
-from ..device.queries import finite_or_zero, prepare_queries, smoothing_bias
+from ..device.operands import finite_or_zero, prepare_queries, smoothing_bias
 from ..device.scores import Visibility, attend, load_keys, load_raw, load_values, logits, score, storage_entry
 from ..device.tiles import Rows, head_rows, load_in_range, load_positions
 from ..numerics.formats import TILE

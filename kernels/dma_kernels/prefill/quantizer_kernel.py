@@ -10,27 +10,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from ..device.arithmetic import (
-    e8m0_decode,
-    e8m0_encode,
-    e8m0_reciprocal,
-    hadamard,
-    pack_e4m3,
-    program_block,
-    to_e4m3,
-    to_e5m2,
-)
-from ..device.blocks import (
-    dequantize_blocks,
-    e8m0_scale,
-    finite_block_amax,
-    mxfp4_to_e5m2,
-    nvfp4_global_scale,
-    nvfp4_key_scale,
-    pack_e2m1,
-    quantize_blocks,
-    round_to_units_e4m3,
-)
+from ..device.arithmetic import e8m0_decode, e8m0_encode, e8m0_reciprocal, hadamard, pack_e4m3, program_block
+from ..device.blocks import e8m0_scale, finite_block_amax, nvfp4_global_scale, nvfp4_key_scale, round_to_units_e4m3
+from ..device.operands import to_operand
 from ..device.tiles import (
     Rows,
     first_tile_magnitudes,
@@ -105,38 +87,21 @@ def _write_blocks(
     FORM: tl.constexpr, FORMAT: tl.constexpr, SHARED: tl.constexpr, ROUNDING: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Write a tile in a block format: dequantized, packed, or folded into E5M2."""
-    BLOCK_D: tl.constexpr = x.shape[1]
     SIZE: tl.constexpr = 16 if FORMAT == "nvfp4" else 32
-    STORED_D: tl.constexpr = (D + SIZE - 1) // SIZE * SIZE
-    o_d = tl.arange(0, BLOCK_D)
-    m_d = (o_d < STORED_D)[None, :]
-    if FORMAT == "bf16":
-        tl.store(element_ptr + row[:, None] * D + o_d[None, :], x.to(element_ptr.dtype.element_ty), (o_d < D)[None, :])
-    else:
-        elements, scale = quantize_blocks(x, global_scale, FORMAT, SHARED, ROUNDING)
-        if FORM == "dequantized":
-            values = dequantize_blocks(elements, scale, global_scale, FORMAT).to(element_ptr.dtype.element_ty)
-            tl.store(element_ptr + row[:, None] * D + o_d[None, :], values, mask=(o_d < D)[None, :])
-        elif FORM == "e5m2":
-            values, descale = mxfp4_to_e5m2(elements, scale, "tile")
-            tl.store(element_ptr + row[:, None] * STORED_D + o_d[None, :], to_e5m2(values), mask=m_d)
-            tl.store(descale_ptr + i_tile_row + tl.zeros([1, 1], tl.int32), descale)
-        else:
-            tl.static_assert(FORM == "packed", "forms are dequantized, int8, e4m3, e5m2 and packed")
-            if FORMAT == "mxfp8":
-                codes = to_e4m3(tl.reshape(elements, [x.shape[0], BLOCK_D]))
-                tl.store(element_ptr + row[:, None] * STORED_D + o_d[None, :], codes, mask=m_d)
-            else:
-                o_p = tl.arange(0, BLOCK_D // 2)
-                offset = row[:, None] * (STORED_D // 2) + o_p[None, :]
-                tl.store(element_ptr + offset, pack_e2m1(elements), mask=(o_p < STORED_D // 2)[None, :])
-            o_s = tl.arange(0, BLOCK_D // SIZE)
-            if FORMAT == "nvfp4":  # noqa: SIM108 (a constexpr branch)
-                scale = to_e4m3(scale)
-            else:
-                scale = scale.to(tl.uint8)
-            offset = row[:, None] * (STORED_D // SIZE) + o_s[None, :]
-            tl.store(scale_ptr + offset, scale, mask=(o_s < STORED_D // SIZE)[None, :])
+    PAIR: tl.constexpr = 2 if FORM == "packed" and FORMAT != "mxfp8" else 1
+    STORED_D: tl.constexpr = D if FORM == "dequantized" else (D + SIZE - 1) // SIZE * SIZE
+    o_d = tl.arange(0, x.shape[1] // PAIR)
+    m_d = (o_d < STORED_D // PAIR)[None, :]
+    elements, scale, descale = to_operand(
+        x, global_scale, FORM, FORMAT, SHARED, ROUNDING, "tile", element_ptr.dtype.element_ty
+    )
+    tl.store(element_ptr + row[:, None] * (STORED_D // PAIR) + o_d[None, :], elements, mask=m_d)
+    if FORM == "e5m2":
+        tl.store(descale_ptr + i_tile_row + tl.zeros([1, 1], tl.int32), descale)
+    elif FORM == "packed":
+        o_s = tl.arange(0, x.shape[1] // SIZE)
+        offset = row[:, None] * (STORED_D // SIZE) + o_s[None, :]
+        tl.store(scale_ptr + offset, scale, mask=(o_s < STORED_D // SIZE)[None, :])
 
 
 @triton.jit

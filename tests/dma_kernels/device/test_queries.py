@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from dma_kernels.device.arithmetic import hadamard
-from dma_kernels.device.queries import prepare_queries
+from dma_kernels.device.operands import prepare_queries
 from dma_kernels.numerics.formats import MXINT8_UNIT
 from dma_kernels.numerics.quantize import QuantizedTensor, e8m0_to_float, nvfp4_global_scale, quantize
 from dma_kernels.numerics.transforms import hadamard_rotate, hadamard_size

@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...device.arithmetic import hadamard, program_block
-from ...device.queries import prepare_queries, smoothing_bias
+from ...device.operands import prepare_queries, smoothing_bias
 from ...device.tiles import Rows, load_in_range
 from ...numerics.formats import padded_channels
 from ...numerics.geometry import LOG2_E

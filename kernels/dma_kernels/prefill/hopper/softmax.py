@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...device.gluon import aggregate
-from ...device.queries import finite_or_zero as _finite_or_zero_triton
+from ...device.operands import finite_or_zero as _finite_or_zero_triton
 from .mask import apply_bitmask
 
 finite_or_zero = gluon.jit(_finite_or_zero_triton.fn)
