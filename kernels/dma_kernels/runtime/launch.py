@@ -170,14 +170,6 @@ def leaves(argument: Any) -> Iterator[Any]:
         yield argument
 
 
-def map_leaves(function: Callable[[Any], Any], argument: Any) -> Any:
-    """Apply a function to the leaves of possibly nested tuples; keeps the types of the tuples."""
-    if not isinstance(argument, tuple):
-        return function(argument)
-    made = [map_leaves(function, each) for each in argument]
-    return type(argument)(*made) if hasattr(argument, "_fields") else tuple(made)
-
-
 _bound = threading.local()
 """Attribute ``devices``: the devices whose CUDA context is bound to this thread."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any, Self
 
@@ -27,7 +27,6 @@ from .launch import (
     launches_directly,
     launching,
     leaves,
-    map_leaves,
     on_device,
     settings,
 )
@@ -91,10 +90,9 @@ class PlannedTensor:
 class PlanBuilder:
     """Records the allocations and launches of host code."""
 
-    # inputs, allocations and constants in order of creation, by slot; ``None`` for a missing input
+    # inputs and allocations in order of creation, by slot; ``None`` for a missing input
     tensors: list[PlannedTensor | None] = field(default_factory=list)
     zeroed: set[int] = field(default_factory=set)  # slots of the allocations that are zeroed
-    constants: dict[int, Tensor] = field(default_factory=dict)  # tensors that every call passes to a kernel, by slot
     launches: list[KernelLaunch] = field(default_factory=list)  # in order
 
     def add_input(self, layout: TensorLayout | None) -> PlannedTensor | None:
@@ -114,7 +112,7 @@ class PlanBuilder:
         return tensor
 
     def launch(self, launch: KernelLaunch) -> None:
-        """Add a launch. Every call passes real tensors among its arguments to the kernel.
+        """Add a launch. Real tensors among its arguments are the same in every call.
 
         Raises:
             RuntimeError: The first launch may start early (``launch_pdl``).
@@ -124,16 +122,7 @@ class PlanBuilder:
                 f"{launch.kernel.fn.__name__} starts before the previous launch ends, and may read the call's "
                 "inputs at once; the call must first launch a kernel that starts after all earlier work"
             )
-        self.launches.append(replace(launch, arguments=map_leaves(self._planned, launch.arguments)))
-
-    def _planned(self, argument: Any) -> Any:
-        """Return an argument of a launch, with a constant of the plan in place of a real tensor."""
-        if not isinstance(argument, Tensor):
-            return argument
-        slot = len(self.tensors)
-        self.constants[slot] = argument
-        self.tensors.append(PlannedTensor(self, slot, TensorLayout.of(argument)))
-        return self.tensors[slot]
+        self.launches.append(launch)
 
 
 class _Address:
@@ -166,6 +155,8 @@ def _filler(
 
     def expression(argument: Any) -> str:
         base = getattr(argument, "base", argument)
+        if isinstance(argument, Tensor):
+            return constant(argument.data_ptr())
         if isinstance(base, PlannedTensor):
             address = f"addresses[{index[base.slot]}]"
             if base is argument:
@@ -174,7 +165,7 @@ def _filler(
             describe = direct.descriptor(descriptors, _descriptor_maker(argument))
             descriptors += 1
             return f"{'*' if direct.expands_descriptors else ''}{constant(describe)}({address})"
-        if isinstance(argument, tuple) and any(map(_is_planned, leaves(argument))):
+        if isinstance(argument, tuple) and any(map(_has_address, leaves(argument))):
             items = "".join(f"{expression(each)}, " for each in argument)
             return f"{constant(type(argument))}({items})" if hasattr(argument, "_fields") else f"({items})"
         return constant(argument)
@@ -190,8 +181,8 @@ def _code(source: str) -> CodeType:
     return compile(source, "<arguments of a launch>", "eval")
 
 
-def _is_planned(argument: Any) -> bool:
-    return isinstance(getattr(argument, "base", argument), PlannedTensor)
+def _has_address(argument: Any) -> bool:
+    return isinstance(getattr(argument, "base", argument), (PlannedTensor, Tensor))
 
 
 def _descriptor_maker(descriptor: Any) -> Callable[[int], Any]:
@@ -224,12 +215,11 @@ class LaunchPlan:
     ) -> None:
         self.device = device
         self._function = function
-        self._constants = builder.constants  # kept alive, because launches have their addresses
         self._results = [(x.slot, x.shape, x.stride(), x.dtype) for x in results]
         slots = {slot for slot, *_ in self._results}
         assert len(slots) == len(results), "every result has memory of its own"
         assert not slots & (builder.zeroed | set(range(inputs))), "results are allocated by the call and not zeroed"
-        allocated = [slot for slot in range(inputs, len(builder.tensors)) if slot not in slots | self._constants.keys()]
+        allocated = [slot for slot in range(inputs, len(builder.tensors)) if slot not in slots]
         allocated.sort(key=lambda slot: slot not in builder.zeroed)  # so that one fill zeroes all of them
         self._offsets, self._zeroed_bytes, size = [], 0, 0
         for slot in allocated:
@@ -240,8 +230,7 @@ class LaunchPlan:
             if slot in builder.zeroed:
                 self._zeroed_bytes = size
         self._workspace_bytes = size
-        self._constant_addresses = [tensor.data_ptr() for tensor in self._constants.values()]
-        order = [*range(inputs), *(slot for slot, *_ in self._results), *allocated, *self._constants]
+        order = [*range(inputs), *(slot for slot, *_ in self._results), *allocated]
         self._index = {slot: i for i, slot in enumerate(order)}  # index of an address
         self.launches = tuple(builder.launches)
         self._kernels = [launch.kernel for launch in self.launches]
@@ -272,7 +261,6 @@ class LaunchPlan:
                     workspace[: self._zeroed_bytes].zero_()
                 start = workspace.data_ptr()
                 addresses += [start + offset for offset in self._offsets]
-            addresses += self._constant_addresses
             stream = current_stream()
             for fill, launch in self._direct:
                 launch(fill(addresses), stream)

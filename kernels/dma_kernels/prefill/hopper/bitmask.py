@@ -20,7 +20,7 @@ _TILE = tl.constexpr(TILE)
 
 
 class PackedMask(NamedTuple):
-    """A bitmask of planes, one per head of each batch row; the kernels take the fields in this order."""
+    """A bitmask of planes, one per head of each batch row; kernels take the fields in this order."""
 
     # int32 ``[planes, Tq, tiles, 4]``, contiguous: one bit per key of each tile of tile-padded storage. ``None``
     # without a mask.
@@ -30,6 +30,7 @@ class PackedMask(NamedTuple):
     bounds: Tensor | None
     planes_per_row: int  # planes per batch row; 0 if all batch rows share them
     planes_per_head: int  # planes per head, 1; 0 if all heads share one
+    blocks: int  # blocks of 64 query positions per batch row
 
 
 @triton.jit(do_not_specialize=["q_offset", "q_len", "tiles"])
@@ -67,11 +68,11 @@ def pack_mask_kernel(
         tl.atomic_max(bounds_ptr + 1, i_tile + 1, sem="relaxed")
 
 
-def pack_mask(geometry: AttentionGeometry, batch: int, q_len: int, blocks: int, tiles: int) -> PackedMask:
-    """Pack the mask of a call for ``blocks`` blocks of 64 query positions per batch row and ``tiles`` tiles."""
-    mask = geometry.mask
+def pack_mask(geometry: AttentionGeometry, batch: int, q_len: int, tiles: int) -> PackedMask:
+    """Pack the mask of a call for ``tiles`` tiles of tile-padded storage."""
+    mask, blocks = geometry.mask, geometry.query_blocks(q_len, ROWS, ROWS)
     if mask is None:
-        return PackedMask(None, None, 0, 0)
+        return PackedMask(None, None, 0, 0, blocks)
     # With seq_info, batch rows may begin at different places in a tile.
     rows, heads = (mask.shape[0] if geometry.seq_info is None else batch), mask.shape[1]
     words = mask.new_empty((rows * heads, q_len, tiles, 4), dtype=torch.int32)
@@ -82,4 +83,4 @@ def pack_mask(geometry: AttentionGeometry, batch: int, q_len: int, blocks: int, 
         mask.view(torch.uint8), geometry.seq_info, words, bounds, *broadcast_strides(mask),
         geometry.q_offset, -(geometry.kv_offset % TILE), q_len, geometry.kv_len, tiles, num_warps=1,
     )  # fmt: skip
-    return PackedMask(words, bounds, 0 if rows == 1 else heads, 0 if heads == 1 else 1)
+    return PackedMask(words, bounds, 0 if rows == 1 else heads, 0 if heads == 1 else 1, blocks)

@@ -44,7 +44,7 @@ def launch_warp_specialized(inputs: AttentionInputs) -> None:
     is_fp8 = not low.value_format.is_16_bit
     v_low_desc = _matrix(low.value, channels, TILE) if is_fp8 else _heads(low.value, TILE)
     blocks = geometry.query_blocks(q_len, ROWS * config.consumer_warpgroups, ROWS)
-    bitmask, mask_blocks = _pack_mask(inputs)
+    bitmask = _pack_mask(inputs)
     constants = WarpSpecializedConstants(
         q_heads=q_heads,
         kv_heads=high.key.shape[1],
@@ -62,7 +62,7 @@ def launch_warp_specialized(inputs: AttentionInputs) -> None:
         _heads(queries.high, ROWS), _heads(queries.low, ROWS),
         _heads(high.key, TILE // 2), _heads(high.value, TILE // 2), _matrix(low.key, TILE, channels), v_low_desc,
         inputs.out, inputs.lse, queries.descale_and_bias, low.key_descale, low.value_descale,
-        *_common_arguments(inputs, blocks), *bitmask, mask_blocks, inputs.base2_skip_threshold, inputs.tile_counts,
+        *_common_arguments(inputs, blocks), *bitmask, inputs.base2_skip_threshold, inputs.tile_counts,
         num_warps=4, launch_pdl=True,
     )  # fmt: skip
 
@@ -77,7 +77,7 @@ def launch_multi_cta(inputs: AttentionInputs) -> None:
     if low.key_format not in TILE_SCALED or high.key_format is not RAW:
         queries = _quantize_q(inputs)
     channels = padded_channels(head_dim)
-    bitmask, blocks = _pack_mask(inputs)
+    *bitmask, blocks = _pack_mask(inputs)
     kv_heads, swizzle_group = high.key.shape[1], _swizzle_group(inputs)
     constants = MultiCTAConstants(
         q_heads=q_heads,
@@ -115,11 +115,8 @@ def _quantize_q(inputs: AttentionInputs) -> QuantizedQueries:
     )  # fmt: skip
 
 
-def _pack_mask(inputs: AttentionInputs) -> tuple[PackedMask, int]:
-    """Return the bitmask, and the number of blocks of 64 query positions that it has bounds for."""
-    batch, _, q_len, _ = inputs.query.shape
-    blocks = inputs.geometry.query_blocks(q_len, ROWS, ROWS)
-    return pack_mask(inputs.geometry, batch, q_len, blocks, inputs.low.key.shape[2] // TILE), blocks
+def _pack_mask(inputs: AttentionInputs) -> PackedMask:
+    return pack_mask(inputs.geometry, inputs.query.shape[0], inputs.query.shape[2], inputs.low.key.shape[2] // TILE)
 
 
 def _common_arguments(inputs: AttentionInputs, blocks: int) -> tuple[Any, ...]:

@@ -135,26 +135,24 @@ def _produce(params):
 class _LowTiles:
     """State of a consumer's loop over low tiles."""
 
-    pipe: KVPipeline  # keys and values
+    params: _Params  # parameters of the CTA
     q: Any  # queries ``[64, D]``
     start: Any  # position of the first query
     row_scale: Any  # converts scores, before the key descale, to base-2 logits, fp32 ``[64]``
-    k_descale_ptr: Any  # descale of keys, indexed by tile; or ``None``
     qk_bias: Any  # added to logits before a softcap, fp32 ``[64]``
-    softcap: Any  # in base 2, or ``None``
     mask: Mask  # masks of the warpgroup's rows
     vote: SkipVote  # the predicate of tile skipping
-    CHECKS_VALUES: Any  # whether invisible values may be NaN
     S_LAYOUT: Any  # layout of scores
     O_LAYOUT: Any  # layout of a chunk of the output
 
     @gluon.jit
     def attend(self, i_tile, stage, softmax, accs, n_kept, IS_MASKED: gl.constexpr):
         """Attend to the tile of a filled stage; return the new softmax, accumulators and count of kept tiles."""
-        k_smem = self.pipe.k_smem.index(stage.index)
-        V_DTYPE: gl.constexpr = self.pipe.v_smem.dtype
+        pipe = self.params.pipe
+        k_smem = pipe.k_smem.index(stage.index)
+        V_DTYPE: gl.constexpr = pipe.v_smem.dtype
         IS_FP8: gl.constexpr = gl.float8e4nv == V_DTYPE
-        DV: gl.constexpr = self.pipe.v_smem.shape[1 if IS_FP8 else 4]
+        DV: gl.constexpr = pipe.v_smem.shape[1 if IS_FP8 else 4]
         WIDTH: gl.constexpr = accs[0].shape[1]
         P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, self.O_LAYOUT, 4 if IS_FP8 else 2)
         S_DTYPE: gl.constexpr = gl.int32 if k_smem.dtype == gl.int8 else gl.float32
@@ -162,20 +160,20 @@ class _LowTiles:
         SUM_FIRST: gl.constexpr = WIDTH < DV or (is_16bit(k_smem.dtype) and not IS_FP8)
         words = None
         if IS_MASKED:
-            if self.CHECKS_VALUES and not IS_FP8:
+            if self.params.CHECKS_VALUES and not IS_FP8:
                 for half in gl.static_range(2):
-                    rows = self.pipe.v_smem.index(stage.index).reshape([_TILE, DV]).slice(half * _BLOCK, _BLOCK)
+                    rows = pipe.v_smem.index(stage.index).reshape([_TILE, DV]).slice(half * _BLOCK, _BLOCK)
                     zero_out_of_bounds(rows, i_tile * _TILE + half * _BLOCK, self.mask, DV)
             if self.mask.bitmask_ptr is not None:
                 words = self.mask.load_bitmask(i_tile)
         zero = gl.zeros([_ROWS, _TILE], S_DTYPE, self.S_LAYOUT)
         s = warpgroup_mma(self.q, k_smem.permute([1, 0]), zero, use_acc=False, is_async=True)
         scale = self.row_scale
-        if self.k_descale_ptr is not None:
-            scale = scale * gl.load(self.k_descale_ptr + i_tile)
+        if self.params.k_descale_ptr is not None:
+            scale = scale * gl.load(self.params.k_descale_ptr + i_tile)
         s = warpgroup_mma_wait(0, deps=[s])
         s, scale = modify_scores(
-            s, scale, self.qk_bias, self.softcap, self.mask, IS_MASKED, words, self.start, i_tile * _TILE, True
+            s, scale, self.qk_bias, self.params.softcap, self.mask, IS_MASKED, words, self.start, i_tile * _TILE, True
         )
         keep = True
         if self.vote.bound is not None:
@@ -186,7 +184,7 @@ class _LowTiles:
             if SUM_FIRST:
                 softmax = softmax.update_row_sum(p, alpha)
             operand = to_mma_operand(p, V_DTYPE, P_LAYOUT)
-            v = self.pipe.v_smem.index(stage.index)
+            v = pipe.v_smem.index(stage.index)
             if not IS_FP8:
                 v = v.reshape([_TILE, DV])
             product = issue_pv_mma(accs[0], operand, alpha, value_chunk(v, 0, WIDTH), self.O_LAYOUT)
@@ -320,9 +318,8 @@ def _consume(params, G: gl.constexpr):
         mbarrier.wait(params.q_full, 1)
     vote = init_vote(start, seq, softmax.row_max, params.skip_threshold, G, 16 - pipe.WARPGROUPS + G)
     low = _LowTiles(
-        pipe=pipe, q=params.q_low_smem.index(G).reshape([_ROWS, D]), start=start, row_scale=row_scale,
-        k_descale_ptr=params.k_descale_ptr, qk_bias=qk_bias, softcap=softcap, mask=mask, vote=vote,
-        CHECKS_VALUES=params.CHECKS_VALUES, S_LAYOUT=S_LAYOUT, O_LAYOUT=O_LAYOUT,
+        params=params, q=params.q_low_smem.index(G).reshape([_ROWS, D]), start=start, row_scale=row_scale,
+        qk_bias=qk_bias, mask=mask, vote=vote, S_LAYOUT=S_LAYOUT, O_LAYOUT=O_LAYOUT,
     )  # fmt: skip
     n_kept = gl.to_tensor(0)
     n_between, n_after = tiles.stop - c_3 + d_0 - tiles.start_2, (tiles.stop - c_3 if IS_CAUSAL else tiles.stop_2 - d_3)
