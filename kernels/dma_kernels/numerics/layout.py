@@ -46,6 +46,10 @@ class TensorLayout(NamedTuple):
         """Bytes of the elements."""
         return self.numel() * self.dtype.itemsize
 
+    def data_ptr(self) -> int:
+        """Return a placeholder address with the alignment of the tensor."""
+        return self.misalignment
+
     def stride(self, dim: int | None = None) -> Any:
         """Return the strides or one of them, as a tensor does."""
         return self.strides if dim is None else self.strides[dim]

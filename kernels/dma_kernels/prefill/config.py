@@ -137,9 +137,9 @@ def _portable_config(arch: int, path: ComputePath, widest: int, has_softcap: boo
 
 
 @functools.cache
-def multi_cta_config(arch: int, path: ComputePath, head_dim: int, value_dim: int) -> MultiCTAConfig | None:
+def multi_cta_config(arch: int, path: ComputePath, head_dim: int) -> MultiCTAConfig | None:
     """Return the configuration of the multi-CTA kernel; ``None`` if there is none."""
-    widest = padded_channels(max(head_dim, value_dim))
+    widest = padded_channels(head_dim)
     if arch != 90 or widest not in (64, 128) or path.low_key is None:
         return None
     if widest == 64:
@@ -151,11 +151,9 @@ def multi_cta_config(arch: int, path: ComputePath, head_dim: int, value_dim: int
 
 
 @functools.cache
-def warp_specialized_config(
-    arch: int, path: ComputePath, head_dim: int, value_dim: int
-) -> WarpSpecializedConfig | None:
+def warp_specialized_config(arch: int, path: ComputePath, head_dim: int) -> WarpSpecializedConfig | None:
     """Return the configuration of the warp-specialized kernel; ``None`` if there is none."""
-    widest = padded_channels(max(head_dim, value_dim))
+    widest = padded_channels(head_dim)
     if arch != 90 or widest < 64 or path.low_key is None:
         return None
     are_keys_8bit, are_values_8bit = path.low_key is not DEQUANTIZED, path.low_value is E4M3_VALUES

@@ -31,7 +31,7 @@ def launch(inputs: AttentionInputs) -> None:
     described += [high.key] if high.key_format is RAW else []
     described += [low.value] if low.value_format.is_16_bit else []
     use_raw_tma = config.use_tma and all(map(is_describable, described))
-    use_tma = config.use_tma and low.key.shape[3] * low.key.element_size() % 16 == 0
+    use_tma = config.use_tma and low.key.shape[3] * low.key.dtype.itemsize % 16 == 0
     k_low_descale = "none"
     if low.key_descale is not None:
         k_low_descale = "head" if low.key_format.scale is Scale.BLOCK else "tile"

@@ -14,11 +14,10 @@ def is_describable(tensor: Any) -> bool:
     """
     unit = 16 // tensor.dtype.itemsize
     *outer, channels = tensor.stride()
-    misalignment = tensor.misalignment if hasattr(tensor, "misalignment") else tensor.data_ptr() % 16
     return (
         channels == 1
         and tensor.numel() > 0
-        and misalignment == 0
+        and tensor.data_ptr() % 16 == 0
         and all(
             size == 1 or (stride > 0 and stride % unit == 0) for size, stride in zip(tensor.shape, outer, strict=False)
         )

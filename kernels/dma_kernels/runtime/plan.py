@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ _WORKSPACE_ALIGNMENT = 256
 
 
 class PlannedTensor:
-    """Placeholder for a tensor while a plan is made: a layout, whose attributes it has, and the slot of its address.
+    """Placeholder for a tensor while a plan is made: a layout, whose interface it has, and the slot of its address.
 
     It has the part of a tensor's interface that host code needs.
     """
@@ -48,19 +48,6 @@ class PlannedTensor:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.layout, name)
-
-    def element_size(self) -> int:
-        return int(self.dtype.itemsize)
-
-    def contiguous(self) -> Self:
-        """Return the tensor itself: a plan does not copy."""
-        if not self.layout.is_contiguous():
-            raise ValueError(f"a planned tensor must be contiguous, got strides {self.stride()} of {list(self.shape)}")
-        return self
-
-    def data_ptr(self) -> int:
-        """Return a placeholder address with the alignment of the tensor."""
-        return self.layout.misalignment
 
     def view(self, dtype: torch.dtype) -> PlannedTensor:
         """Return the same bytes in another dtype of the same size."""

@@ -220,7 +220,7 @@ def test_the_warp_specialized_kernel_is_selected_from_min_keys_on(
     (89, 128, "int8", False),
 ])  # fmt: skip
 def test_only_hopper_has_a_warp_specialized_config(arch: int, head_dim: int, recipe: str, is_there: bool) -> None:
-    config = warp_specialized_config(arch, select_compute_path(RECIPES[recipe], arch), head_dim, head_dim)
+    config = warp_specialized_config(arch, select_compute_path(RECIPES[recipe], arch), head_dim)
     assert (config is not None) == is_there
 
 
@@ -238,7 +238,7 @@ def test_only_hopper_has_a_warp_specialized_config(arch: int, head_dim: int, rec
     (100, 128, "int8", False),
 ])  # fmt: skip
 def test_only_hopper_has_a_multi_cta_config(arch: int, head_dim: int, recipe: str, is_there: bool) -> None:
-    config = multi_cta_config(arch, select_compute_path(RECIPES[recipe], arch), head_dim, head_dim)
+    config = multi_cta_config(arch, select_compute_path(RECIPES[recipe], arch), head_dim)
     assert (config is not None) == is_there
 
 

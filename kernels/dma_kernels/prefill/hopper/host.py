@@ -98,7 +98,7 @@ def launch_multi_cta(inputs: AttentionInputs) -> None:
         _heads(query if queries is None else queries.high, ROWS),
         None if queries is None else _heads(queries.low, ROWS),
         _heads(high.key, TILE // 2), _heads(high.value, TILE // 2),
-        _matrix(low.key, TILE // low.key.element_size(), channels),
+        _matrix(low.key, TILE // low.key.dtype.itemsize, channels),
         None if low.value_format.is_16_bit else _matrix(low.value, channels, TILE),
         inputs.out, inputs.lse, None if queries is None else queries.descale_and_bias, inputs.operands.key_mean,
         low.key_descale, low.value_descale,

@@ -23,7 +23,7 @@ def configure_warp_specialized(shape: PrefillShape, path: ComputePath) -> WarpSp
     Head dimensions are multiples of 32 from 64 to 256. Keys of low tiles are in 8 bits with a scale per tile, or
     dequantized; values of low tiles are E4M3 or 16-bit.
     """
-    config = warp_specialized_config(shape.arch, path, shape.query.shape[3], shape.value.shape[3])
+    config = warp_specialized_config(shape.arch, path, shape.query.shape[3])
     # Four warpgroups lack registers for both ends of a window (H200: 1.17x the time of the multi-CTA kernel), and for a
     # mask (compiled, not timed).
     is_plain = shape.geometry.window is None and shape.geometry.mask is None
@@ -62,7 +62,7 @@ def configure_multi_cta(shape: PrefillShape, path: ComputePath) -> MultiCTAConfi
         and shape.query.shape[3] in MULTI_CTA_HEAD_DIMS
         and _is_loadable(shape, path)
     )
-    return multi_cta_config(shape.arch, path, shape.query.shape[3], shape.value.shape[3]) if is_supported else None
+    return multi_cta_config(shape.arch, path, shape.query.shape[3]) if is_supported else None
 
 
 def is_dense_causal(geometry: AttentionGeometry, q_len: int) -> bool:
