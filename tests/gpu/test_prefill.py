@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from dma_kernels import attention
-from dma_kernels.prefill import portable
+from dma_kernels.prefill import operands
 from dma_kernels.prefill.plan import plan
 from dma_kernels.prefill.registry import PORTABLE
 from dma_kernels.testing import random_qkv, relative_error
@@ -36,7 +36,7 @@ def test_long_rows_match_the_reference(recipe: str) -> None:
 
 def test_swizzle_groups_of_heads_are_all_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(batch=3, q_heads=6, kv_heads=3, q_len=700, kv_len=700)
-    monkeypatch.setattr(portable, "select_swizzle_group", lambda kv_heads, size: 2)  # 9 heads: the last group has one
+    monkeypatch.setattr(operands, "select_swizzle_group", lambda kv_heads, size: 2)  # 9 heads: the last group has one
     plan.cache_clear()
     assert_matches_reference(case, RECIPES["int8"], torch.bfloat16, "cuda")
 

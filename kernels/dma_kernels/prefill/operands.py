@@ -20,6 +20,7 @@ from ..numerics.geometry import LOG2_E, AttentionGeometry
 from ..numerics.recipe import Recipe
 from ..runtime import chip
 from ..runtime.operand_formats import OperandFormat
+from .config import select_swizzle_group
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,11 @@ class AttentionInputs:
     def kv_rows(self) -> int:
         """Kv heads of all batch rows."""
         return self.low.key.shape[0] * self.low.key.shape[1]
+
+    @property
+    def swizzle_group(self) -> int:
+        """Kv heads per L2 swizzle group."""
+        return select_swizzle_group(self.kv_rows, self.low.head_bytes)
 
     @property
     def base2_softcap(self) -> float | None:

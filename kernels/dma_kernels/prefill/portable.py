@@ -12,7 +12,6 @@ from ..numerics.geometry import LOG2_E
 from ..runtime.descriptors import Strided, broadcast_strides, head_blocks, is_describable, matrix_blocks
 from ..runtime.launch import launch_kernel
 from ..runtime.operand_formats import DEQUANTIZED, RAW, OperandFormat, Scale
-from .config import select_swizzle_group
 from .constants import PortableConstants
 from .kernel import prefill_kernel
 from .operands import AttentionInputs, Operands
@@ -86,7 +85,7 @@ def launch(inputs: AttentionInputs) -> None:
         k_desc, v_desc, k_low_desc, v_low_desc, inputs.lse, inputs.sinks, inputs.tile_counts, geometry.seq_info,
         geometry.q_offset, geometry.kv_offset, q_len, geometry.kv_len,
         high.key.shape[2], low.value.shape[2], _storage_len(inputs.operands), blocks,
-        select_swizzle_group(inputs.kv_rows, low.head_bytes), inputs.kv_rows,
+        inputs.swizzle_group, inputs.kv_rows,
         geometry.window, recipe.diagonal_tiles, recipe.sink_tiles,
         inputs.base2_softcap, inputs.scale * LOG2_E, inputs.base2_skip_threshold, **options,
     )  # fmt: skip

@@ -20,6 +20,7 @@ from dma_kernels.numerics.geometry import LOG2_E, AttentionGeometry
 from dma_kernels.numerics.layout import TensorLayout
 from dma_kernels.numerics.quantize import e8m0_to_float, quantize
 from dma_kernels.numerics.transforms import hadamard_rotate
+from dma_kernels.prefill import operands
 from dma_kernels.prefill.config import (
     MultiCTAConfig,
     PrefillShape,
@@ -610,7 +611,7 @@ def test_emulated_diagonal_and_sink_tiles_of_short_calls_match_the_reference(
 
 @pytest.mark.parametrize("is_short", [True])
 def test_emulated_swizzle_groups_need_not_divide_the_heads(emulated: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper, "select_swizzle_group", lambda *_: 3)
+    monkeypatch.setattr(operands, "select_swizzle_group", lambda *_: 3)
     assert_matches_reference(CASES["batch"], RECIPES["balanced"], torch.bfloat16, "cpu")
 
 

@@ -15,7 +15,6 @@ from ...numerics.geometry import LOG2_E
 from ...runtime.descriptors import head_blocks, matrix_blocks
 from ...runtime.launch import launch_kernel
 from ...runtime.operand_formats import RAW, TILE_SCALED
-from ..config import select_swizzle_group
 from ..constants import MultiCTAConstants, WarpSpecializedConstants
 from ..operands import AttentionInputs
 from .bitmask import PackedMask, pack_mask
@@ -78,7 +77,7 @@ def launch_multi_cta(inputs: AttentionInputs) -> None:
         queries = _quantize_q(inputs)
     channels = padded_channels(head_dim)
     *bitmask, blocks = _pack_mask(inputs)
-    kv_heads, swizzle_group = high.key.shape[1], _swizzle_group(inputs)
+    kv_heads, swizzle_group = high.key.shape[1], inputs.swizzle_group
     constants = MultiCTAConstants(
         q_heads=q_heads,
         kv_heads=kv_heads,
@@ -125,14 +124,10 @@ def _common_arguments(inputs: AttentionInputs, blocks: int) -> tuple[Any, ...]:
     return (
         inputs.sinks, geometry.seq_info, *inputs.out.stride()[:3],
         geometry.q_offset, geometry.kv_offset, inputs.query.shape[2], geometry.kv_len,
-        inputs.low.key.shape[2] // TILE, blocks, _swizzle_group(inputs), inputs.kv_rows,
+        inputs.low.key.shape[2] // TILE, blocks, inputs.swizzle_group, inputs.kv_rows,
         geometry.window, inputs.recipe.diagonal_tiles, inputs.recipe.sink_tiles,
         inputs.base2_softcap, inputs.scale * LOG2_E,
     )  # fmt: skip
-
-
-def _swizzle_group(inputs: AttentionInputs) -> int:
-    return select_swizzle_group(inputs.kv_rows, inputs.low.head_bytes)
 
 
 def _heads(tensor: Tensor, rows: int) -> TensorDescriptor:

@@ -31,7 +31,6 @@ def configure_warp_specialized(shape: PrefillShape, path: ComputePath) -> WarpSp
         config is not None
         and (is_plain or config.consumer_warpgroups < 4)
         and shape.query.shape[3] in WARP_SPECIALIZED_HEAD_DIMS
-        and (path.low_value is E4M3_VALUES or is_describable(shape.value))
         and _is_loadable(shape, path)
     )
     return config if is_supported else None
