@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..device.arithmetic import hadamard, narrow
-from ..device.tiles import head_rows
-from ..numerics.formats import MAX_BAND_TILES, TILE
+from ..device.tiles import TILE, TILE_SHIFT, head_rows
+from ..numerics.formats import MAX_BAND_TILES
 from ..numerics.layout import layout_of
 from ..runtime.launch import launch_kernel
 from ..runtime.plan import LaunchPlan, make_plan
@@ -27,8 +27,6 @@ from .storage import LayerStorage
 
 BLOCK_T = 64
 """Positions of a CTA."""
-_TILE = tl.constexpr(TILE)
-_TILE_SHIFT = tl.constexpr(TILE.bit_length() - 1)
 _BLOCK_T = tl.constexpr(BLOCK_T)
 
 
@@ -39,8 +37,8 @@ def _restore_block(
     D: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, HADAMARD: tl.constexpr, ARE_KEYS: tl.constexpr,
 ):  # fmt: skip
     """Write the keys or values at consecutive positions."""
-    residual_len = sizes.residual_tiles * _TILE
-    sink_len = sizes.sink_tiles * _TILE
+    residual_len = sizes.residual_tiles * TILE
+    sink_len = sizes.sink_tiles * TILE
     residual_base = unquantized.residual + (row * unquantized.stride_residual + i_kv * residual_len * D)
     sink_base = unquantized.sink + (row * unquantized.stride_sink + i_kv * sink_len * D)
     o_d = tl.arange(0, BLOCK)
@@ -56,7 +54,7 @@ def _restore_block(
     x = tl.where(is_sink[:, None], x, tl.where(is_residual[:, None], residual, added))
     is_quantized &= ~is_sink & ~is_residual
     if tl.max(is_quantized.to(tl.int32), 0) > 0:
-        dequantized = dequantize_rows(page_ptr, position % _TILE, is_quantized, D, BLOCK, BITS, ARE_KEYS)
+        dequantized = dequantize_rows(page_ptr, position % TILE, is_quantized, D, BLOCK, BITS, ARE_KEYS)
         dequantized = hadamard(dequantized, HADAMARD, 1.0 / HADAMARD)
         x = tl.where(is_quantized[:, None], narrow(dequantized, x.dtype), x)
     tl.store(out_base + index.to(tl.int64)[:, None] * D + o_d[None, :], x, mask=(index < out_len)[:, None] & m_d)
@@ -81,10 +79,10 @@ def restore_kernel(
     length = tl.load(cache.lengths + i_b)
     index = tl.program_id(1) * _BLOCK_T + tl.arange(0, _BLOCK_T)
     position = tl.load(first_ptr + i_b) + index
-    band = ((tl.maximum(length, 0) >> _TILE_SHIFT) - band_tiles) << _TILE_SHIFT
-    band = tl.maximum(band, length + rolled_back - sizes.residual_tiles * _TILE)
-    tile = position >> _TILE_SHIFT
-    complete = (length + rolled_back) >> _TILE_SHIFT
+    band = ((tl.maximum(length, 0) >> TILE_SHIFT) - band_tiles) << TILE_SHIFT
+    band = tl.maximum(band, length + rolled_back - sizes.residual_tiles * TILE)
+    tile = position >> TILE_SHIFT
+    complete = (length + rolled_back) >> TILE_SHIFT
     is_held = (tile >= tl.maximum(complete - sizes.max_pages, 0)) & (position < length)
     is_quantized = is_held & (tile < complete)
     page_ptr = page_block(cache, i_b, i_kv, tile, is_quantized, sizes.max_pages, CONFIG.PAGE_WORDS)

@@ -7,12 +7,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..numerics.formats import TILE
 from .arithmetic import IS_INTERPRETED, dot, permute_keys, round_to_e4m3, to_e4m3
-from .tiles import Rows
-
-_TILE = tl.constexpr(TILE)
-_TILE_SHIFT = tl.constexpr(TILE.bit_length() - 1)
+from .tiles import TILE, TILE_SHIFT, Rows
 
 
 @triton.jit
@@ -100,13 +96,13 @@ def load_values(
     are as in :func:`load_raw`.
     """
     if FORM == "e4m3":
-        tile_row = (entry >> _TILE_SHIFT) * DV
-        column = entry & (_TILE - 1)
+        tile_row = (entry >> TILE_SHIFT) * DV
+        column = entry & (TILE - 1)
         if USE_TMA:
             v = tl.trans(desc.load([row.to(tl.int32) + tile_row, column]))
         else:
             o_d = tl.arange(0, BLOCK_DV)
-            pointers = rows.ptr + (row + tile_row + o_d)[:, None] * _TILE + (column + tl.arange(0, BLOCK_N))[None, :]
+            pointers = rows.ptr + (row + tile_row + o_d)[:, None] * TILE + (column + tl.arange(0, BLOCK_N))[None, :]
             if DV == BLOCK_DV:
                 v = tl.trans(tl.load(pointers))
             else:

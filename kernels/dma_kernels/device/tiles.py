@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..numerics.formats import TILE
+from ..numerics import formats
 from .arithmetic import hadamard, round_to_bfloat16
 
-_TILE = tl.constexpr(TILE)
-_TILE_SHIFT = tl.constexpr(TILE.bit_length() - 1)
+TILE = tl.constexpr(formats.TILE)
+TILE_SHIFT = tl.constexpr(formats.TILE.bit_length() - 1)
 # Rows of the first tile loaded at a time; the reduction over rows comes last.
 _ROWS = tl.constexpr(32)
 
@@ -62,7 +62,7 @@ def load_visible_range(seq_info_ptr, i_b, kv_offset, kv_len):
         k_start = kv_offset
         first = kv_offset * 0
         last = kv_len
-    return first, last, ((k_start >> _TILE_SHIFT) << _TILE_SHIFT) - k_start
+    return first, last, ((k_start >> TILE_SHIFT) << TILE_SHIFT) - k_start
 
 
 @triton.jit
@@ -93,10 +93,10 @@ def transform(x, rows, first, last, mean, HADAMARD_SIZE: tl.constexpr, NORM: tl.
 def first_tile_mean(x, first, last, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Return the mean of the first 128 visible keys, fp32 ``[BLOCK_D]`` whose values are bfloat16 numbers."""
     total = tl.zeros([_ROWS, BLOCK_D], tl.float32)
-    for i_block in tl.static_range(_TILE // _ROWS):
+    for i_block in tl.static_range(TILE // _ROWS):
         rows = first + i_block * _ROWS + tl.arange(0, _ROWS)
         total += load_visible(x, rows, first, last, D, BLOCK_D)
-    count = tl.minimum(tl.maximum(last - first, 1), _TILE).to(tl.float32)
+    count = tl.minimum(tl.maximum(last - first, 1), TILE).to(tl.float32)
     return round_to_bfloat16(tl.math.div_rn(tl.sum(total, 0), tl.zeros([BLOCK_D], tl.float32) + count))
 
 
@@ -106,7 +106,7 @@ def first_tile_magnitudes(
 ):
     """Return the largest finite magnitude of each channel of the first 128 visible tokens, fp32 ``[BLOCK_D]``."""
     largest = tl.zeros([_ROWS, BLOCK_D], tl.float32)
-    for i_block in tl.static_range(_TILE // _ROWS):
+    for i_block in tl.static_range(TILE // _ROWS):
         rows = first + i_block * _ROWS + tl.arange(0, _ROWS)
         block = load_visible(x, rows, first, last, D, BLOCK_D)
         block = tl.abs(transform(block, rows, first, last, mean, HADAMARD_SIZE, NORM))

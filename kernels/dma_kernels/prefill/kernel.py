@@ -15,13 +15,10 @@ import triton.language as tl
 from ..device.arithmetic import hadamard
 from ..device.operands import finite_or_zero, prepare_queries, smoothing_bias
 from ..device.scores import Visibility, attend, load_keys, load_raw, load_values, logits, score, storage_entry
-from ..device.tiles import Rows, head_rows, load_in_range, load_positions
-from ..numerics.formats import TILE
+from ..device.tiles import TILE, TILE_SHIFT, Rows, head_rows, load_in_range, load_positions
 from ..numerics.geometry import SKIP_BLOCK
 from .channel_chunks import load_chunks, quantize_row_chunks, store_chunks
 
-_TILE = tl.constexpr(TILE)
-_TILE_SHIFT = tl.constexpr(TILE.bit_length() - 1)
 _SKIP_BLOCK = tl.constexpr(SKIP_BLOCK)
 
 
@@ -172,11 +169,11 @@ def prefill_kernel(
     o_h = tl.arange(0, BLOCK_H)
     o_n = tl.arange(0, BLOCK_N)
     o_v = tl.arange(0, BLOCK_DV)
-    aligned_start = (k_start >> _TILE_SHIFT) << _TILE_SHIFT
-    tile_start = (block_start >> _TILE_SHIFT) << _TILE_SHIFT
-    sink_end = sink_tiles * _TILE
-    band_start = tile_start - diagonal_tiles * _TILE
-    band_end = tile_start + (diagonal_tiles + 1) * _TILE
+    aligned_start = (k_start >> TILE_SHIFT) << TILE_SHIFT
+    tile_start = (block_start >> TILE_SHIFT) << TILE_SHIFT
+    sink_end = sink_tiles * TILE
+    band_start = tile_start - diagonal_tiles * TILE
+    band_end = tile_start + (diagonal_tiles + 1) * TILE
     q_rows = head_rows(query, i_b, i_h)
     mask_base = mask.ptr
     if HAS_MASK:
@@ -243,7 +240,7 @@ def prefill_kernel(
     row_scale *= logit_scale
     k_rows = Rows(key.ptr + (i_b * key.stride_b + i_kv * key.stride_h), key.stride_t, key.stride_d)
     v_rows = head_rows(value, i_b, i_kv)
-    tile_row = i_row * (storage_len >> _TILE_SHIFT)  # of this head, among all tiles of tile-padded storage
+    tile_row = i_row * (storage_len >> TILE_SHIFT)  # of this head, among all tiles of tile-padded storage
     if k_descale_ptr is not None:
         row_scale *= tl.load(k_descale_ptr + i_row)
     if CONFIG.has_low:
@@ -296,7 +293,7 @@ def prefill_kernel(
         low_row_scale *= logit_scale
         v_low_rows = v_rows
         if LOW_VALUE_FORM == "e4m3":
-            v_low_rows = Rows(v_low_ptr, _TILE, 1)
+            v_low_rows = Rows(v_low_ptr, TILE, 1)
         elif LOW_VALUE_FORM == "dequantized":
             v_low_rows = Rows(v_low_ptr + i_row * v_low_len * DV, DV, 1)
         if CONFIG.k_low_descale == "head":
@@ -348,7 +345,7 @@ def prefill_kernel(
                 s = score(q_low, q_low_scale, k, k_scale, LOW_FORM, LOW_Q_FORMAT, LOW_K_FORMAT)
                 tile_scale = low_row_scale
                 if CONFIG.k_low_descale == "tile":
-                    tile_scale *= tl.load(k_low_descale_ptr + tile_row + (entry >> _TILE_SHIFT))
+                    tile_scale *= tl.load(k_low_descale_ptr + tile_row + (entry >> TILE_SHIFT))
                 # If a CTA has two blocks of 64 queries, each skips tiles independently.
                 IS_SCALED: tl.constexpr = HAS_SOFTCAP or not IS_FULL or (SKIPS and BLOCK_M > _SKIP_BLOCK)
                 if IS_SCALED:
@@ -357,16 +354,16 @@ def prefill_kernel(
                         BIAS_IN_LOGITS,
                     )  # fmt: skip
                 if SKIPS:
-                    i_tile = block >> (_TILE_SHIFT - N_SHIFT)
-                    if BLOCK_N == _TILE:
+                    i_tile = block >> (TILE_SHIFT - N_SHIFT)
+                    if BLOCK_N == TILE:
                         row_max = tl.max(s, 1).to(tl.float32)
                         if not IS_SCALED:
                             row_max *= tile_scale
                     elif i_tile != tile:
                         # First block of a tile in this loop: score the whole tile for its row maxima.
                         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-                        for i_sub in tl.range(0, _TILE // BLOCK_N, num_stages=1):
-                            block_position = i_tile * _TILE + i_sub * BLOCK_N
+                        for i_sub in tl.range(0, TILE // BLOCK_N, num_stages=1):
+                            block_position = i_tile * TILE + i_sub * BLOCK_N
                             k_block, k_block_scale = load_keys(
                                 k_low_ptr, k_low_ptr, k_low_scale_ptr, i_row * storage_len,
                                 storage_entry(block_position, k_start, aligned_start, LOW_FORM), storage_len,
@@ -385,7 +382,7 @@ def prefill_kernel(
                             # A partly masked tile is counted in the masked loop.
                             is_examined = _any_of_block(1 - (row_max == float("-inf")).to(tl.int32), BLOCK_M)
                             if IS_FULL:
-                                is_whole_tile = (i_tile * _TILE >= full_start) & (i_tile * _TILE + _TILE <= full_end)
+                                is_whole_tile = (i_tile * TILE >= full_start) & (i_tile * TILE + TILE <= full_end)
                                 is_examined = tl.where(is_whole_tile, is_examined, 0)
                             tiles_examined += is_examined
                             tiles_kept += is_examined * is_kept

@@ -14,6 +14,7 @@ from ..device.arithmetic import e8m0_decode, e8m0_encode, e8m0_reciprocal, hadam
 from ..device.blocks import e8m0_scale, finite_block_amax, nvfp4_global_scale, nvfp4_key_scale, round_to_units_e4m3
 from ..device.operands import to_operand
 from ..device.tiles import (
+    TILE,
     Rows,
     first_tile_magnitudes,
     first_tile_mean,
@@ -22,7 +23,7 @@ from ..device.tiles import (
     load_visible_range,
     transform,
 )
-from ..numerics.formats import E4M3_MAX, E8M0_MAX_CODE, E8M0_NAN, FIRST_VALUES, MXINT8_UNIT, SMALLEST_CHANNEL, TILE
+from ..numerics.formats import E4M3_MAX, E8M0_MAX_CODE, E8M0_NAN, FIRST_VALUES, MXINT8_UNIT, SMALLEST_CHANNEL
 from .channel_chunks import (
     load_chunks,
     quantize_chunks,
@@ -34,7 +35,6 @@ from .channel_chunks import (
     zeros_where,
 )
 
-_TILE = tl.constexpr(TILE)
 # Keys that a CTA holds in registers, in block formats without a tile scale: few enough for four CTAs on an SM.
 _ROWS = tl.constexpr(32)
 _E4M3_MAX = tl.constexpr(E4M3_MAX)
@@ -55,15 +55,15 @@ def _write_tile_scaled(
     FORMAT: tl.constexpr = CONFIG.low_format
     ROUNDING: tl.constexpr = CONFIG.rounding
     STORED_D: tl.constexpr = (CONFIG.head_dim + 31) // 32 * 32
-    o_t = tl.arange(0, _TILE)
-    row = i_tile_row * _TILE
+    o_t = tl.arange(0, TILE)
+    row = i_tile_row * TILE
     x = to_float(chunks)
     if mean_ptr is not None:
         x = subtract_vector(x, mean_ptr, start, first, last, CONFIG.head_dim)
     x = rotate_chunks(x, CONFIG.hadamard_size, CONFIG.norm)
     bits = tl.max(row_amax(x), 0)
     code = e8m0_scale(bits, FORMAT, ROUNDING == "ceil")
-    m_all = o_t < _TILE
+    m_all = o_t < TILE
     if (FORM != "int8") | (code < _MAX_CODE):
         elements = quantize_chunks(x, e8m0_reciprocal(code), FORM, ROUNDING == "ceil")
         store_chunks(element_ptr, (row + o_t) * STORED_D, elements, m_all, STORED_D)
@@ -129,7 +129,7 @@ def _write_fp8_values(
     In that order, the keys ``8 j + 2 t + c`` of a group with the same ``t`` are adjacent. So four keys of a channel
     form a 32-bit word, which leaves a quarter of the elements to transpose.
     """
-    o_w = tl.arange(0, _TILE // 4)
+    o_w = tl.arange(0, TILE // 4)
     o_d = tl.arange(0, BLOCK_D)
     rows = start + (o_w // 4) * 16 + (o_w % 4) * 2
     a = load_visible(x, rows, first, last, D, BLOCK_D)
@@ -141,7 +141,7 @@ def _write_fp8_values(
     word = pack_e4m3(
         _to_value_units(a, scale), _to_value_units(b, scale), _to_value_units(c, scale), _to_value_units(d, scale)
     )
-    offset = (i_tile_row * D + o_d)[:, None] * (_TILE // 4) + o_w[None, :]
+    offset = (i_tile_row * D + o_d)[:, None] * (TILE // 4) + o_w[None, :]
     word_ptr = value_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     tl.store(word_ptr + offset, tl.trans(word), mask=(o_d < D)[:, None])
     # Find bytes that are 0x7E (448) apart from the sign; bits 7, 15, 23 and 31 of a word mark them.
@@ -168,17 +168,17 @@ def _quantize_keys(
     ROUNDING: tl.constexpr = CONFIG.rounding
     IS_LOW_IN_BLOCKS: tl.constexpr = LOW_FORM != "none" and not IS_TILE_SCALED
     HAS_TILE_SCALE: tl.constexpr = IS_TILE_SCALED or LOW_FORM == "e5m2" or (LOW_FORM != "none" and SHARED == "tile")
-    ROWS: tl.constexpr = _TILE if HAS_TILE_SCALE else _ROWS
+    ROWS: tl.constexpr = TILE if HAS_TILE_SCALE else _ROWS
     i_head = tl.program_id(0).to(tl.int64)
     i_b = i_head // CONFIG.kv_heads
     keys = head_rows(key, i_b, i_head % CONFIG.kv_heads)
     first, last, start = load_visible_range(seq_info_ptr, i_b, kv_offset, kv_len)
     i_cta = tl.program_id(1)
     o_d = tl.arange(0, BLOCK_D)
-    BLOCKS_PER_TILE: tl.constexpr = _TILE // ROWS
+    BLOCKS_PER_TILE: tl.constexpr = TILE // ROWS
     if IS_TILE_SCALED:
         # Issue the load of this CTA's first tile before reading the head's first tile.
-        end = tl.minimum(last, start + end_tile * _TILE)
+        end = tl.minimum(last, start + end_tile * TILE)
         rows = start + (first_tile + i_cta) * ROWS + tl.arange(0, ROWS)
         chunks = load_chunks(keys, rows, first, end, D)
     mean = None
@@ -197,7 +197,7 @@ def _quantize_keys(
     for i_block in tl.range(first_tile * BLOCKS_PER_TILE + i_cta, end_tile * BLOCKS_PER_TILE, tl.num_programs(1)):
         o_t = i_block * ROWS + tl.arange(0, ROWS)
         i_tile_row = i_head * tiles + i_block // BLOCKS_PER_TILE
-        row = i_head * tiles * _TILE + o_t
+        row = i_head * tiles * TILE + o_t
         if IS_TILE_SCALED:
             _write_tile_scaled(
                 chunks, mean_ptr, low_ptr, k_descale_ptr, start + i_block * ROWS, i_tile_row, first, last, CONFIG
@@ -241,17 +241,17 @@ def _quantize_values(
         i_tile_row = i_head * tiles + i_tile
         if VALUE_FORM == "e4m3":
             _write_fp8_values(
-                values, value_ptr, saturated_ptr, descale, i_tile_row, start + i_tile * _TILE, first, last, DV, BLOCK_DV
+                values, value_ptr, saturated_ptr, descale, i_tile_row, start + i_tile * TILE, first, last, DV, BLOCK_DV
             )
         else:
             tl.static_assert(VALUE_FORM == "dequantized", "forms of values are e4m3 and dequantized")
-            o_t = i_tile * _TILE + tl.arange(0, _TILE)
+            o_t = i_tile * TILE + tl.arange(0, TILE)
             x = load_visible(values, start + o_t, first, last, DV, BLOCK_DV)
             x = round_to_units_e4m3(_to_value_units(x, 1.0), descale[None, :])
             count = tl.sum(tl.sum((tl.abs(x) == descale[None, :] * _E4M3_MAX).to(tl.int32), 0), 0)
             if count > 0:
                 tl.atomic_add(saturated_ptr, count.to(tl.int64), sem="relaxed")
-            offset = (i_head * tiles * _TILE + o_t)[:, None] * DV + o_d[None, :]
+            offset = (i_head * tiles * TILE + o_t)[:, None] * DV + o_d[None, :]
             tl.store(value_ptr + offset, x.to(value_ptr.dtype.element_ty), mask=(o_d < DV)[None, :])
 
 

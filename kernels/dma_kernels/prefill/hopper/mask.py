@@ -9,11 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ...device.gluon import aggregate
-from ...numerics.formats import TILE
-from .tile_range import ROWS, clamp
-
-_ROWS = gl.constexpr(ROWS)
-_BLOCK = gl.constexpr(TILE // 2)
+from .tile_range import BLOCK, ROWS, clamp
 
 
 @aggregate
@@ -78,7 +74,7 @@ class Mask:
 @gluon.jit
 def bitmask_pointers(mask_ptr, row, q_len, tiles, LAYOUT: gl.constexpr):
     """Return pointers to the words of tile 0, ``[64, 4]``, for 64 queries starting at ``row``."""
-    rows = clamp(row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, LAYOUT)), 0, q_len - 1)
+    rows = clamp(row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)), 0, q_len - 1)
     words = gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUT))
     return mask_ptr + (rows.to(gl.int64)[:, None] * (4 * tiles) + words[None, :])
 
@@ -111,9 +107,9 @@ def zero_out_of_bounds(values, position, mask, DV: gl.constexpr):
     They may be NaN, which a probability of 0 does not hide. Every warpgroup that reads the stage does this first; all
     write the same bytes.
     """
-    if (position < mask.visible_start) | (position + _BLOCK > mask.visible_end):
+    if (position < mask.visible_start) | (position + BLOCK > mask.visible_end):
         LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DV, DV // 8], [4, 1], [1, 0])
-        k_pos = position + gl.arange(0, _BLOCK, layout=gl.SliceLayout(1, LAYOUT))
+        k_pos = position + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, LAYOUT))
         is_visible = ((k_pos >= mask.visible_start) & (k_pos < mask.visible_end))[:, None]
         values.store(gl.where(is_visible, values.load(LAYOUT), 0.0))
         fence_async_shared()

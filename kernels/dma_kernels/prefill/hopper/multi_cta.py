@@ -27,7 +27,7 @@ from ...device.arithmetic import to_elements as _to_elements_triton
 from ...device.blocks import row_scale as _row_scale_triton
 from ...device.gluon import aggregate, reinterpret
 from ...device.gluon import barrier as _barrier
-from ...numerics.formats import TILE
+from ...device.tiles import TILE, TILE_SHIFT
 from .epilogue import count_tiles, row_indices, store_lse, store_output
 from .hadamard import ORDER, hadamard_matrix, rotate_by_mma
 from .mask import Mask, bitmask_pointers, zero_out_of_bounds
@@ -35,15 +35,9 @@ from .mma import add_pv, inverse_power_of_two, is_16bit, issue_pv_mma, join_colu
 from .pipeline import KVSource, copy, wait_for_operands
 from .skipping import init_vote, init_votes
 from .softmax import finite_or_zero, init_softmax, modify_scores
-from .tile_range import ROWS, BlockInfo, TileRange, bitmask_range, load_seq_info
+from .tile_range import BLOCK, ROWS, ROWS_SHIFT, BlockInfo, TileRange, bitmask_range, load_seq_info
 
-_ROWS = gl.constexpr(ROWS)
-_ROWS_SHIFT = gl.constexpr(ROWS.bit_length() - 1)
-_TILE = gl.constexpr(TILE)
-_TILE_SHIFT = gl.constexpr(TILE.bit_length() - 1)
-_BLOCK = gl.constexpr(TILE // 2)
 _VOTE_BARRIER = gl.constexpr(15)  # a named barrier that the compiler does not use
-_ORDER = gl.constexpr(ORDER)
 _row_scale = gluon.jit(_row_scale_triton.fn)
 _to_elements = gluon.jit(_to_elements_triton.fn)
 
@@ -74,7 +68,7 @@ class _Ring:
     def block(self, i, desc):
         """Return the stage of load ``i`` as 64 16-bit rows of a high tile, ``[1, 1, 64, D]``."""
         WIDTH: gl.constexpr = desc.block_shape[3]
-        return reinterpret(self.smem, desc.dtype, [self.smem.shape[0], 1, 1, _BLOCK, WIDTH], desc.layout).index(
+        return reinterpret(self.smem, desc.dtype, [self.smem.shape[0], 1, 1, BLOCK, WIDTH], desc.layout).index(
             self.index(i)
         )
 
@@ -104,9 +98,9 @@ class _Loads:
         j = i - n_high
         barrier = self.k.barrier(i)
         is_valid = j < LOADS * self.tiles.count()
-        mbarrier.expect(barrier, _TILE * self.D, pred=is_valid)
+        mbarrier.expect(barrier, TILE * self.D, pred=is_valid)
         if LOADS == 2:
-            source.issue_tile_k(self.tiles.at(j >> 1), (j & 1) * _BLOCK, barrier, self.k.stage(i), is_valid & (j >= 0))
+            source.issue_tile_k(self.tiles.at(j >> 1), (j & 1) * BLOCK, barrier, self.k.stage(i), is_valid & (j >= 0))
         else:
             source.issue_tile_k(self.tiles.at(j), 0, barrier, self.k.stage(i), is_valid & (j >= 0))
         if MAY_BE_HIGH:
@@ -117,7 +111,7 @@ class _Loads:
         """Issue the ``i``-th load of values, if it belongs to a high tile."""
         is_valid = i < self.blocks.count()
         barrier = self.v.barrier(i)
-        mbarrier.expect(barrier, _TILE * self.D, pred=is_valid)
+        mbarrier.expect(barrier, TILE * self.D, pred=is_valid)
         self.source.issue_block_v(self.blocks.at(i), barrier, self.v.block(i, self.source.v_desc), is_valid)
 
     @gluon.jit
@@ -130,8 +124,8 @@ class _Loads:
         if MAY_BE_IN_FLIGHT:
             self.v.wait(i - STAGES, i - STAGES >= self.blocks.count())
         barrier = self.v.barrier(i)
-        mbarrier.expect(barrier, _TILE * self.D)
-        self.source.issue_tile_v(i_tile, half * _BLOCK, barrier, self.v.stage(i))
+        mbarrier.expect(barrier, TILE * self.D)
+        self.source.issue_tile_v(i_tile, half * BLOCK, barrier, self.v.stage(i))
 
 
 @gluon.jit(
@@ -174,8 +168,8 @@ def prefill_multi_cta_kernel(
     IS_LOW_16BIT: gl.constexpr = is_16bit(k_low_desc.dtype)
     IS_FP8: gl.constexpr = v_low_desc is not None
     S_DTYPE: gl.constexpr = gl.int32 if k_low_desc.dtype == gl.int8 else gl.float32
-    H_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _BLOCK, 16])
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _TILE, 16 if IS_LOW_16BIT else 32])
+    H_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16 if IS_LOW_16BIT else 32])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 32 if IS_FP8 else 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 4 if IS_FP8 else 2)
     X_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])  # all channels; also the output
@@ -195,21 +189,21 @@ def prefill_multi_cta_kernel(
     i_b = i_row // CONFIG.kv_heads
     i_kv = i_row % CONFIG.kv_heads
     i_h = i_kv * GROUP + i_group
-    q_smem = gl.allocate_shared_memory(Q_DTYPE, [1, 1, _ROWS, D], q_desc.layout)
+    q_smem = gl.allocate_shared_memory(Q_DTYPE, [1, 1, ROWS, D], q_desc.layout)
     if IS_LOW_16BIT:
-        q_low_smem = reinterpret(q_smem, q_low_desc.dtype, [1, 1, _ROWS, D], q_low_desc.layout)
+        q_low_smem = reinterpret(q_smem, q_low_desc.dtype, [1, 1, ROWS, D], q_low_desc.layout)
     elif IS_Q_QUANTIZED:
-        q_low_smem = gl.allocate_shared_memory(q_low_desc.dtype, [1, 1, _ROWS, D], q_low_desc.layout)
+        q_low_smem = gl.allocate_shared_memory(q_low_desc.dtype, [1, 1, ROWS, D], q_low_desc.layout)
     else:
         # First the Hadamard matrix, then the queries of low tiles.
-        matrix = gl.allocate_shared_memory(Q_DTYPE, [_ORDER, _ORDER], gl.NVMMASharedLayout(128, 16, 2))
-    K_ROWS: gl.constexpr = _BLOCK if IS_LOW_16BIT else _TILE
+        matrix = gl.allocate_shared_memory(Q_DTYPE, [ORDER, ORDER], gl.NVMMASharedLayout(128, 16, 2))
+    K_ROWS: gl.constexpr = BLOCK if IS_LOW_16BIT else TILE
     k_smem = gl.allocate_shared_memory(k_low_desc.dtype, [K_STAGES, K_ROWS, D], k_low_desc.layout)
     if IS_FP8:
-        v_smem = gl.allocate_shared_memory(v_low_desc.dtype, [V_STAGES, D, _TILE], v_low_desc.layout)
+        v_smem = gl.allocate_shared_memory(v_low_desc.dtype, [V_STAGES, D, TILE], v_low_desc.layout)
         descale_smem = gl.allocate_shared_memory(gl.float32, [D], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     else:
-        v_smem = gl.allocate_shared_memory(V_DTYPE, [V_STAGES, 1, 1, _BLOCK, D], v_desc.layout)
+        v_smem = gl.allocate_shared_memory(V_DTYPE, [V_STAGES, 1, 1, BLOCK, D], v_desc.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
@@ -223,10 +217,10 @@ def prefill_multi_cta_kernel(
 
     CHECKS_VALUES: gl.constexpr = seq_info_ptr is not None
     seq = load_seq_info(seq_info_ptr, i_b, q_offset, q_len, kv_offset, kv_len)
-    start = ((seq.q_offset >> _ROWS_SHIFT) + i_block) * _ROWS
-    last = gl.minimum(start + _ROWS, seq.q_offset + q_len)
+    start = ((seq.q_offset >> ROWS_SHIFT) + i_block) * ROWS
+    last = gl.minimum(start + ROWS, seq.q_offset + q_len)
     row = start - seq.q_offset
-    first_tile = seq.kv_offset >> _TILE_SHIFT
+    first_tile = seq.kv_offset >> TILE_SHIFT
     mask = Mask(
         visible_start=seq.visible_start, visible_end=seq.visible_end, window=window, bitmask_ptr=None,
         IS_CAUSAL=IS_CAUSAL, IS_PLAIN=not MASKS_LOW,
@@ -241,7 +235,7 @@ def prefill_multi_cta_kernel(
         bounds_ptr += plane * blocks * 2
         kv_start, kv_stop = bitmask_range(kv_start, kv_stop, bounds_ptr, i_block, blocks, first_tile, storage_tiles, 1)
     block = BlockInfo(
-        q_tile=start >> _TILE_SHIFT, last_q_tile=(last - 1) >> _TILE_SHIFT, kv_start=kv_start, kv_stop=kv_stop,
+        q_tile=start >> TILE_SHIFT, last_q_tile=(last - 1) >> TILE_SHIFT, kv_start=kv_start, kv_stop=kv_stop,
         diagonal_tiles=diagonal_tiles, sink_tiles=sink_tiles, IS_CAUSAL=IS_CAUSAL,
     )  # fmt: skip
     high_blocks = block.high_precision_range()
@@ -252,7 +246,7 @@ def prefill_multi_cta_kernel(
     # The caller's queries are ready before the quantizer ends. Wait only for what it writes.
     q_rows = [i_b, i_h, row, 0]
     if not IS_Q_QUANTIZED:
-        mbarrier.expect(q_full, _ROWS * D * 2)
+        mbarrier.expect(q_full, ROWS * D * 2)
         copy(q_desc, q_rows, q_full, q_smem)
     if CONFIG.hadamard_size > 0:  # noqa: SIM102 (a constexpr branch)
         if n_low > 0:
@@ -262,16 +256,16 @@ def prefill_multi_cta_kernel(
     if bitmask_ptr is None:
         wait_for_operands()
     if IS_LOW_16BIT:
-        mbarrier.expect(q_full, _ROWS * D * 2)
+        mbarrier.expect(q_full, ROWS * D * 2)
         copy(q_desc, q_rows, q_full, q_smem)
     elif IS_Q_QUANTIZED:
-        mbarrier.expect(q_full, _ROWS * D * 3)
+        mbarrier.expect(q_full, ROWS * D * 3)
         copy(q_low_desc, q_rows, q_full, q_low_smem)
         copy(q_desc, q_rows, q_full, q_smem)
     loads = _Loads(
         source=KVSource(
             k_desc=k_desc, v_desc=v_desc, k_low_desc=k_low_desc, v_low_desc=v_low_desc if IS_FP8 else v_desc,
-            i_b=i_b, i_kv=i_kv, k_start=seq.kv_offset if CONFIG.is_high_unquantized else first_tile * _TILE,
+            i_b=i_b, i_kv=i_kv, k_start=seq.kv_offset if CONFIG.is_high_unquantized else first_tile * TILE,
             v_start=seq.kv_offset, v_low_start=seq.kv_offset, tile_row=i_row * storage_tiles - first_tile,
             HEAD_DIM=HEAD_DIM,
         ),
@@ -293,8 +287,8 @@ def prefill_multi_cta_kernel(
         v_descale_ptr += i_row.to(gl.int64) * HEAD_DIM
         v_descale = gl.load(v_descale_ptr + channel, mask=channel < HEAD_DIM, other=1.0)
     softmax = init_softmax(S_LAYOUT, 8.0 if IS_FP8 else 0.0)
-    row_scale = gl.full([_ROWS], 1.0, gl.float32, X_ROW)
-    bias = gl.zeros([_ROWS], gl.float32, X_ROW)
+    row_scale = gl.full([ROWS], 1.0, gl.float32, X_ROW)
+    bias = gl.zeros([ROWS], gl.float32, X_ROW)
     mean = gl.zeros([D], gl.float32, gl.SliceLayout(0, X_LAYOUT))
     if IS_Q_QUANTIZED:
         x_rows, m_row = row_indices(row, q_len, X_ROW)
@@ -308,17 +302,17 @@ def prefill_multi_cta_kernel(
         channels = gl.arange(0, D, layout=gl.SliceLayout(0, X_LAYOUT))
         mean = gl.load(mean_ptr + channels, mask=channels < HEAD_DIM, other=0.0)
     mbarrier.wait(q_full, 0)
-    q = q_smem.reshape([_ROWS, D])
+    q = q_smem.reshape([ROWS, D])
 
     # ---- the queries of low tiles
     if IS_Q_QUANTIZED:
-        q_low = q_low_smem.reshape([_ROWS, D])
+        q_low = q_low_smem.reshape([ROWS, D])
         if IS_FP8:
             descale_smem.store(v_descale)
     else:
-        q_low = reinterpret(matrix, k_low_desc.dtype, [_ORDER * 128 // D, D], k_low_desc.layout)
+        q_low = reinterpret(matrix, k_low_desc.dtype, [ORDER * 128 // D, D], k_low_desc.layout)
         if D < 128:
-            q_low = q_low.slice(0, _ROWS)
+            q_low = q_low.slice(0, ROWS)
         if n_low > 0:
             x = rotate_by_mma(q, matrix, CONFIG.hadamard_size, H_LAYOUT, X_LAYOUT)
             # Maximum of bits, which sort like magnitudes, with NaN above all.
@@ -337,7 +331,7 @@ def prefill_multi_cta_kernel(
         bias = gl.sum(q.load(X_LAYOUT).to(gl.float32) * mean[None, :], 1) * logit_scale
     # Smoothing subtracts a constant from a row's logits. A plain softmax is invariant to it, so it is only added back
     # to the log of the denominator. A softcap is not, so it is added back to the logits of smoothed keys first.
-    qk_bias = gl.zeros([_ROWS], gl.float32, ROW)
+    qk_bias = gl.zeros([ROWS], gl.float32, ROW)
     if softcap is not None:
         qk_bias = finite_or_zero(gl.convert_layout(bias, ROW, assert_trivial=True))
         bias = gl.zeros_like(bias)
@@ -350,33 +344,33 @@ def prefill_multi_cta_kernel(
     # ---- high tiles
     bias = gl.convert_layout(bias, H_ROW, assert_trivial=True)
     high_bias = bias if CONFIG.is_high_unquantized else gl.zeros_like(bias)
-    acc = gl.zeros([_ROWS, D], gl.float32, X_LAYOUT)
+    acc = gl.zeros([ROWS, D], gl.float32, X_LAYOUT)
     for i in range(n_high):
-        k_start = high_blocks.at(i) * _BLOCK
+        k_start = high_blocks.at(i) * BLOCK
         words = None
         if bitmask_ptr is not None:
-            words = mask.load_bitmask(k_start >> _TILE_SHIFT) >> (k_start & _BLOCK) // 4
+            words = mask.load_bitmask(k_start >> TILE_SHIFT) >> (k_start & BLOCK) // 4
         loads.k.wait(i)
-        k = loads.k.block(i, k_desc).reshape([_BLOCK, D])
-        s = gl.zeros([_ROWS, _BLOCK], gl.float32, H_LAYOUT)
+        k = loads.k.block(i, k_desc).reshape([BLOCK, D])
+        s = gl.zeros([ROWS, BLOCK], gl.float32, H_LAYOUT)
         s = warpgroup_mma(q, k.permute([1, 0]), s, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
-        is_masked = k_start + _BLOCK > full_stop
+        is_masked = k_start + BLOCK > full_stop
         if MASKS_LOW:
             is_masked = is_masked | (k_start < full_start)
-        scale = gl.full([_ROWS], 0.0, gl.float32, H_ROW) + logit_scale
+        scale = gl.full([ROWS], 0.0, gl.float32, H_ROW) + logit_scale
         cap_bias = None if CONFIG.is_high_unquantized else gl.convert_layout(qk_bias, H_ROW, assert_trivial=True)
         s, scale = modify_scores(s, scale, cap_bias, softcap, mask, is_masked, words, start, k_start, False)
         p, alpha, softmax = softmax.update(s, scale, high_bias)
         softmax = softmax.update_row_sum(p, alpha)
         operand = to_mma_operand(p, V_DTYPE, P_HIGH_LAYOUT)
-        v = loads.v.block(i, v_desc).reshape([_BLOCK, D])
+        v = loads.v.block(i, v_desc).reshape([BLOCK, D])
         loads.v.wait(i)
         if CHECKS_VALUES:
             zero_out_of_bounds(v, k_start, mask, D)
         if IS_FP8 and skip_threshold is not None:
             # A fresh accumulator: one that MMAs add to is tied to registers that the other loop has no room for.
-            fresh = gl.zeros([_ROWS, D], gl.float32, X_LAYOUT)
+            fresh = gl.zeros([ROWS, D], gl.float32, X_LAYOUT)
             product = warpgroup_mma_wait(0, deps=[warpgroup_mma(operand, v, fresh, use_acc=False, is_async=True)])
             acc = add_pv(acc, product, alpha, True, X_LAYOUT)
         else:
@@ -387,7 +381,7 @@ def prefill_multi_cta_kernel(
     # ---- low tiles
     if IS_LOW_16BIT:  # noqa: SIM102 (a constexpr branch)
         if n_low > 0:
-            mbarrier.expect(q_full, _ROWS * D * 2)
+            mbarrier.expect(q_full, ROWS * D * 2)
             copy(q_low_desc, q_rows, q_full, q_low_smem)
             mbarrier.wait(q_full, 1)
     if IS_FP8:  # noqa: SIM102 (a constexpr branch)
@@ -401,7 +395,7 @@ def prefill_multi_cta_kernel(
     i_v = n_high
     for j in range(n_low):
         i_tile = low_tiles.at(j)
-        k_start = i_tile * _TILE
+        k_start = i_tile * TILE
         scale = row_scale
         if k_descale_ptr is not None:
             scale = row_scale * gl.load(k_descale_ptr + i_tile)
@@ -409,7 +403,7 @@ def prefill_multi_cta_kernel(
         if bitmask_ptr is not None:
             words = mask.load_bitmask(i_tile)
         if IS_LOW_16BIT:
-            zero = gl.zeros([_ROWS, _BLOCK], gl.float32, H_LAYOUT)
+            zero = gl.zeros([ROWS, BLOCK], gl.float32, H_LAYOUT)
             i_k = n_high + 2 * j
             loads.k.wait(i_k)
             s_0 = warpgroup_mma(q_low, loads.k.stage(i_k).permute([1, 0]), zero, use_acc=False, is_async=True)
@@ -421,7 +415,7 @@ def prefill_multi_cta_kernel(
             loads.issue_k(i_k + 3, False)
             s = join_columns(s_0, s_1, S_LAYOUT)
         else:
-            zero = gl.zeros([_ROWS, _TILE], S_DTYPE, S_LAYOUT)
+            zero = gl.zeros([ROWS, TILE], S_DTYPE, S_LAYOUT)
             i_k = n_high + j
             loads.k.wait(i_k)
             s = warpgroup_mma(q_low, loads.k.stage(i_k).permute([1, 0]), zero, use_acc=False, is_async=True)
@@ -432,7 +426,7 @@ def prefill_multi_cta_kernel(
             s = s.to(gl.float32)
         s, scale = modify_scores(
             s, scale, qk_bias, softcap, mask,
-            ((k_start < full_start) | (k_start + _TILE > full_stop)) if MASKS_LOW else False,
+            ((k_start < full_start) | (k_start + TILE > full_stop)) if MASKS_LOW else False,
             words, start, k_start, True,
         )  # fmt: skip
         keep = True
@@ -457,9 +451,9 @@ def prefill_multi_cta_kernel(
                     softmax = softmax.update_row_sum(halves[half], alpha)
                     operand = to_mma_operand(halves[half], V_DTYPE, P_LAYOUT)
                     loads.v.wait(i_v)
-                    v = loads.v.stage(i_v).reshape([_BLOCK, D])
+                    v = loads.v.stage(i_v).reshape([BLOCK, D])
                     if CHECKS_VALUES:
-                        zero_out_of_bounds(v, k_start + half * _BLOCK, mask, D)
+                        zero_out_of_bounds(v, k_start + half * BLOCK, mask, D)
                     acc = warpgroup_mma_wait(0, deps=[issue_pv_mma(acc, operand, alpha, v, O_LAYOUT)])
                     alpha = gl.zeros_like(alpha) + 1.0
                     i_v = i_v + 1
@@ -483,7 +477,7 @@ def prefill_multi_cta_kernel(
     scale, lse = softmax.finalize(finite_or_zero(gl.convert_layout(bias, ROW, assert_trivial=True)), sinks_ptr)
     scale = gl.convert_layout(scale, X_ROW, assert_trivial=True)
     # Stage the output in the queries' shared memory, so that stores are coalesced.
-    o = reinterpret(q_smem, V_DTYPE, [1, 1, _ROWS, D], v_desc.layout).reshape([_ROWS, D])
+    o = reinterpret(q_smem, V_DTYPE, [1, 1, ROWS, D], v_desc.layout).reshape([ROWS, D])
     o.store((acc * scale[:, None]).to(V_DTYPE))
     _barrier()
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])

@@ -9,11 +9,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ...device.gluon import aggregate, reinterpret
-from ...numerics.formats import TILE
+from ...device.tiles import TILE
 from .mma import is_16bit
+from .tile_range import BLOCK
 
-_TILE = gl.constexpr(TILE)
-_BLOCK = gl.constexpr(TILE // 2)
 # Renamed in Triton 3.9.
 copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
@@ -46,10 +45,10 @@ def block_view(stage, desc):
     D: gl.constexpr = desc.block_shape[3]
     LAYOUT: gl.constexpr = desc.layout
     DTYPE: gl.constexpr = desc.dtype
-    if is_16bit(stage.dtype) and stage.shape[len(stage.shape) - 2] == _TILE:
-        stage = reinterpret(stage, DTYPE, [2, 1, 1, _BLOCK, D], LAYOUT).index(0)
+    if is_16bit(stage.dtype) and stage.shape[len(stage.shape) - 2] == TILE:
+        stage = reinterpret(stage, DTYPE, [2, 1, 1, BLOCK, D], LAYOUT).index(0)
     else:
-        stage = reinterpret(stage, DTYPE, [1, 1, _BLOCK, D], LAYOUT)
+        stage = reinterpret(stage, DTYPE, [1, 1, BLOCK, D], LAYOUT)
     return stage
 
 
@@ -73,17 +72,17 @@ class KVSource:
     @gluon.jit
     def issue_block_k(self, block, barrier, target, pred=True):
         """Issue the TMA load of 64 keys of a high tile."""
-        copy(self.k_desc, [self.i_b, self.i_kv, block * _BLOCK - self.k_start, 0], barrier, target, pred=pred)
+        copy(self.k_desc, [self.i_b, self.i_kv, block * BLOCK - self.k_start, 0], barrier, target, pred=pred)
 
     @gluon.jit
     def issue_block_v(self, block, barrier, target, pred=True):
         """Issue the TMA load of 64 values of a high tile."""
-        copy(self.v_desc, [self.i_b, self.i_kv, block * _BLOCK - self.v_start, 0], barrier, target, pred=pred)
+        copy(self.v_desc, [self.i_b, self.i_kv, block * BLOCK - self.v_start, 0], barrier, target, pred=pred)
 
     @gluon.jit
     def issue_tile_k(self, tile, offset, barrier, target, pred=True):
         """Issue the TMA load of keys of a low tile, starting at key ``offset`` of the tile."""
-        copy(self.k_low_desc, [(self.tile_row + tile) * _TILE + offset, 0], barrier, target, pred=pred)
+        copy(self.k_low_desc, [(self.tile_row + tile) * TILE + offset, 0], barrier, target, pred=pred)
 
     @gluon.jit
     def issue_tile_v(self, tile, offset, barrier, target):
@@ -91,7 +90,7 @@ class KVSource:
         if self.v_low_desc.dtype == gl.float8e4nv:
             copy(self.v_low_desc, [(self.tile_row + tile) * self.HEAD_DIM, 0], barrier, target)
         else:
-            position = tile * _TILE + offset
+            position = tile * TILE + offset
             copy(self.v_low_desc, [self.i_b, self.i_kv, position - self.v_low_start, 0], barrier, target)
 
 

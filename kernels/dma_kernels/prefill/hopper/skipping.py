@@ -14,8 +14,6 @@ from triton.experimental.gluon import language as gl
 from ...device.gluon import aggregate
 from .tile_range import ROWS
 
-_ROWS = gl.constexpr(ROWS)
-
 
 @gluon.jit
 def init_votes():
@@ -148,7 +146,7 @@ def init_vote(start, seq, high_max, skip_threshold, WARPGROUP: gl.constexpr, BAR
 
     ``high_max`` are the largest logits in high tiles, fp32 ``[64]``. They and ``skip_threshold`` are in base 2.
     """
-    is_whole = (start >= seq.q_offset) & (start + _ROWS <= seq.q_offset + seq.q_len)
+    is_whole = (start >= seq.q_offset) & (start + ROWS <= seq.q_offset + seq.q_len)
     bound = None
     if skip_threshold is not None:
         bound = gl.where(is_whole, high_max - skip_threshold, float("-inf"))

@@ -11,15 +11,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...device.gluon import aggregate
+from ...device.tiles import TILE, TILE_SHIFT
 from ...device.tiles import load_positions as _load_positions_triton
-from ...numerics.formats import TILE
 from ..kernel import schedule as _schedule_triton
-from .select import ROWS as ROWS
+from . import select
 
-_TILE = gl.constexpr(TILE)
-_BLOCK = gl.constexpr(TILE // 2)  # keys of a high-precision block: as many bytes in 16 bits as a tile in 8
-_TILE_SHIFT = gl.constexpr(TILE.bit_length() - 1)
-_BLOCK_SHIFT = gl.constexpr(TILE.bit_length() - 2)
+ROWS = gl.constexpr(select.ROWS)
+ROWS_SHIFT = gl.constexpr(select.ROWS.bit_length() - 1)
+BLOCK = gl.constexpr(TILE // 2)  # keys of a high-precision block: as many bytes in 16 bits as a tile in 8
+_BLOCK_SHIFT = gl.constexpr(TILE_SHIFT - 1)
 schedule = gluon.jit(_schedule_triton.fn)
 _load_positions = gluon.jit(_load_positions_triton.fn)
 
@@ -84,7 +84,7 @@ class BlockInfo:
     @gluon.jit
     def high_precision_range(self):
         """Return the blocks of 64 keys in high tiles: those of the sinks, then those of the band."""
-        last = (self.kv_stop + _BLOCK - 1) >> _BLOCK_SHIFT
+        last = (self.kv_stop + BLOCK - 1) >> _BLOCK_SHIFT
         reach = 0 if self.IS_CAUSAL else self.diagonal_tiles
         start = self.kv_start >> _BLOCK_SHIFT
         stop = gl.maximum(gl.minimum(2 * self.sink_tiles, last), start)
@@ -95,8 +95,8 @@ class BlockInfo:
     @gluon.jit
     def low_precision_range(self):
         """Return the low tiles: those before the band, then those after it."""
-        last = (self.kv_stop + _TILE - 1) >> _TILE_SHIFT
-        start = gl.maximum(self.kv_start >> _TILE_SHIFT, self.sink_tiles)
+        last = (self.kv_stop + TILE - 1) >> TILE_SHIFT
+        start = gl.maximum(self.kv_start >> TILE_SHIFT, self.sink_tiles)
         stop = gl.maximum(gl.minimum(self.last_q_tile - self.diagonal_tiles, last), start)
         start_2, stop_2 = stop, stop
         if not self.IS_CAUSAL:
@@ -122,5 +122,5 @@ def bitmask_range(start, stop, bounds_ptr, block, blocks, first_tile, storage_ti
         is_valid = block + i < blocks
         from_first = gl.maximum(from_first, gl.load(bounds_ptr + 2 * (block + i), mask=is_valid, other=0))
         to_last = gl.maximum(to_last, gl.load(bounds_ptr + 2 * (block + i) + 1, mask=is_valid, other=0))
-    start = gl.maximum(start, (first_tile + storage_tiles - from_first) * _TILE)
-    return start, gl.minimum(stop, (first_tile + to_last) * _TILE)
+    start = gl.maximum(start, (first_tile + storage_tiles - from_first) * TILE)
+    return start, gl.minimum(stop, (first_tile + to_last) * TILE)

@@ -25,21 +25,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...device.gluon import aggregate, reinterpret
-from ...numerics.formats import TILE
+from ...device.tiles import TILE, TILE_SHIFT
 from .epilogue import count_tiles, row_indices, store_lse, store_output
 from .mask import Mask, bitmask_pointers, zero_out_of_bounds
 from .mma import column_chunks, finish_pv, inverse_power_of_two, is_16bit, issue_pv_mma, to_mma_operand, value_chunk
 from .pipeline import KVPipeline, KVSource, block_view, copy, first_stage, wait_for_operands
 from .skipping import SkipVote, init_vote, init_votes
 from .softmax import finite_or_zero, init_softmax, modify_scores
-from .tile_range import ROWS, BlockInfo, SeqInfo, bitmask_range, clamp, load_seq_info, schedule
+from .tile_range import BLOCK, ROWS, ROWS_SHIFT, BlockInfo, SeqInfo, bitmask_range, clamp, load_seq_info, schedule
 
-_ROWS = gl.constexpr(ROWS)
 _PRODUCER_REGISTERS = gl.constexpr(24)
-_TILE = gl.constexpr(TILE)
-_BLOCK = gl.constexpr(TILE // 2)
-_ROWS_SHIFT = gl.constexpr(ROWS.bit_length() - 1)
-_TILE_SHIFT = gl.constexpr(TILE.bit_length() - 1)
 
 
 @aggregate
@@ -84,7 +79,7 @@ class _Params:
 def _issue_queries(params, desc, smem):
     row = params.start - params.seq.q_offset
     for g in gl.static_range(params.pipe.WARPGROUPS):
-        copy(desc, [params.source.i_b, params.i_h, row + g * _ROWS, 0], params.q_full, smem.index(g))
+        copy(desc, [params.source.i_b, params.i_h, row + g * ROWS, 0], params.q_full, smem.index(g))
 
 
 @gluon.jit
@@ -97,8 +92,8 @@ def _produce(params):
     IS_FP8: gl.constexpr = pipe.v_smem.dtype == gl.float8e4nv
     DV: gl.constexpr = pipe.v_smem.shape[1 if IS_FP8 else 4]
     IS_LOW_16BIT: gl.constexpr = is_16bit(pipe.k_smem.dtype)
-    Q_ELEMENTS: gl.constexpr = pipe.WARPGROUPS * _ROWS * D
-    LOW_BYTES: gl.constexpr = _TILE * (D * (2 if IS_LOW_16BIT else 1) + DV * (1 if IS_FP8 else 2))
+    Q_ELEMENTS: gl.constexpr = pipe.WARPGROUPS * ROWS * D
+    LOW_BYTES: gl.constexpr = TILE * (D * (2 if IS_LOW_16BIT else 1) + DV * (1 if IS_FP8 else 2))
     mbarrier.expect(params.q_full, Q_ELEMENTS * (2 if IS_LOW_16BIT else 3))
     _issue_queries(params, params.q_desc, params.q_smem)
     if not IS_LOW_16BIT:
@@ -109,7 +104,7 @@ def _produce(params):
         i_block = blocks.at(t)
         full = pipe.full.index(stage.index)
         pipe.acquire(stage.index)
-        mbarrier.expect(full, _BLOCK * (D + DV) * 2)
+        mbarrier.expect(full, BLOCK * (D + DV) * 2)
         source.issue_block_k(i_block, full, block_view(pipe.k_smem.index(stage.index), source.k_desc))
         source.issue_block_v(i_block, full, block_view(pipe.v_smem.index(stage.index), source.v_desc))
         stage = stage.next(STAGES)
@@ -161,18 +156,18 @@ class _LowTiles:
         if IS_MASKED:
             if self.params.CHECKS_VALUES and not IS_FP8:
                 for half in gl.static_range(2):
-                    rows = pipe.v_smem.index(stage.index).reshape([_TILE, DV]).slice(half * _BLOCK, _BLOCK)
-                    zero_out_of_bounds(rows, i_tile * _TILE + half * _BLOCK, self.mask, DV)
+                    rows = pipe.v_smem.index(stage.index).reshape([TILE, DV]).slice(half * BLOCK, BLOCK)
+                    zero_out_of_bounds(rows, i_tile * TILE + half * BLOCK, self.mask, DV)
             if self.mask.bitmask_ptr is not None:
                 words = self.mask.load_bitmask(i_tile)
-        zero = gl.zeros([_ROWS, _TILE], S_DTYPE, self.S_LAYOUT)
+        zero = gl.zeros([ROWS, TILE], S_DTYPE, self.S_LAYOUT)
         s = warpgroup_mma(self.q, k_smem.permute([1, 0]), zero, use_acc=False, is_async=True)
         scale = self.row_scale
         if self.params.k_descale_ptr is not None:
             scale = scale * gl.load(self.params.k_descale_ptr + i_tile)
         s = warpgroup_mma_wait(0, deps=[s])
         s, scale = modify_scores(
-            s, scale, self.qk_bias, self.params.softcap, self.mask, IS_MASKED, words, self.start, i_tile * _TILE, True
+            s, scale, self.qk_bias, self.params.softcap, self.mask, IS_MASKED, words, self.start, i_tile * TILE, True
         )
         keep = True
         if self.vote.bound is not None:
@@ -185,7 +180,7 @@ class _LowTiles:
             operand = to_mma_operand(p, V_DTYPE, P_LAYOUT)
             v = pipe.v_smem.index(stage.index)
             if not IS_FP8:
-                v = v.reshape([_TILE, DV])
+                v = v.reshape([TILE, DV])
             product = issue_pv_mma(accs[0], operand, alpha, value_chunk(v, 0, WIDTH), self.O_LAYOUT)
             if not SUM_FIRST:
                 softmax = softmax.update_row_sum(p, alpha)
@@ -211,8 +206,8 @@ def _consume(params, G: gl.constexpr):
     D: gl.constexpr = pipe.k_smem.shape[2]
     DV: gl.constexpr = pipe.v_smem.shape[1 if IS_FP8 else 4]
     IS_LOW_16BIT: gl.constexpr = is_16bit(pipe.k_smem.dtype)
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _TILE, 16 if IS_LOW_16BIT else 32])
-    H_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _BLOCK, 16])
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16 if IS_LOW_16BIT else 32])
+    H_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     WIDTH: gl.constexpr = min(DV, 128) if IS_FP8 else DV  # of a product, with its own accumulator in FP8
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32 if IS_FP8 else 16])
     O_HIGH_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
@@ -220,14 +215,14 @@ def _consume(params, G: gl.constexpr):
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     H_ROW: gl.constexpr = gl.SliceLayout(1, H_LAYOUT)
 
-    start = params.start + G * _ROWS
-    q_tile = start >> _TILE_SHIFT
+    start = params.start + G * ROWS
+    q_tile = start >> TILE_SHIFT
     has_queries = start < seq.q_offset + seq.q_len
     row = start - seq.q_offset
     reach = 0 if IS_CAUSAL else block.diagonal_tiles
     mask = params.mask
-    kv_start, kv_stop = mask.union_range(block.kv_start, block.kv_stop, start, start + _ROWS)
-    full_start, full_stop = mask.unmasked_range(start, start + _ROWS)
+    kv_start, kv_stop = mask.union_range(block.kv_start, block.kv_stop, start, start + ROWS)
+    full_start, full_stop = mask.unmasked_range(start, start + ROWS)
     if mask.bitmask_ptr is not None:
         full_stop = full_start
     rows, m_row = row_indices(row, seq.q_len, ROW)
@@ -235,18 +230,18 @@ def _consume(params, G: gl.constexpr):
     softmax = init_softmax(S_LAYOUT, 8.0 if IS_FP8 else 0.0)
     # Smoothing subtracts a constant from a row's logits. A plain softmax is invariant to it, so it is only added back
     # to the log of the denominator. A softcap is not, so it is added back to the logits of smoothed keys first.
-    qk_bias = gl.zeros([_ROWS], gl.float32, ROW)
+    qk_bias = gl.zeros([ROWS], gl.float32, ROW)
     if params.CONFIG.has_mean and softcap is not None:
         qk_bias = finite_or_zero(params.load_mean_logits(rows, m_row))
     if mask.bitmask_ptr is not None:
         WORDS: gl.constexpr = softmax.row_sum.type.layout
         mask = mask.with_bitmask(bitmask_pointers(mask.bitmask_ptr, row, seq.q_len, params.storage_tiles, WORDS))
-    acc = gl.zeros([_ROWS, DV], gl.float32, O_HIGH_LAYOUT)
+    acc = gl.zeros([ROWS, DV], gl.float32, O_HIGH_LAYOUT)
     mbarrier.wait(params.q_full, 0)
 
     # ---- high tiles
-    q = params.q_smem.index(G).reshape([_ROWS, D])
-    high_bias = gl.zeros([_ROWS], gl.float32, H_ROW)
+    q = params.q_smem.index(G).reshape([ROWS, D])
+    high_bias = gl.zeros([ROWS], gl.float32, H_ROW)
     if params.CONFIG.has_mean and params.CONFIG.is_high_unquantized and softcap is None:
         h_rows, m_h_row = row_indices(row, seq.q_len, H_ROW)
         high_bias = params.load_mean_logits(h_rows, m_h_row)
@@ -255,27 +250,27 @@ def _consume(params, G: gl.constexpr):
     for t in range(blocks.count()):
         i_block = blocks.at(t)
         i_tile = i_block >> 1
-        k_start = i_block * _BLOCK
+        k_start = i_block * BLOCK
         is_band = (i_tile >= q_tile - block.diagonal_tiles) & (i_tile <= q_tile + reach)
         pipe.wait(stage)
         is_near = k_start < kv_stop
         if mask.window is not None:
-            is_near = is_near & (k_start + _BLOCK > kv_start)
+            is_near = is_near & (k_start + BLOCK > kv_start)
         if has_queries & is_near & ((i_tile < block.sink_tiles) | is_band):
-            v = block_view(pipe.v_smem.index(stage.index), params.source.v_desc).reshape([_BLOCK, DV])
+            v = block_view(pipe.v_smem.index(stage.index), params.source.v_desc).reshape([BLOCK, DV])
             if params.CHECKS_VALUES:
                 zero_out_of_bounds(v, k_start, mask, DV)
             words = None
             if mask.bitmask_ptr is not None:
                 words = mask.load_bitmask(i_tile) >> (i_block & 1) * 16
-            k = block_view(pipe.k_smem.index(stage.index), params.source.k_desc).reshape([_BLOCK, D])
-            s = gl.zeros([_ROWS, _BLOCK], gl.float32, H_LAYOUT)
+            k = block_view(pipe.k_smem.index(stage.index), params.source.k_desc).reshape([BLOCK, D])
+            s = gl.zeros([ROWS, BLOCK], gl.float32, H_LAYOUT)
             s = warpgroup_mma(q, k.permute([1, 0]), s, use_acc=False, is_async=True)
             s = warpgroup_mma_wait(0, deps=[s])
-            is_masked = k_start + _BLOCK > full_stop
+            is_masked = k_start + BLOCK > full_stop
             if MASKS_LOW:
                 is_masked = is_masked | (k_start < full_start)
-            scale = gl.full([_ROWS], 0.0, gl.float32, H_ROW) + logit_scale
+            scale = gl.full([ROWS], 0.0, gl.float32, H_ROW) + logit_scale
             cap_bias = (
                 None if params.CONFIG.is_high_unquantized else gl.convert_layout(qk_bias, H_ROW, assert_trivial=True)
             )
@@ -304,12 +299,12 @@ def _consume(params, G: gl.constexpr):
     d_0 = gl.where(has_queries, gl.minimum(gl.maximum(tiles.start_2, q_tile + reach + 1), tiles.stop_2), tiles.stop_2)
     c_0, c_1, c_2, d_1, d_2, d_3 = tiles.start, tiles.start, c_3, d_0, tiles.stop_2, tiles.stop_2
     if MASKS_LOW:
-        full_first, full_last = (full_start + _TILE - 1) >> _TILE_SHIFT, full_stop >> _TILE_SHIFT
-        c_0 = clamp(kv_start >> _TILE_SHIFT, tiles.start, c_3)
+        full_first, full_last = (full_start + TILE - 1) >> TILE_SHIFT, full_stop >> TILE_SHIFT
+        c_0 = clamp(kv_start >> TILE_SHIFT, tiles.start, c_3)
         c_1 = clamp(full_first, c_0, c_3)
         c_2 = clamp(full_last, c_1, c_3)
         if mask.window is not None:
-            d_3 = clamp((kv_stop + _TILE - 1) >> _TILE_SHIFT, d_0, tiles.stop_2)
+            d_3 = clamp((kv_stop + TILE - 1) >> TILE_SHIFT, d_0, tiles.stop_2)
         d_1 = clamp(full_first, d_0, d_3)
         d_2 = clamp(full_last, d_1, d_3)
     if IS_LOW_16BIT:
@@ -317,7 +312,7 @@ def _consume(params, G: gl.constexpr):
         mbarrier.wait(params.q_full, 1)
     vote = init_vote(start, seq, softmax.row_max, params.skip_threshold, G, 16 - pipe.WARPGROUPS + G)
     low = _LowTiles(
-        params=params, q=params.q_low_smem.index(G).reshape([_ROWS, D]), start=start, row_scale=row_scale,
+        params=params, q=params.q_low_smem.index(G).reshape([ROWS, D]), start=start, row_scale=row_scale,
         qk_bias=qk_bias, mask=mask, vote=vote, S_LAYOUT=S_LAYOUT, O_LAYOUT=O_LAYOUT,
     )  # fmt: skip
     n_kept = gl.to_tensor(0)
@@ -350,7 +345,7 @@ def _consume(params, G: gl.constexpr):
     stage = pipe.skip(stage, n_after)
 
     count_tiles(params.tile_counts_ptr, vote, c_3 - c_0 + d_3 - d_0, n_kept)
-    bias = gl.zeros([_ROWS], gl.float32, ROW)
+    bias = gl.zeros([ROWS], gl.float32, ROW)
     if params.CONFIG.has_mean and softcap is None:
         bias = finite_or_zero(params.load_mean_logits(rows, m_row))
     scale, lse = softmax.finalize(bias, params.sinks_ptr)
@@ -411,13 +406,13 @@ def prefill_warp_specialized_kernel(
     i_b = i_row // CONFIG.kv_heads
     i_kv = i_row % CONFIG.kv_heads
     i_h = i_kv * GROUP + i_group
-    q_smem = gl.allocate_shared_memory(q_desc.dtype, [GROUPS, 1, 1, _ROWS, D], q_desc.layout)
+    q_smem = gl.allocate_shared_memory(q_desc.dtype, [GROUPS, 1, 1, ROWS, D], q_desc.layout)
     if is_16bit(q_low_desc.dtype):
-        q_low_smem = reinterpret(q_smem, q_low_desc.dtype, [GROUPS, 1, 1, _ROWS, D], q_low_desc.layout)
+        q_low_smem = reinterpret(q_smem, q_low_desc.dtype, [GROUPS, 1, 1, ROWS, D], q_low_desc.layout)
     else:
-        q_low_smem = gl.allocate_shared_memory(q_low_desc.dtype, [GROUPS, 1, 1, _ROWS, D], q_low_desc.layout)
-    k_smem = gl.allocate_shared_memory(k_low_desc.dtype, [STAGES, _TILE, D], k_low_desc.layout)
-    V_SHAPE: gl.constexpr = [STAGES, D, _TILE] if v_low_desc.dtype == gl.float8e4nv else [STAGES, 1, 1, _TILE, D]
+        q_low_smem = gl.allocate_shared_memory(q_low_desc.dtype, [GROUPS, 1, 1, ROWS, D], q_low_desc.layout)
+    k_smem = gl.allocate_shared_memory(k_low_desc.dtype, [STAGES, TILE, D], k_low_desc.layout)
+    V_SHAPE: gl.constexpr = [STAGES, D, TILE] if v_low_desc.dtype == gl.float8e4nv else [STAGES, 1, 1, TILE, D]
     v_smem = gl.allocate_shared_memory(v_low_desc.dtype, V_SHAPE, v_low_desc.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -428,9 +423,9 @@ def prefill_warp_specialized_kernel(
     wait_for_operands()
 
     seq = load_seq_info(seq_info_ptr, i_b, q_offset, q_len, kv_offset, kv_len)
-    start = ((seq.q_offset >> _ROWS_SHIFT) + i_block * GROUPS) * _ROWS
-    last = gl.minimum(start + GROUPS * _ROWS, seq.q_offset + q_len)
-    first_tile = seq.kv_offset >> _TILE_SHIFT
+    start = ((seq.q_offset >> ROWS_SHIFT) + i_block * GROUPS) * ROWS
+    last = gl.minimum(start + GROUPS * ROWS, seq.q_offset + q_len)
+    first_tile = seq.kv_offset >> TILE_SHIFT
     head_row = (i_b * CONFIG.q_heads + i_h).to(gl.int64) * q_len
     if bitmask_ptr is not None:
         mask_plane = (i_b * planes_per_row + i_h * planes_per_head).to(gl.int64)
@@ -445,7 +440,7 @@ def prefill_warp_specialized_kernel(
         kv_start, kv_stop = bitmask_range(
             kv_start, kv_stop, bounds_ptr, i_block * GROUPS, mask_blocks, first_tile, storage_tiles, GROUPS
         )
-    aligned_start = first_tile * _TILE
+    aligned_start = first_tile * TILE
     if k_descale_ptr is not None:
         k_descale_ptr += i_row.to(gl.int64) * storage_tiles - first_tile
     if v_descale_ptr is not None:
@@ -467,7 +462,7 @@ def prefill_warp_specialized_kernel(
         pipe=KVPipeline(k_smem=k_smem, v_smem=v_smem, full=full, WARPGROUPS=GROUPS),
         seq=seq,
         block=BlockInfo(
-            q_tile=start >> _TILE_SHIFT, last_q_tile=(last - 1) >> _TILE_SHIFT, kv_start=kv_start, kv_stop=kv_stop,
+            q_tile=start >> TILE_SHIFT, last_q_tile=(last - 1) >> TILE_SHIFT, kv_start=kv_start, kv_stop=kv_stop,
             diagonal_tiles=diagonal_tiles, sink_tiles=sink_tiles, IS_CAUSAL=IS_CAUSAL,
         ),
         mask=mask,
