@@ -46,6 +46,7 @@ class _Params:
     q_smem: Any  # ``[WARPGROUPS, 1, 1, 64, D]``
     q_low_smem: Any  # likewise; if 16-bit, the same memory as ``q_smem``
     q_full: Any  # barrier of the queries
+    i_b: Any  # batch row
     i_h: Any  # query head
     start: Any  # position of the first query
     source: KVSource  # keys and values in global memory
@@ -79,7 +80,7 @@ class _Params:
 def _issue_queries(params, desc, smem):
     row = params.start - params.seq.q_offset
     for g in gl.static_range(params.pipe.WARPGROUPS):
-        copy(desc, [params.source.i_b, params.i_h, row + g * ROWS, 0], params.q_full, smem.index(g))
+        copy(desc, [params.i_b, params.i_h, row + g * ROWS, 0], params.q_full, smem.index(g))
 
 
 @gluon.jit
@@ -451,7 +452,7 @@ def prefill_warp_specialized_kernel(
         tile_counts_ptr += 2 * i_h
     params = _Params(
         q_desc=q_desc, q_low_desc=q_low_desc, q_smem=q_smem, q_low_smem=q_low_smem, q_full=q_full,
-        i_h=i_h, start=start,
+        i_b=i_b, i_h=i_h, start=start,
         source=KVSource(
             k_desc=k_desc, v_desc=v_desc, k_low_desc=k_low_desc, v_low_desc=v_low_desc, i_b=i_b, i_kv=i_kv,
             k_start=seq.kv_offset if CONFIG.is_high_unquantized else aligned_start,
