@@ -36,9 +36,9 @@ _WORKSPACE_ALIGNMENT = 256
 
 
 class PlannedTensor:
-    """Placeholder for a tensor while a plan is made: a layout, whose interface it has, and the slot of its address.
+    """Placeholder for a tensor while a plan is made: a layout and the slot of an address.
 
-    It has the part of a tensor's interface that host code needs.
+    Together with its layout's attributes, it has the part of a tensor's interface that host code needs.
     """
 
     __slots__ = ("layout", "plan", "slot")
@@ -141,9 +141,9 @@ def _filler(
         return name
 
     def expression(argument: Any) -> str:
-        base = getattr(argument, "base", argument)
         if isinstance(argument, Tensor):
             return constant(argument.data_ptr())
+        base = getattr(argument, "base", argument)
         if isinstance(base, PlannedTensor):
             address = f"addresses[{index[base.slot]}]"
             if base is argument:
