@@ -19,6 +19,9 @@ from ..runtime.operand_formats import DEQUANTIZED, E4M3_VALUES
 L2_BYTES = 8 << 20
 """Bytes of 8-bit keys and values that concurrent CTAs should share. Queries, outputs and the 16-bit KV of high tiles
 also pass through Hopper's 50 MB L2 cache."""
+WARP_SPECIALIZED_HEAD_DIMS = (64, 96, 128, 160, 192, 224, 256)
+"""Queries are quantized in chunks of 32 channels."""
+MULTI_CTA_HEAD_DIMS = (64, 96, 128)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +142,9 @@ def _portable_config(arch: int, path: ComputePath, widest: int, has_softcap: boo
 @functools.cache
 def multi_cta_config(arch: int, path: ComputePath, head_dim: int) -> MultiCTAConfig | None:
     """Return the configuration of the multi-CTA kernel; ``None`` if there is none."""
-    widest = padded_channels(head_dim)
-    if arch != 90 or widest not in (64, 128) or path.low_key is None:
+    if arch != 90 or head_dim not in MULTI_CTA_HEAD_DIMS or path.low_key is None:
         return None
-    if widest == 64:
+    if head_dim == 64:
         return MultiCTAConfig(key_stages=2, value_stages=2, registers=128, max_mean_keys=7_168)  # four CTAs per SM
     are_keys_8bit, are_values_8bit = path.low_key is not DEQUANTIZED, path.low_value is E4M3_VALUES
     # Three CTAs per SM. Faster than the warp-specialized kernel up to this many keys (H200, Triton 3.6).
@@ -153,19 +155,18 @@ def multi_cta_config(arch: int, path: ComputePath, head_dim: int) -> MultiCTACon
 @functools.cache
 def warp_specialized_config(arch: int, path: ComputePath, head_dim: int) -> WarpSpecializedConfig | None:
     """Return the configuration of the warp-specialized kernel; ``None`` if there is none."""
-    widest = padded_channels(head_dim)
-    if arch != 90 or widest < 64 or path.low_key is None:
+    if arch != 90 or head_dim not in WARP_SPECIALIZED_HEAD_DIMS or path.low_key is None:
         return None
     are_keys_8bit, are_values_8bit = path.low_key is not DEQUANTIZED, path.low_value is E4M3_VALUES
-    if widest > 128:
+    if head_dim > 128:
         if not (are_keys_8bit and are_values_8bit):
             return None
         # The output takes 128 registers per thread, so two consumer warpgroups fit. It pays from 1K keys (H200).
         return WarpSpecializedConfig(2, stages=2, registers=240, min_keys=1_024, min_rows=16_384)
-    if widest == 64 and are_keys_8bit and are_values_8bit:
+    if head_dim == 64 and are_keys_8bit and are_values_8bit:
         # The output takes half the registers, so four fit: 16K takes 1,923 us, with three 2,061 us (H200).
         return WarpSpecializedConfig(4, stages=4, registers=112, min_keys=4_096, min_rows=32 * 8_192)
-    if widest == 64 and are_keys_8bit:
+    if head_dim == 64 and are_keys_8bit:
         return None  # the multi-CTA kernel is faster at any length
     # As many stages as fit in shared memory at 128 channels.
     stages = {(True, True): 4, (True, False): 3, (False, True): 3, (False, False): 2}[are_keys_8bit, are_values_8bit]

@@ -181,7 +181,7 @@ def test_the_fastest_kernel_that_supports_a_call_is_selected(
         ("warp_specialized_config", {"min_keys": 0, "min_rows": min_rows}),
     ):
         configure = getattr(select, name)
-        monkeypatch.setattr(select, name, lambda *a, f=configure, c=changes: replace(f(*a), **c))
+        monkeypatch.setattr(select, name, lambda *a, f=configure, c=changes: (found := f(*a)) and replace(found, **c))
     assert select_kernel(shape_of(**call), select_compute_path(RECIPES["balanced"], 90))[0] is kernel
 
 

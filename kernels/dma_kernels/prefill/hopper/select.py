@@ -10,9 +10,6 @@ from ...runtime.descriptors import is_describable
 from ...runtime.operand_formats import E4M3_VALUES, RAW
 from ..config import MultiCTAConfig, PrefillShape, WarpSpecializedConfig, multi_cta_config, warp_specialized_config
 
-WARP_SPECIALIZED_HEAD_DIMS = (64, 96, 128, 160, 192, 224, 256)
-"""Queries are quantized in chunks of 32 channels."""
-MULTI_CTA_HEAD_DIMS = (64, 96, 128)
 ROWS = 64
 """Query positions of a warpgroup: the rows of its MMA instructions. They lie in one tile."""
 
@@ -27,12 +24,7 @@ def configure_warp_specialized(shape: PrefillShape, path: ComputePath) -> WarpSp
     # Four warpgroups lack registers for both ends of a window (H200: 1.17x the time of the multi-CTA kernel), and for a
     # mask (compiled, not timed).
     is_plain = shape.geometry.window is None and shape.geometry.mask is None
-    is_supported = (
-        config is not None
-        and (is_plain or config.consumer_warpgroups < 4)
-        and shape.query.shape[3] in WARP_SPECIALIZED_HEAD_DIMS
-        and _is_loadable(shape, path)
-    )
+    is_supported = config is not None and (is_plain or config.consumer_warpgroups < 4) and _is_loadable(shape, path)
     return config if is_supported else None
 
 
@@ -58,7 +50,6 @@ def configure_multi_cta(shape: PrefillShape, path: ComputePath) -> MultiCTAConfi
     is_supported = (
         path.low_value in (E4M3_VALUES, RAW)
         and shape.geometry.query_blocks(shape.query.shape[2], ROWS, ROWS) <= MAX_CTAS
-        and shape.query.shape[3] in MULTI_CTA_HEAD_DIMS
         and _is_loadable(shape, path)
     )
     return multi_cta_config(shape.arch, path, shape.query.shape[3]) if is_supported else None
