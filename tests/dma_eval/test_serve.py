@@ -264,6 +264,8 @@ CHAT = [{"role": "user", "content": "The captain"}]
             ({}, "input"),
             ({"input": ""}, "input"),
             ({"input": [{"role": "user"}]}, "input[0].content"),
+            ({"input": [{"role": "tool", "content": "5"}]}, "input[0].role"),
+            ({"input": [{"type": "reasoning"}]}, "input"),
             ({"input": "word", "previous_response_id": "r"}, "previous_response_id"),
             ({"input": "word", "text": {"format": {"type": "json_object"}}}, "text"),
             ({"input": "word", "tools": [{"type": "web_search"}]}, "tools[0].type"),

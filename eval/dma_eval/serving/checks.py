@@ -134,10 +134,7 @@ class TextPart(_Model):
 
 
 Content = Annotated[list[TextPart], BeforeValidator(_as_parts)]
-Role = Annotated[
-    Literal["system", "developer", "user", "assistant", "tool"],
-    AfterValidator(lambda role: "system" if role == "developer" else role),  # chat templates know the older name
-]
+older_name = AfterValidator(lambda role: "system" if role == "developer" else role)  # which chat templates know
 
 
 class CalledFunction(_Model):
@@ -158,7 +155,7 @@ class ToolCall(_Model):
 class Message(_Model):
     """A message of a conversation."""
 
-    role: Role
+    role: Annotated[Literal["system", "developer", "user", "assistant", "tool"], older_name]
     content: Content | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -200,7 +197,7 @@ class Item(_Model):
     """An item of the input of ``/v1/responses``: a message, a function call or its output."""
 
     type: Literal["message", "function_call", "function_call_output"] = "message"
-    role: Role | None = None
+    role: Annotated[Literal["system", "developer", "user", "assistant"], older_name] | None = None
     content: Content | None = None
     id: str | None = None
     call_id: str | None = None
