@@ -11,6 +11,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ from hf_shrink import CannotShrink, tiny_configs
 from tiny_models import IDENTITY
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel, StaticCache
+from transformers.initialization import no_init_weights
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import dma_hf
@@ -142,8 +144,8 @@ def build(model_class: type[PreTrainedModel], config: PreTrainedConfig, implemen
         CannotShrink: It has too many parameters, or building it fails.
     """
     try:
-        with torch.device("meta"):
-            size = sum(p.numel() for p in model_class(_copy(config)).parameters())
+        with torch.device("meta"), no_init_weights():
+            size = sum(p.numel() for p in model_class(deepcopy(config)).parameters())
     except Exception as error:
         raise CannotShrink(_brief(error)) from error
     if size > MAX_PARAMETERS:
@@ -151,7 +153,7 @@ def build(model_class: type[PreTrainedModel], config: PreTrainedConfig, implemen
     problem: Exception | None = None
     for implementation in implementations:
         try:
-            model = model_class._from_config(_copy(config), attn_implementation=implementation).eval()
+            model = model_class._from_config(deepcopy(config), attn_implementation=implementation).eval()
         except Exception as error:
             problem = error
             continue
@@ -271,7 +273,7 @@ class _Pair:
     def _model(self, implementation: str) -> Any:
         if implementation not in self._models:
             try:
-                model = self.model_class._from_config(_copy(self.config), attn_implementation=implementation).eval()
+                model = self.model_class._from_config(deepcopy(self.config), attn_implementation=implementation).eval()
                 model.load_state_dict(self.reference.state_dict())
             except Exception as error:
                 self._models[implementation] = error
@@ -318,10 +320,6 @@ def difference(actual: Tensor, expected: Tensor) -> float:
         return float("inf")
     error, size = (actual - expected)[finite].abs().max(), expected[finite].abs().max()
     return float(error / size.clamp(min=1e-6))
-
-
-def _copy(config: PreTrainedConfig) -> PreTrainedConfig:
-    return type(config).from_dict(config.to_dict())
 
 
 def _brief(error: BaseException | None) -> str:
