@@ -147,7 +147,7 @@ def measured(model: ModelInfo) -> str:
     if model.quantization is not None:
         weights += f", quantized to {model.quantization} in the file or checkpoint"
     positions = "" if model.yarn is None else f"; YaRN extends its positions {model.yarn:g} times"
-    return f"Measured: {weights}{positions}; on {model.device}."
+    return f"{weights}{positions}; on {model.device}"
 
 
 def cache_of(label: str, config: dict[str, Any] | None) -> str:

@@ -257,13 +257,13 @@ class TestMeasured:
     """What a reader must know of the weights."""
 
     def test_plain(self, report: Report) -> None:
-        assert measured(report.model).startswith("Measured: `")
+        assert measured(report.model).startswith("`")
         assert "quantized" not in measured(report.model)
 
     def test_quantized_file_revision_and_positions(self, report: Report) -> None:
         model = replace(report.model, name="m.gguf", quantization="Q4_1", revision="main", commit="abc", yarn=4.0)
-        expected = "Measured: `m.gguf` at `abc`, weights in float32, quantized to Q4_1 in the file or checkpoint; "
-        assert measured(model) == expected + "YaRN extends its positions 4 times; on cpu."
+        expected = "`m.gguf` at `abc`, weights in float32, quantized to Q4_1 in the file or checkpoint; "
+        assert measured(model) == expected + "YaRN extends its positions 4 times; on cpu"
 
     def test_versions_and_commit(self, report: Report) -> None:
         machine = replace(report.environment, packages={"torch": "2.13"}, commit="abc-dirty")
