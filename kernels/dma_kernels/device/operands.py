@@ -39,7 +39,7 @@ def to_operand(
     shares a descale in E5M2, ``tile`` or ``row``. ``DTYPE`` is that of dequantized numbers.
 
     Returns:
-        The elements; their block scales (unused except for ``packed``); and their descale (unused except for ``e5m2``).
+        The elements; their block scales, for :func:`pack_scale`; and their descale (unused except for ``e5m2``).
     """
     descale = 1.0
     if FORMAT == "bf16":
@@ -59,11 +59,13 @@ def to_operand(
                 elements = to_e4m3(tl.reshape(elements, x.shape))
             else:
                 elements = pack_e2m1(elements)
-            if FORMAT == "nvfp4":  # noqa: SIM108
-                scale = to_e4m3(scale)
-            else:
-                scale = scale.to(tl.uint8)
     return elements, scale, descale
+
+
+@triton.jit
+def pack_scale(scale, FORMAT: tl.constexpr):
+    """Return block scales as they are stored: E8M0 codes, or E4M3 for NVFP4."""
+    return to_e4m3(scale) if FORMAT == "nvfp4" else scale.to(tl.uint8)
 
 
 @triton.jit
@@ -91,6 +93,8 @@ def prepare_queries(
         q, scale, row_descale = to_operand(x, global_scale, FORM, FORMAT, SHARED, ROUNDING, "row", DTYPE)
         if FORM == "e5m2":
             descale = tl.reshape(row_descale, [ROWS])
-        elif FORM == "packed" and FORMAT == "nvfp4":
-            descale *= global_scale
+        elif FORM == "packed":
+            scale = pack_scale(scale, FORMAT)
+            if FORMAT == "nvfp4":
+                descale *= global_scale
     return q, scale, descale

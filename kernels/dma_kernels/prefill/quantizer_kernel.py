@@ -12,7 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..device.arithmetic import e8m0_decode, e8m0_encode, e8m0_reciprocal, hadamard, pack_e4m3, program_block
 from ..device.blocks import e8m0_scale, finite_block_amax, nvfp4_global_scale, nvfp4_key_scale, round_to_units_e4m3
-from ..device.operands import to_operand
+from ..device.operands import pack_scale, to_operand
 from ..device.tiles import (
     TILE,
     Rows,
@@ -92,16 +92,21 @@ def _write_blocks(
     STORED_D: tl.constexpr = D if FORM == "dequantized" else (D + SIZE - 1) // SIZE * SIZE
     o_d = tl.arange(0, x.shape[1] // PAIR)
     m_d = (o_d < STORED_D // PAIR)[None, :]
+    # The compiler schedules a tile by the order of these additions, and unpacked forms are the ones that were timed.
+    if FORM == "packed":
+        pointers = element_ptr + (row[:, None] * (STORED_D // PAIR) + o_d[None, :])
+    else:
+        pointers = element_ptr + row[:, None] * STORED_D + o_d[None, :]
     elements, scale, descale = to_operand(
         x, global_scale, FORM, FORMAT, SHARED, ROUNDING, "tile", element_ptr.dtype.element_ty
     )
-    tl.store(element_ptr + row[:, None] * (STORED_D // PAIR) + o_d[None, :], elements, mask=m_d)
+    tl.store(pointers, elements, mask=m_d)
     if FORM == "e5m2":
         tl.store(descale_ptr + i_tile_row + tl.zeros([1, 1], tl.int32), descale)
     elif FORM == "packed":
         o_s = tl.arange(0, x.shape[1] // SIZE)
         offset = row[:, None] * (STORED_D // SIZE) + o_s[None, :]
-        tl.store(scale_ptr + offset, scale, mask=(o_s < STORED_D // SIZE)[None, :])
+        tl.store(scale_ptr + offset, pack_scale(scale, FORMAT), mask=(o_s < STORED_D // SIZE)[None, :])
 
 
 @triton.jit
