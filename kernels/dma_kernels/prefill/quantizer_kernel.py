@@ -92,14 +92,13 @@ def _write_blocks(
     STORED_D: tl.constexpr = D if FORM == "dequantized" else (D + SIZE - 1) // SIZE * SIZE
     o_d = tl.arange(0, x.shape[1] // PAIR)
     m_d = (o_d < STORED_D // PAIR)[None, :]
-    # The compiler schedules a tile by the order of these additions, and unpacked forms are the ones that were timed.
-    if FORM == "packed":
+    if FORM == "packed":  # pointers of packed elements come first: the order decides how a tile is scheduled
         pointers = element_ptr + (row[:, None] * (STORED_D // PAIR) + o_d[None, :])
-    else:
-        pointers = element_ptr + row[:, None] * STORED_D + o_d[None, :]
     elements, scale, descale = to_operand(
         x, global_scale, FORM, FORMAT, SHARED, ROUNDING, "tile", element_ptr.dtype.element_ty
     )
+    if FORM != "packed":
+        pointers = element_ptr + row[:, None] * STORED_D + o_d[None, :]
     tl.store(pointers, elements, mask=m_d)
     if FORM == "e5m2":
         tl.store(descale_ptr + i_tile_row + tl.zeros([1, 1], tl.int32), descale)
