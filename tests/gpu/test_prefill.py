@@ -142,7 +142,7 @@ def test_attention_compiles_to_one_graph() -> None:
     assert relative_error(compiled(*qkv), double(*qkv)) < 1e-2
 
 
-@pytest.mark.parametrize("recipe", ["balanced", "fp4", "paper", "nvfp4-keys"])
+@pytest.mark.parametrize("recipe", ["balanced", "fp4", "paper", "nvfp4-keys", "identity"])
 @pytest.mark.parametrize("case", SPARSE)
 def test_the_portable_kernel_skips_the_tiles_that_the_reference_skips(
     case: str, recipe: str, monkeypatch: pytest.MonkeyPatch

@@ -389,7 +389,7 @@ def test_a_nan_query_makes_only_its_own_row_nan(recipe: str, short_launches: lis
     assert torch.equal(out, expected)
 
 
-@pytest.mark.parametrize("recipe", ["balanced", "fp4", "paper", "int8-pv16"])
+@pytest.mark.parametrize("recipe", ["balanced", "fp4", "paper", "int8-pv16", "identity"])
 @pytest.mark.parametrize("case", SPARSE)
 def test_long_calls_skip_the_tiles_that_the_reference_skips(case: str, recipe: str, launches: list[str]) -> None:
     assert_skips_as_the_reference(SPARSE[case], RECIPES[recipe], torch.bfloat16, "cuda")
@@ -403,7 +403,7 @@ def test_tiles_of_other_head_dims_are_skipped(head_dim: int, launches: list[str]
 
 
 @pytest.mark.parametrize(
-    ("recipe", "head_dim"), [("balanced", 128), ("balanced", 64), ("fp4", 128), ("int8-pv16", 128)]
+    ("recipe", "head_dim"), [("balanced", 128), ("balanced", 64), ("fp4", 128), ("int8-pv16", 128), ("identity", 128)]
 )
 @pytest.mark.parametrize("case", SPARSE)
 def test_short_calls_skip_the_tiles_that_the_reference_skips(

@@ -49,7 +49,7 @@ def select_compute_path(recipe: Recipe, arch: int, channels: int = 128) -> Compu
     key = RAW if recipe.high == UNQUANTIZED else DEQUANTIZED
     if is_block_scaled:
         key = PACKED.get(recipe.high, key)
-    if recipe.is_uniform:
+    if recipe.is_uniform and recipe.skip_threshold is None:  # all tiles are computed as high ones
         return ComputePath(key)
     low_value = RAW
     if recipe.pv == E4M3_VALUES.holds:

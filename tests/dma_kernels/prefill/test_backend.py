@@ -162,7 +162,11 @@ def test_triton_is_rejected_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch)
     ("case", "recipe", "arch"),
     [
         *((case, "balanced", 90) for case in SPARSE),
-        *(("causal", recipe, arch) for recipe in ("balanced", "fp4", "paper", "nvfp4-keys") for arch in (80, 90, 100)),
+        *(
+            ("causal", recipe, arch)
+            for recipe in ("balanced", "fp4", "paper", "nvfp4-keys", "identity")
+            for arch in (80, 90, 100)
+        ),
         *((case, "nvfp4-keys", 80) for case in ("inside-a-tile", "window", "left-padded", "mask")),  # blocks of 64 keys
     ],
 )

@@ -623,7 +623,7 @@ def test_emulated_kernels_skip_the_tiles_that_the_reference_skips(case: str, rec
 
 
 @pytest.mark.parametrize("is_short", [False, True])
-@pytest.mark.parametrize("recipe", ["int8-pv16", "paper", "mxfp4-row", "nvfp4-keys"])
+@pytest.mark.parametrize("recipe", ["int8-pv16", "paper", "mxfp4-row", "nvfp4-keys", "identity"])
 def test_emulated_recipes_skip_the_tiles_that_the_reference_skips(recipe: str, emulated: None) -> None:
     assert_skips_as_the_reference(SPARSE["causal"], RECIPES[recipe], torch.float16, "cpu")
 
