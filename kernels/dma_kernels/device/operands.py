@@ -64,7 +64,7 @@ def to_operand(
 
 @triton.jit
 def pack_scale(scale, FORMAT: tl.constexpr):
-    """Return block scales as they are stored: E8M0 codes, or E4M3 for NVFP4."""
+    """Return block scales in their stored form: E8M0 codes, or E4M3 for NVFP4."""
     return to_e4m3(scale) if FORMAT == "nvfp4" else scale.to(tl.uint8)
 
 
