@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -170,7 +171,7 @@ class Job:
         return str(text[len(before) :])
 
 
-class Engine:
+class Engine(ABC):
     """The engine that generates the answers of a server."""
 
     def __init__(self, loaded: LoadedModel) -> None:
@@ -180,13 +181,13 @@ class Engine:
         """Maximum tokens of a request, prompt and answer together; ``None`` without a limit."""
         return self._loaded.max_context
 
+    @abstractmethod
     def start(self, job: Job, inputs: Any, config: GenerationConfig, body: GenerationRequest) -> None:
         """Generate the answer of a job.
 
         Raises:
             ApiError: The engine does not support the request.
         """
-        raise NotImplementedError
 
     def is_alive(self) -> bool:
         """Whether answers can be generated."""
@@ -196,7 +197,7 @@ class Engine:
         """Share of the paged cache that is in use; ``None`` without one."""
         return None
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (without batches nothing runs there)
         """Stop what runs in the background, on all ranks."""
 
 
