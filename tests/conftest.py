@@ -18,6 +18,14 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's, for small matrice
 gc.set_threshold(50_000, 20, 100)  # an interpreted kernel makes a million objects a second, which need no collector
 
 import torch  # noqa: E402
+from hypothesis import settings  # noqa: E402
+from hypothesis.internal.conjecture import providers  # noqa: E402
+
+# The same examples in every run, so that only a change of the code can cause a failure. Hypothesis also tries constants
+# of all modules that are imported so far, which depend on the tests that a worker of xdist happened to run before.
+settings.register_profile("dma_hf", deadline=None, derandomize=True, max_examples=150)
+settings.load_profile("dma_hf")
+providers._get_local_constants = providers.Constants
 
 # Without a CUDA device Triton kernels run in its interpreter, which has to be told before a kernel is defined: so here,
 # because the folders' own conftest files, which are imported next, import kernels.

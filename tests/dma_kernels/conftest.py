@@ -15,11 +15,6 @@ import pytest
 import torch
 from compiled_calls import CompiledCalls
 from dma_kernels.prefill.plan import plan
-from hypothesis import settings
-
-# The same examples in every run, so that only a change of the code can cause a failure.
-settings.register_profile("dma_kernels", deadline=None, derandomize=True, max_examples=150)
-settings.load_profile("dma_kernels")
 
 # Largest exponent and magnitude of the element formats, from the specification.
 ELEMENTS = {"mxfp4": (2, 6.0), "mxfp8": (8, 448.0), "mxint8": (0, 127 / 64)}
