@@ -6,7 +6,6 @@ quantizes a tile on every 128th replay.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import triton
@@ -16,9 +15,8 @@ from torch import Tensor
 from ..device.arithmetic import hadamard
 from ..device.tiles import head_rows
 from ..numerics.formats import TILE
-from ..numerics.layout import layout_of
 from ..runtime.launch import launch_kernel
-from ..runtime.plan import LaunchPlan, make_plan
+from ..runtime.plan import Planned
 from .kernel_args import CacheInputs, CacheSizes, PageConfig, Strided
 from .page_kernel import page_block, quantize_key_tile, quantize_value_tile, unquantized_row
 from .page_layout import ROWS, PageLayout
@@ -134,32 +132,27 @@ def append_tokens(storage: LayerStorage, key: Tensor, value: Tensor) -> None:
     """Do :meth:`LayerStorage.append` in Triton, without synchronizing; the cache must have pages for full tiles."""
     if key.numel() == 0:
         return
-    tensors = (key, value, *CacheInputs.of(storage))
-    _plan_append(storage.format, tuple(map(layout_of, tensors))).run(tensors)
+    _launch(key, value, *CacheInputs.of(storage), format=storage.format)
     storage.lengths += key.shape[2]
     storage.count_appended(key.shape[2])
 
 
-@functools.lru_cache(maxsize=256)
-def _plan_append(format: str, layouts: tuple[Any, ...]) -> LaunchPlan:
-    """Plan the launches that store keys and values; they do not update ``lengths``."""
-    (batch, kv_heads, new_len, _), cache = layouts[0].shape, CacheInputs(*layouts[2:])
-    layout, sizes = cache.page_layout(format), cache.sizes
+@Planned
+def _launch(key: Any, value: Any, *cache: Any, format: str) -> tuple[()]:
+    """Launch the kernels that store keys and values; they do not update ``lengths``."""
+    (batch, kv_heads, new_len, _), inputs = key.shape, CacheInputs(*cache)
+    layout, sizes = inputs.page_layout(format), inputs.sizes
     max_tiles = (new_len + TILE - 2) // TILE + 1
     # New tokens that wrap around the ring would overwrite stored keys that are still to be quantized.
     passes = ((True, True),) if max_tiles <= sizes.residual_tiles else ((False, True), (True, False))
-
-    def launch(key: Any, value: Any, *cache: Any) -> tuple[()]:
-        for store, quantize in passes:
-            constants = {"CONFIG": PageConfig.of(layout, kv_heads), "STORE": store, "QUANTIZE": quantize}
-            launch_kernel(
-                append_kernel, constants, (batch * kv_heads, max_tiles, 2 * PIECES if quantize else 2),
-                Strided.of(key), Strided.of(value), CacheInputs(*cache).tensors, new_len, *sizes,
-                num_warps=append_warps(layout) // 2, maxnreg=MAX_REGISTERS,  # a piece is small
-            )  # fmt: skip
-        return ()
-
-    return make_plan(launch, layouts, layouts[0].device)
+    for store, quantize in passes:
+        constants = {"CONFIG": PageConfig.of(layout, kv_heads), "STORE": store, "QUANTIZE": quantize}
+        launch_kernel(
+            append_kernel, constants, (batch * kv_heads, max_tiles, 2 * PIECES if quantize else 2),
+            Strided.of(key), Strided.of(value), inputs.tensors, new_len, *sizes,
+            num_warps=append_warps(layout) // 2, maxnreg=MAX_REGISTERS,  # a piece is small
+        )  # fmt: skip
+    return ()
 
 
 def append_warps(layout: PageLayout) -> int:

@@ -7,7 +7,6 @@ window or mask. Example: 1 GiB for 8 kv heads of 128 channels at 128K tokens, on
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from ..numerics.formats import TILE
 from ..numerics.geometry import AttentionGeometry
-from ..numerics.layout import TensorLayout, layout_of
 from ..numerics.recipe import Recipe
 from ..prefill import portable
 from ..prefill.config import portable_config
@@ -24,7 +22,7 @@ from ..prefill.plan import new_results
 from ..runtime import chip
 from ..runtime.compute_path import ComputePath
 from ..runtime.operand_formats import DEQUANTIZED, RAW
-from ..runtime.plan import LaunchPlan, make_plan
+from ..runtime.plan import Planned
 from ..runtime.reports import report
 from .append import append_tokens
 from .reference import CacheOptions
@@ -80,40 +78,32 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, storage: LayerStorage, op
         low = restore_dense(storage, start, (-(-kv_len // TILE) + 1) * TILE, as_low=True)
     visible = (-first).clamp(0, kv_len), (end - first).clamp(0, kv_len)
     seq_info = torch.stack((first_query, first, *visible), 1).to(torch.int32)
-    tensors = (query, keys, values, *low, None if sinks is None else sinks.contiguous(), mask, seq_info)
     recipe = Recipe(low="bf16", high="bf16", diagonal_tiles=storage.diagonal_tiles, sink_tiles=storage.sink_len // TILE)
-    plan = _plan(tuple(map(layout_of, tensors)), recipe, options.is_causal, window, options.scale, options.softcap)
     report("portable")
-    return plan.run(tensors)[0]
+    return _launch(
+        query, keys, values, *low, None if sinks is None else sinks.contiguous(), mask, seq_info, recipe=recipe,
+        is_causal=options.is_causal, window=window, scale=options.scale, softcap=options.softcap,
+    )[0]  # fmt: skip
 
 
-@functools.lru_cache(maxsize=256)
-def _plan(
-    layouts: tuple[TensorLayout | None, ...],
-    recipe: Recipe,
-    is_causal: bool,
-    window: int | None,
-    scale: float,
-    softcap: float | None,
-) -> LaunchPlan:
-    """Plan the launch of the portable kernel over restored KV."""
-    query_layout, _, values_layout, low_keys_layout, *_ = layouts
-    assert query_layout is not None
-    assert values_layout is not None
-    device, path = query_layout.device, _HIGH_ONLY if low_keys_layout is None else _HIGH_AND_LOW
+@Planned
+def _launch(
+    query: Any, keys: Any, values: Any, low_keys: Any, low_values: Any, sinks: Any, mask: Any, seq_info: Any, *,
+    recipe: Recipe, is_causal: bool, window: int | None, scale: float, softcap: float | None,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Launch the portable kernel over restored KV, and return the output and the log-sum-exp."""
+    has_low = low_keys is not None
     config = portable_config(
-        chip.device_arch(device), path, query_layout.shape[3], values_layout.shape[3], has_softcap=softcap is not None
+        chip.device_arch(query.device),
+        _HIGH_AND_LOW if has_low else _HIGH_ONLY,
+        query.shape[3],
+        values.shape[3],
+        has_softcap=softcap is not None,
     )
-
-    def launch(
-        query: Any, keys: Any, values: Any, low_keys: Any, low_values: Any, sinks: Any, mask: Any, seq_info: Any
-    ) -> tuple[Any, Any]:
-        low = None if low_keys is None else TileOperands(low_keys, low_values, DEQUANTIZED, DEQUANTIZED)
-        operands = Operands(high=TileOperands(keys, values, RAW, RAW), low=low)
-        geometry = AttentionGeometry(keys.shape[2], 0, 0, seq_info, is_causal=is_causal, window=window, mask=mask)
-        out, lse = new_results(query, values)
-        if lse.numel():
-            portable.launch(AttentionInputs(query, operands, geometry, recipe, config, out, lse, scale, softcap, sinks))
-        return out, lse
-
-    return make_plan(launch, layouts, device)
+    low = TileOperands(low_keys, low_values, DEQUANTIZED, DEQUANTIZED) if has_low else None
+    operands = Operands(high=TileOperands(keys, values, RAW, RAW), low=low)
+    geometry = AttentionGeometry(keys.shape[2], 0, 0, seq_info, is_causal=is_causal, window=window, mask=mask)
+    out, lse = new_results(query, values)
+    if lse.numel():
+        portable.launch(AttentionInputs(query, operands, geometry, recipe, config, out, lse, scale, softcap, sinks))
+    return out, lse

@@ -7,7 +7,6 @@ graph of a step can be replayed while the cache fills.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -15,11 +14,10 @@ import triton
 from torch import Tensor
 
 from ..numerics.geometry import LOG2_E
-from ..numerics.layout import TensorLayout, layout_of
 from ..prefill.plan import new_results
 from ..runtime import chip
 from ..runtime.launch import launch_kernel
-from ..runtime.plan import LaunchPlan, make_plan
+from ..runtime.plan import Planned
 from ..runtime.reports import report
 from .append import append_tokens
 from .decode_config import select_decode_tiling
@@ -81,36 +79,27 @@ def _run(
     if query.numel() == 0:
         return new_results(query, storage.value_residual)
     sinks = None if options.sinks is None else options.sinks.contiguous()
-    tensors = (query, key, value, sinks, *CacheInputs.of(storage))
     report("decode")
-    plan = plan_decode(
-        storage.format, storage.diagonal_tiles, tuple(map(layout_of, tensors)), options.scale, options.window,
-        options.softcap,
+    out, lse = launch_decode(
+        query, key, value, sinks, *CacheInputs.of(storage), format=storage.format,
+        diagonal_tiles=storage.diagonal_tiles, scale=options.scale, window=options.window, softcap=options.softcap,
     )  # fmt: skip
-    out, lse = plan.run(tensors)
     return out, lse
 
 
-@functools.lru_cache(maxsize=1024)
-def plan_decode(
-    format: str,
-    diagonal_tiles: int,
-    layouts: tuple[TensorLayout | None, ...],
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> LaunchPlan:
-    """Plan a decode call.
+@Planned
+def launch_decode(
+    query: Any, key: Any, value: Any, sinks: Any, *cache: Any,
+    format: str, diagonal_tiles: int, scale: float, window: int | None, softcap: float | None,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Launch both kernels, and return the output and the log-sum-exp.
 
-    ``layouts`` are those of the queries; of the new keys and values, ``None`` if they are stored already; of the sink
-    logits; and of the tensors of the cache, whose format has the stored name ``format``.
+    ``key`` and ``value`` are ``None`` if they are stored already; ``format`` is the stored name of the cache's format.
     """
-    query_layout, cache = layouts[0], CacheInputs(*layouts[4:])
-    assert query_layout is not None
-    device = query_layout.device
-    (batch, q_heads, q_len, _), (_, kv_heads, _, value_dim) = query_layout.shape, cache.value_residual.shape
+    inputs, device = CacheInputs(*cache), query.device
+    (batch, q_heads, q_len, _), (_, kv_heads, _, value_dim) = query.shape, inputs.value_residual.shape
     heads, group = batch * kv_heads, q_heads // kv_heads
-    layout, sizes, sms = cache.page_layout(format), cache.sizes, chip.sm_count(device)
+    layout, sizes, sms = inputs.page_layout(format), inputs.sizes, chip.sm_count(device)
     page = dict(vars(PageConfig.of(layout, kv_heads)))
     page["BLOCK_DV"] = max(VALUE_GROUP, page["BLOCK_DV"])
     tiling = select_decode_tiling(
@@ -135,23 +124,18 @@ def plan_decode(
     )
     # A CTA writes a split for each head that it touches.
     split_rows = (tiling.ctas + heads) * triton.cdiv(group * q_len, QUERIES) * QUERIES
-
-    def launch(query: Any, key: Any, value: Any, sinks: Any, *cache: Any) -> tuple[Any, Any]:
-        inputs = CacheInputs(*cache)
-        out, lse = new_results(query, inputs.value_residual)
-        splits = Splits(
-            heads=query.new_empty((batch, kv_heads, 3), dtype=torch.int32),
-            out=query.new_empty((split_rows, value_dim), dtype=torch.float32),
-            lse=query.new_empty((split_rows,), dtype=torch.float32),
-        )
-        new_key, new_value = Strided.of(key), Strided.of(value)
-        launch_kernel(
-            decode_kernel, {"CONFIG": config}, (tiling.ctas, 1, 1),
-            Strided.of(query), new_key, new_value, inputs.tensors, splits,
-            (softcap or 0.0) * LOG2_E, scale * LOG2_E, batch, q_len, window or 0, diagonal_tiles, *sizes,
-            num_warps=config.W,
-        )  # fmt: skip
-        launch_combine(layout, out, lse, splits, sinks, new_key, new_value, inputs, sms=sms, use_pdl=config.USE_PDL)
-        return out, lse
-
-    return make_plan(launch, layouts, device)
+    out, lse = new_results(query, inputs.value_residual)
+    splits = Splits(
+        heads=query.new_empty((batch, kv_heads, 3), dtype=torch.int32),
+        out=query.new_empty((split_rows, value_dim), dtype=torch.float32),
+        lse=query.new_empty((split_rows,), dtype=torch.float32),
+    )
+    new_key, new_value = Strided.of(key), Strided.of(value)
+    launch_kernel(
+        decode_kernel, {"CONFIG": config}, (tiling.ctas, 1, 1),
+        Strided.of(query), new_key, new_value, inputs.tensors, splits,
+        (softcap or 0.0) * LOG2_E, scale * LOG2_E, batch, q_len, window or 0, diagonal_tiles, *sizes,
+        num_warps=config.W,
+    )  # fmt: skip
+    launch_combine(layout, out, lse, splits, sinks, new_key, new_value, inputs, sms=sms, use_pdl=config.USE_PDL)
+    return out, lse

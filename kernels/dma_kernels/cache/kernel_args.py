@@ -8,6 +8,7 @@ grows, this would cause recompilation. They are therefore separate arguments, wh
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -63,9 +64,7 @@ class CacheInputs(NamedTuple):
     @classmethod
     def of(cls, storage: LayerStorage) -> CacheInputs:
         """Return the tensors of a cache."""
-        kv_pages = storage.kv_pages.view(torch.int32)
-        tensors = (getattr(storage, name) for name in cls._fields[1:])
-        return cls(kv_pages, *tensors)
+        return cls(storage.kv_pages.view(torch.int32), *_other_tensors(storage))
 
     @property
     def tensors(self) -> CacheTensors:
@@ -87,6 +86,9 @@ class CacheInputs(NamedTuple):
     def page_layout(self, format: str) -> PageLayout:
         """Return the layout of page blocks in a format."""
         return PageLayout(stored_format(format), self.key_residual.shape[3], self.value_residual.shape[3])
+
+
+_other_tensors = attrgetter(*CacheInputs._fields[1:])
 
 
 @dataclass(frozen=True)

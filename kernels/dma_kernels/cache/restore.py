@@ -6,7 +6,6 @@ the row's length, which is read on the device. Equals :meth:`LayerStorage.gather
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -17,9 +16,8 @@ from torch import Tensor
 from ..device.arithmetic import hadamard, narrow
 from ..device.tiles import TILE, TILE_SHIFT, head_rows
 from ..numerics.formats import MAX_BAND_TILES
-from ..numerics.layout import layout_of
 from ..runtime.launch import launch_kernel
-from ..runtime.plan import LaunchPlan, make_plan
+from ..runtime.plan import Planned
 from .append import append_warps
 from .kernel_args import CacheInputs, CacheSizes, PageConfig, Strided
 from .page_kernel import dequantize_rows, page_block, unquantized_row
@@ -121,29 +119,25 @@ def restore_dense(
     """
     if key is None or value is None:
         key, value = storage.empty_kv()
-    tensors = (first.to(torch.int32).contiguous(), key, value, *CacheInputs.of(storage))
-    band_tiles = 0 if as_low else MAX_BAND_TILES
-    plan = _plan_restore(storage.format, out_len, band_tiles, storage.rolled_back, tuple(map(layout_of, tensors)))
-    keys, values = plan.run(tensors)
+    keys, values = launch_restore(
+        first.to(torch.int32).contiguous(), key, value, *CacheInputs.of(storage), format=storage.format,
+        out_len=out_len, band_tiles=0 if as_low else MAX_BAND_TILES, rolled_back=storage.rolled_back,
+    )  # fmt: skip
     return keys, values
 
 
-@functools.lru_cache(maxsize=256)
-def _plan_restore(format: str, out_len: int, band_tiles: int, rolled_back: int, layouts: tuple[Any, ...]) -> LaunchPlan:
-    """Plan the launch."""
-    (batch, kv_heads, new_len, head_dim), value_dim = layouts[1].shape, layouts[2].shape[3]
-    cache = CacheInputs(*layouts[3:])
-    layout, sizes = cache.page_layout(format), cache.sizes
-    constants = {"CONFIG": PageConfig.of(layout, kv_heads)}
-
-    def launch(first: Any, key: Any, value: Any, *cache: Any) -> list[Any]:
-        inputs = CacheInputs(*cache)
-        keys, values = (inputs.key_residual.new_empty((batch, kv_heads, out_len, dim)) for dim in (head_dim, value_dim))
-        launch_kernel(
-            restore_kernel, constants, (batch * kv_heads, triton.cdiv(out_len, BLOCK_T), 2),
-            keys, values, first, Strided.of(key), Strided.of(value), inputs.tensors, new_len, out_len, band_tiles,
-            rolled_back, *sizes, num_warps=append_warps(layout),
-        )  # fmt: skip
-        return [keys, values]
-
-    return make_plan(launch, layouts, layouts[0].device)
+@Planned
+def launch_restore(
+    first: Any, key: Any, value: Any, *cache: Any, format: str, out_len: int, band_tiles: int, rolled_back: int
+) -> list[Any]:
+    """Launch the kernel, and return keys and values."""
+    (batch, kv_heads, new_len, _), inputs = key.shape, CacheInputs(*cache)
+    layout = inputs.page_layout(format)
+    keys, values = (inputs.key_residual.new_empty((batch, kv_heads, out_len, x.shape[3])) for x in (key, value))
+    launch_kernel(
+        restore_kernel, {"CONFIG": PageConfig.of(layout, kv_heads)},
+        (batch * kv_heads, triton.cdiv(out_len, BLOCK_T), 2),
+        keys, values, first, Strided.of(key), Strided.of(value), inputs.tensors, new_len, out_len, band_tiles,
+        rolled_back, *inputs.sizes, num_warps=append_warps(layout),
+    )  # fmt: skip
+    return [keys, values]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..numerics.layout import TensorLayout
+from ..numerics.layout import TensorLayout, layout_of
 from .launch import (
     DirectLaunch,
     KernelLaunch,
@@ -284,3 +284,23 @@ def make_plan(
     with launching(builder.launch):
         results = function(*map(builder.add_input, inputs))
     return LaunchPlan(function, builder, len(inputs), results, device)
+
+
+class Planned:
+    """Decorates host code, so that each call runs a plan, made once per set of tensor layouts and options.
+
+    The function is one for :func:`make_plan`. Its inputs are positional arguments, the first of them a tensor; its
+    options are hashable keyword arguments.
+    """
+
+    def __init__(self, function: Callable[..., Sequence[Any]]) -> None:
+        functools.update_wrapper(self, function)
+        self._function = function
+        self.plan = functools.lru_cache(maxsize=1024)(self._plan)
+
+    def __call__(self, *inputs: Tensor | None, **options: Any) -> list[Tensor]:
+        return self.plan(tuple(map(layout_of, inputs)), **options).run(inputs)
+
+    def _plan(self, layouts: tuple[TensorLayout | None, ...], **options: Any) -> LaunchPlan:
+        assert layouts[0] is not None
+        return make_plan(functools.partial(self._function, **options), layouts, layouts[0].device)

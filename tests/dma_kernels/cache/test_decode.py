@@ -160,10 +160,10 @@ def test_a_nan_key_reaches_the_output(format: str) -> None:
 def test_any_number_of_ctas_splits_the_work(case: str, sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer and more CTAs than work items: a CTA has several heads, or a head several CTAs."""
     monkeypatch.setattr(decode.chip, "sm_count", lambda device: sms)
-    decode.plan_decode.cache_clear()  # plans are not keyed by chip
+    decode.launch_decode.plan.cache_clear()  # plans are not keyed by chip
     assert_decode_matches(CASES[case], "int4", torch.float16, "cpu")
     assert_steps_match(CASES[case], "int4", torch.float16, "cpu")
-    decode.plan_decode.cache_clear()
+    decode.launch_decode.plan.cache_clear()
 
 
 def test_batches_larger_than_a_block_of_rows_match_the_reference() -> None:

@@ -49,10 +49,10 @@ def test_unaligned_positions_have_their_own_plan() -> None:
     """The caller may pass any tensor of positions."""
     storage = Case(kv_len=300).storage("int8", torch.float16, "cpu")
     positions = torch.zeros(8, dtype=torch.int32)
-    restore._plan_restore.cache_clear()
+    restore.launch_restore.plan.cache_clear()
     for first, plans in ((positions[:1], 1), (positions[4:5], 1), (positions[1:2], 2)):
         restore_dense(storage, first, 20)
-        assert restore._plan_restore.cache_info().misses == plans
+        assert restore.launch_restore.plan.cache_info().misses == plans
 
 
 def test_a_cropped_cache_restores_the_same_bits() -> None:
