@@ -10,7 +10,13 @@ that runs one uses the packed cache that its settings name. Nothing else changes
     dma_hf.configure(model, "fp4", cache="int8")
 """
 
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedModel,
+)
 
 from .attention import dma_attention_forward
 from .cache import DMACache
@@ -19,10 +25,11 @@ from .compact_mask import CompactMask, MaskGeometry
 from .config import IMPLEMENTATIONS, NAME, PRESETS, DMAConfig
 from .configure import configure
 from .equalize import equalize
-from .integrations.continuous_batching import continuous_batching
-from .integrations.generate import wrap_generate
-from .integrations.names import wrap_name_checks
+from .integrations.continuous_batching import continuous_batching, init_continuous_batching
+from .integrations.generate import generate
+from .integrations.names import check_attention, check_generation_config
 from .integrations.versions import UnsupportedTransformersError
+from .integrations.wrapping import wrap_method
 from .masking import dma_mask
 from .stats import (
     LayerStats,
@@ -59,9 +66,11 @@ __all__ = [
     "stats",
 ]
 
-wrap_generate()
+wrap_method(GenerationMixin, "generate", generate)
+wrap_method(GenerationMixin, "init_continuous_batching", init_continuous_batching)
 if __name__ == "dma_hf":  # the copy in a Hub kernel is registered by Transformers, under the repository's name
     for implementation in IMPLEMENTATIONS:
         AttentionInterface.register(implementation, dma_attention_forward)
         AttentionMaskInterface.register(implementation, dma_mask)
-    wrap_name_checks()
+    wrap_method(PreTrainedModel, "get_correct_attn_implementation", check_attention)
+    wrap_method(GenerationConfig, "validate", check_generation_config)

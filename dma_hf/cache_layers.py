@@ -69,7 +69,7 @@ class Owner:
     @property
     def reads_packed(self) -> bool:
         """Whether the model's attention function recognizes :class:`~dma_hf.CachedStates`."""
-        return is_dma(str(attention_name(self.config)))
+        return is_dma(attention_name(self.config))
 
 
 @dataclass(eq=False)

@@ -20,7 +20,7 @@ from dma_kernels import Recipe
 from dma_kernels.cache.formats import CACHE_FORMATS, CacheFormat, cache_format
 from dma_kernels.numerics.recipe import RECIPE_FIELDS
 from dma_kernels.runtime.chip import BACKENDS
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from .integrations.attention_name import attention_name
 
@@ -302,9 +302,16 @@ IMPLEMENTATIONS = tuple(NAME + suffix for suffix in SUFFIXES)
 """The registered names. Without a preset, the section of the model's configuration has the numerics."""
 
 
-def is_dma(implementation: str) -> bool:
+def is_dma(implementation: Any) -> bool:
     """Return whether an attention implementation is this one: ``dma_mxfp...``, or a Hub kernel's ``repo:dma_mxfp``."""
-    return split_name(implementation)[0] in (NAME, PAGED_NAME) or implementation.endswith(HUB_SUFFIX)
+    name = str(implementation)
+    return split_name(name)[0] in (NAME, PAGED_NAME) or name.endswith(HUB_SUFFIX)
+
+
+def is_ours(model: PreTrainedModel) -> bool:
+    """Return whether a model's decoder runs the attention of this package, not that of a copy from the Hub."""
+    name = attention_name(model.config.get_text_config(decoder=True))
+    return is_dma(name) and str(AttentionInterface()[name].__module__).startswith(__name__.removesuffix("config"))
 
 
 def split_name(implementation: str) -> tuple[str, str, str]:
@@ -343,7 +350,7 @@ def cache_of(model: PreTrainedModel) -> str | None:
     It is ``None`` if the decoder does not run ``dma_mxfp``.
     """
     decoder = model.config.get_text_config(decoder=True)
-    return settings_of(decoder).config.cache if is_dma(str(attention_name(decoder))) else None
+    return settings_of(decoder).config.cache if is_dma(attention_name(decoder)) else None
 
 
 def cache_format_of(config: PreTrainedConfig, name: str) -> CacheFormat:

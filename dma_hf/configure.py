@@ -9,12 +9,11 @@ from typing import Any
 
 from dma_kernels import Recipe
 from torch import nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import PreTrainedModel
 
 from .architectures import built_in_attention, lacks_attention, refuse_model
 from .config import IMPLEMENTATIONS, NAME, DMAConfig, config_of, is_dma, settings_of
 from .integrations.attention_name import attention_name, distinct_configs, rename
-from .integrations.continuous_batching import InitContinuousBatching
 
 
 def configure(
@@ -69,7 +68,12 @@ def configure(
         elif is_module:
             hint = ", which contains no PreTrainedModel"
         raise TypeError(f"expected a Transformers model, got {type(model).__name__}{hint}")
-    config = config_of(settings_of(models[0].config).config if setting is None else setting, **changes)
+    configs = distinct_configs(model)
+    if setting is None:  # the decoder's, or those of another part that runs dma_mxfp
+        parts = (models[0].config.get_text_config(decoder=True), *configs)
+        current = next((each for each in parts if is_dma(attention_name(each))), models[0].config)
+        setting = settings_of(current).config
+    config = config_of(setting, **changes)
     if all(built_in_attention(type(module.config).__module__) for module in models):
         refuse_model(models[0].config)
     if all(lacks_attention(type(module.config).__module__) for module in models):
@@ -78,9 +82,8 @@ def configure(
         )
     if activate:
         models[0].set_attn_implementation(NAME)
-    configs = distinct_configs(model)
-    running = sorted({str(attention_name(each)) for each in configs})
-    if not any(is_dma(name) for name in running):
+    if not any(is_dma(attention_name(each)) for each in configs):
+        running = sorted({str(attention_name(each)) for each in configs})
         raise ValueError(
             f"{type(models[0]).__name__} runs attention {', '.join(map(repr, running))}, not {NAME}; load it with "
             f"attn_implementation={NAME!r}, or pass activate=True"
@@ -89,6 +92,4 @@ def configure(
         setattr(each, NAME, config.to_section())
     # A preset in the name would override the section.
     rename(model, lambda name: NAME if name in IMPLEMENTATIONS else name)
-    if isinstance(models[0], GenerationMixin):
-        InitContinuousBatching.install(models[0])
     return config

@@ -8,16 +8,15 @@ whose settings name a cache. It passes on all other calls unchanged. ``docs/comp
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
-from transformers import AttentionInterface, Cache, DynamicCache, EncoderDecoderCache, GenerationMixin, PreTrainedModel
+from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from ..cache import DMACache
 from ..cache_layers import DMALayer
-from ..config import cache_of, is_dma
-from .attention_name import attention_name
+from ..config import cache_of, is_ours
 from .cache_argument import CACHE_ARGUMENT, CACHE_ARGUMENTS
 from .names import CACHE_IMPLEMENTATION
 
@@ -27,28 +26,12 @@ OPEN = (None, "hybrid")
 SPECULATION = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
 """Fields of a generation configuration that turn on speculative decoding, apart from an assistant model."""
 
-_PACKAGE = __name__.removesuffix("integrations.generate")
 
-
-def wrap_generate() -> None:
-    """Wrap ``generate`` so that it uses the cache in a model's settings."""
-    original = GenerationMixin.generate
-    if getattr(original, "__module__", None) == __name__:
-        return
-
-    @functools.wraps(original, assigned=("__name__", "__qualname__", "__doc__", "__annotations__"))
-    def generate(self: PreTrainedModel, *arguments: Any, **options: Any) -> Any:
-        if _is_ours(self):
-            options = _with_cache(self, arguments, options)
-        return original(self, *arguments, **options)
-
-    GenerationMixin.generate = generate
-
-
-def _is_ours(model: PreTrainedModel) -> bool:
-    """Return whether a model's decoder runs the attention of this package, not that of a copy from the Hub."""
-    name = str(attention_name(model.config.get_text_config(decoder=True)))
-    return is_dma(name) and str(AttentionInterface()[name].__module__).startswith(_PACKAGE)
+def generate(method: Callable[..., Any], model: PreTrainedModel, *arguments: Any, **options: Any) -> Any:
+    """Call ``generate`` with the cache in the model's settings."""
+    if is_ours(model):
+        options = _with_cache(model, arguments, options)
+    return method(model, *arguments, **options)
 
 
 def _with_cache(model: PreTrainedModel, arguments: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:

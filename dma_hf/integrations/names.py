@@ -2,64 +2,57 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import AttentionInterface, GenerationConfig, PreTrainedModel
 
-from ..config import IMPLEMENTATIONS, NAME, check_cache_name, preset_of, split_name
+from ..config import NAME, check_cache_name, preset_of, split_name
 
 CACHE_IMPLEMENTATION = "dma"
 """The value of ``generate(cache_implementation=...)`` for a :class:`~dma_hf.DMACache`."""
 
 
-def wrap_name_checks() -> None:
-    """Have Transformers' checks of ``attn_implementation`` and ``cache_implementation`` give the way out."""
-    _wrap_attention_check()
-    _wrap_cache_check()
+def check_attention(
+    method: Callable[..., Any], model: PreTrainedModel, requested: Any, *arguments: Any, **options: Any
+) -> Any:
+    """Call ``get_correct_attn_implementation``, whose error then says which names this package adds."""
+    try:
+        return method(model, requested, *arguments, **options)
+    except ValueError as error:
+        name = str(requested)
+        if name in AttentionInterface():  # a valid name, but not for this model
+            raise
+        if split_name(name)[0] == NAME:
+            _check_suffix(name)
+        raise ValueError(
+            f"{error} dma_hf adds '{NAME}[:PRESET][+CACHE]', for example '{NAME}:balanced+int4'."
+        ) from None
 
 
-def _wrap_attention_check() -> None:
-    original = PreTrainedModel.get_correct_attn_implementation
-    if original.__module__ == __name__:
-        return
-
-    @functools.wraps(original, assigned=("__name__", "__qualname__", "__doc__", "__annotations__"))
-    def get_correct_attn_implementation(
-        self: PreTrainedModel, requested_attention: Any, *arguments: Any, **options: Any
-    ) -> Any:
-        asked = str(requested_attention)
-        if split_name(asked)[0] == NAME and asked not in IMPLEMENTATIONS:
-            try:
-                _check_suffix(asked.removeprefix(NAME))
-            except ValueError as error:
-                raise ValueError(f"attn_implementation={asked!r}: {error}") from None
-        return original(self, requested_attention, *arguments, **options)
-
-    PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
+def _check_suffix(name: str) -> None:
+    """Raise the error for an unknown preset or cache in the name of an attention implementation."""
+    suffix = name.removeprefix(NAME)
+    try:
+        if suffix.startswith(":"):
+            preset_of(suffix[1:], "; dma_hf.configure(model, ...) also takes TOML files")
+        else:
+            check_cache_name(suffix[1:])
+    except ValueError as error:
+        raise ValueError(f"attn_implementation={name!r}: {error}") from None
 
 
-def _wrap_cache_check() -> None:
-    original = GenerationConfig.validate
-    if original.__module__ == __name__:
-        return
+def check_generation_config(
+    method: Callable[..., Any], config: GenerationConfig, *arguments: Any, **options: Any
+) -> Any:
+    """Call ``GenerationConfig.validate``, but refuse a cache that only an argument of ``generate`` can name.
 
-    @functools.wraps(original, assigned=("__name__", "__qualname__", "__doc__", "__annotations__"))
-    def validate(self: GenerationConfig, *arguments: Any, **options: Any) -> Any:
-        if self.cache_implementation == CACHE_IMPLEMENTATION:
-            # Accepting it would let generation_config.json name a cache that fails to load without this package.
-            raise ValueError(
-                f"cache_implementation={CACHE_IMPLEMENTATION!r} is an argument of generate for models that run "
-                "dma_mxfp, and not a field of GenerationConfig; call model.generate(..., cache_implementation='dma'), "
-                "or set the cache of the model: dma_hf.configure(model, cache='int4')"
-            )
-        return original(self, *arguments, **options)
-
-    GenerationConfig.validate = validate
-
-
-def _check_suffix(suffix: str) -> None:
-    """Raise the error for a suffix of ``dma_mxfp`` that is not registered."""
-    if suffix.startswith(":"):
-        preset_of(suffix[1:], "; dma_hf.configure(model, ...) also takes TOML files")
-    check_cache_name(suffix[1:])
+    Accepting it would let ``generation_config.json`` name a cache that fails to load without this package.
+    """
+    if config.cache_implementation == CACHE_IMPLEMENTATION:
+        raise ValueError(
+            f"cache_implementation={CACHE_IMPLEMENTATION!r} is an argument of generate for models that run "
+            "dma_mxfp, and not a field of GenerationConfig; call model.generate(..., cache_implementation='dma'), "
+            "or set the cache of the model: dma_hf.configure(model, cache='int4')"
+        )
+    return method(config, *arguments, **options)

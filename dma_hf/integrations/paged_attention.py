@@ -33,7 +33,7 @@ _OF_THE_BATCH = frozenset(
 
 def name_for_batching(name: Any) -> Any:
     """Return the registered name for continuous batching if ``name`` is this implementation, else ``name``."""
-    if is_dma(str(name)) and not name.startswith(PAGED_NAME):
+    if is_dma(name) and not name.startswith(PAGED_NAME):
         # With the preset and cache of the name. The name of a Hub kernel has none.
         name = PAGED_NAME + (name.removeprefix(NAME) if name.startswith(NAME) else "")
         AttentionInterface.register(name, dma_paged_attention_forward)

@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 import transformers
-from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers import ContinuousBatchingConfig, GenerationConfig, LlavaConfig, LlavaForConditionalGeneration
 
 import dma_hf
 from dma_hf.config import PAGED_NAME, settings_of
@@ -137,11 +137,42 @@ def test_packed_pages_require_a_recent_transformers(families, prompts, monkeypat
 
 
 @pytest.mark.skipif(not has_sectors(), reason="before Transformers 5.18")
-def test_a_configured_model_needs_no_context_manager(families, prompts):
-    model = families["llama"].build(dma_hf.NAME)
-    dma_hf.configure(model, "paper")
+@pytest.mark.parametrize("name", ["dma_mxfp", "dma_mxfp:paper", "dma_mxfp:balanced+int8"])
+def test_a_loaded_model_needs_neither_configure_nor_a_context_manager(name, families, prompts):
+    model = families["llama"].build(name)
     _check(model, prompts, _generate_batch(model, prompts))
-    assert model.config._attn_implementation == dma_hf.NAME
+    assert model.config._attn_implementation == name
+    uses = dma_hf.stats(model).uses
+    assert any(use.cache == ("int8" if "+" in name else "pages") for use in uses)
+
+
+@pytest.mark.skipif(not has_sectors(), reason="before Transformers 5.18")
+@pytest.mark.parametrize("cache", [None, "int8"])
+def test_a_language_model_within_another_model_is_batched(cache, families, prompts):
+    """The attention of the outer configuration does not matter."""
+    text = families["llama"].sizes | {"model_type": "llama"}
+    vision = {"model_type": "clip_vision_model", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 4, "image_size": 32, "patch_size": 8, "projection_dim": 64}
+    config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=96, image_seq_length=16)
+    model = LlavaForConditionalGeneration._from_config(config, attn_implementation="sdpa").eval()
+    model.set_attn_implementation({"text_config": "dma_mxfp"})
+    dma_hf.configure(model, "balanced", cache=cache)
+    prompts = [[token for token in prompt if token != 96] for prompt in prompts]
+    _check(model, prompts, _generate_batch(model, prompts))
+
+
+@pytest.mark.skipif(not has_sectors(), reason="before Transformers 5.18")
+@pytest.mark.parametrize(("first", "second"), [("dma_mxfp", "sdpa"), ("sdpa", "dma_mxfp")])
+def test_a_kept_manager_of_another_attention_is_rejected(first, second, families, prompts):
+    """It prepares the inputs for the first attention; the second would mix the requests."""
+    model = families["llama"].build(first)
+    _generate_batch(model, prompts[:1], persistent_manager=True)
+    model.set_attn_implementation(second)
+    message = f"the kept manager is for (dma_mxfp with cache=None|another attention), but the model runs '{second}'"
+    with pytest.raises(RuntimeError, match=message):
+        _generate_batch(model, prompts[:1])
+    model.destroy_cached_continuous_batching_manager()
+    _check(model, prompts, _generate_batch(model, prompts))
 
 
 @pytest.mark.skipif(not has_sectors(), reason="before Transformers 5.18")

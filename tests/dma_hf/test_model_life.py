@@ -63,15 +63,13 @@ def test_a_dropped_model_is_freed_at_once(families, token_ids):
     model = families["llama"].build(dma_hf.NAME)
     dma_hf.configure(model, cache="int8")
     model.generate(token_ids(1, 20), max_new_tokens=2, do_sample=False)
-    batch, weight = model.init_continuous_batching, weakref.ref(model.lm_head.weight)
+    weight = weakref.ref(model.lm_head.weight)
     gc.disable()
     try:
         del model
         assert weight() is None
     finally:
         gc.enable()
-    with pytest.raises(ReferenceError, match="keep a reference to the model"):
-        batch()
 
 
 def test_attention_can_be_switched_back_and_forth(llama, families, token_ids):
@@ -84,14 +82,20 @@ def test_attention_can_be_switched_back_and_forth(llama, families, token_ids):
         assert torch.equal(_logits(llama, ids), paper)
 
 
-def test_parts_of_a_composite_model_may_differ_in_attention(families):
-    """``dma_mxfp`` in the language model and SDPA in the vision tower, and vice versa."""
+@pytest.fixture
+def llava(families):
+    """A model with a language model and a vision tower."""
     vision = {"model_type": "clip_vision_model", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
     vision |= {"num_attention_heads": 4, "image_size": 32, "patch_size": 8, "projection_dim": 64}
     text = families["llama"].sizes | {"model_type": "llama"}
     config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=96, image_seq_length=16)
     torch.manual_seed(0)
-    model = LlavaForConditionalGeneration._from_config(config, attn_implementation="sdpa").eval()
+    return LlavaForConditionalGeneration._from_config(config, attn_implementation="sdpa").eval()
+
+
+def test_parts_of_a_composite_model_may_differ_in_attention(llava):
+    """``dma_mxfp`` in the language model and SDPA in the vision tower, and vice versa."""
+    model = llava
     ids = torch.randint(3, 90, (1, LENGTH), generator=torch.Generator().manual_seed(0))
     ids[:, 4:20] = 96
     pixels = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(1))
@@ -105,6 +109,15 @@ def test_parts_of_a_composite_model_may_differ_in_attention(families):
     assert torch.equal(model(input_ids=ids, pixel_values=pixels).logits, sdpa)
     for logits in results.values():
         assert 0 < (logits - sdpa).norm() < 0.5 * sdpa.norm()
+
+
+@pytest.mark.parametrize("part", ["text_config", "vision_config"])
+def test_configure_starts_from_the_settings_of_the_part_that_runs_dma_mxfp(part, llava):
+    llava.set_attn_implementation({part: "dma_mxfp:fp4+int4"})
+    assert dma_hf.configure(llava) == dma_hf.DMAConfig.from_preset("fp4+int4")
+    assert llava.config._attn_implementation == "sdpa"
+    llava.set_attn_implementation({"text_config": "dma_mxfp:paper", "vision_config": "dma_mxfp:fp4"})
+    assert dma_hf.configure(llava) == dma_hf.PRESETS["paper"]  # the language model's
 
 
 def test_models_in_threads_keep_their_settings(families, token_ids):

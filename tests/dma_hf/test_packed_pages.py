@@ -188,7 +188,8 @@ def test_a_manager_can_be_reused(families, parts):
         assert model.config._attn_implementation == dma_hf.NAME
         assert_as_alone(model, outputs, parts)
     dma_hf.configure(model, cache="int8")
-    with pytest.raises(RuntimeError, match=r"the kept manager has pages with cache='int4', but the model is set to"):
+    message = "the kept manager is for dma_mxfp with cache='int4', but the model runs 'dma_mxfp' with cache='int8'"
+    with pytest.raises(RuntimeError, match=message):
         model.generate_batch(_prompts([9]))
     cache = model._cached_continuous_batching_manager.batch_processor.cache
     cache.pool.try_to_free_sectors()

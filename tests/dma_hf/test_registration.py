@@ -135,6 +135,19 @@ def test_a_typo_in_the_name_is_an_error_that_lists_the_valid_ones(suffix, messag
         model.set_attn_implementation(name)
 
 
+@pytest.mark.parametrize("name", ["dma_mxpf", "dma-mxfp:fp4", "DMA_MXFP", "dma"])
+def test_an_unknown_name_is_an_error_that_says_how_names_are_formed(name, families):
+    """Transformers' message lists Transformers' names only."""
+    message = rf"\"{name}\"` is not supported.* dma_hf adds 'dma_mxfp\[:PRESET\]\[\+CACHE\]', for example 'dma_mxfp:bal"
+    with pytest.raises(ValueError, match=message):
+        families["llama"].build(name)
+
+
+def test_the_error_of_a_valid_name_is_unchanged(families):
+    with pytest.raises(ValueError, match=r"(?s)^GptOssForCausalLM does not support (?!.*dma_hf)"):
+        families["gpt_oss"].build("sdpa")
+
+
 def test_without_the_import_it_is_unknown(tmp_path):
     script = (
         "from transformers import LlamaConfig, LlamaModel; LlamaModel._from_config(LlamaConfig(num_hidden_layers=1, "
