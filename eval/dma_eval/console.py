@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +14,8 @@ from typing import TYPE_CHECKING
 from rich import box
 from rich.console import Console
 from rich.markup import escape
+from rich.measure import Measurement
+from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
@@ -64,10 +68,7 @@ def print_page(page: pages.Page) -> None:
 
 
 def print_table(table: pages.Table) -> None:
-    """Show a table without breaking words. In a file or a pipe it is as wide as necessary."""
-    screen = out
-    if not out.is_terminal:
-        screen = Console(file=out.file, emoji=False, width=max(out.width, FILE_WIDTH), quiet=out.quiet)
+    """Show a table without breaking words or leaving out cells, wider than the screen if necessary."""
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
     for index, column in enumerate(zip(table.headers, *table.rows, strict=True)):
         longest = max(len(word) for cell in column for word in cell.split(" "))
@@ -76,10 +77,13 @@ def print_table(table: pages.Table) -> None:
         shown.add_column(escape(column[0]), justify=side, min_width=longest, no_wrap=cannot_wrap)  # type: ignore[arg-type]
     for row in table.rows:
         shown.add_row(*map(escape, row), style="red" if "failed" in row else "")
+    needed = Measurement.get(out, out.options.update_width(sys.maxsize), shown)
+    room = out.width if out.is_terminal else max(out.width, FILE_WIDTH)
+    shown.width = max(needed.minimum, min(needed.maximum, room))
     if table.caption:
-        screen.print(escape(table.caption))
-    screen.print(shown)
-    screen.print()
+        print_line(escape(table.caption))
+    out.print(shown, crop=False)
+    out.print()
 
 
 def print_generations(generations: Sequence[Generation]) -> None:
@@ -93,21 +97,32 @@ def print_generations(generations: Sequence[Generation]) -> None:
 
 
 @contextmanager
-def working(message: str) -> Iterator[None]:
+def working(message: str) -> Iterator[Status]:
     """Show a spinner during an activity of unknown duration."""
-    with err.status(Text(message)):
-        yield
+    with err.status(Text(message)) as status:
+        yield status
 
 
 @contextmanager
 def starting() -> Iterator[None]:
-    """Show a spinner during slow imports, and silence the libraries below errors."""
+    """Show a spinner during slow imports, and silence the libraries below errors. Ctrl-C ends the process."""
     for library in ("torchao", "torch.utils._pytree", "lm_eval"):
         logging.getLogger(library).setLevel(logging.ERROR)
-    with working("Starting PyTorch and Transformers"):
-        yield
-        from transformers.utils import logging as transformers_logging
+    with working("Starting PyTorch and Transformers") as spinner:
 
+        def end(*_: object) -> None:  # an import may turn KeyboardInterrupt into another error, or ignore it
+            spinner.stop()
+            print_error("interrupted")
+            os._exit(INTERRUPTED)
+
+        before = signal.getsignal(signal.SIGINT)
+        if before is signal.default_int_handler:  # and not ignored, as in the background of a script
+            signal.signal(signal.SIGINT, end)
+        try:
+            yield
+            from transformers.utils import logging as transformers_logging
+        finally:
+            signal.signal(signal.SIGINT, before)
         transformers_logging.set_verbosity_error()
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from dma_eval import console
-from dma_eval.pages import COLUMNS, perplexity_page
+from dma_eval.pages import COLUMNS, Table, perplexity_page
 from dma_eval.results import PerplexitySection
 from rich.console import Console
 
@@ -46,11 +46,39 @@ class TestTable:
         assert max(map(len, lines[: lines.index("")])) <= 80
         assert {"perplexity", "change", "token", "top-1", "tokens/s", "dma_mxfp:balanced"} <= words
 
+    @pytest.mark.parametrize("is_terminal", [True, False])
+    @pytest.mark.parametrize("width", [20, 80])
+    def test_no_cell_is_left_out(self, width: int, is_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A table of many backends is wider than the screen, and than the width of tables in a file."""
+        names = [f"dma_mxfp:backend{index:02}" for index in range(9)]
+        page = io.StringIO()
+        screen = Console(file=page, width=width, force_terminal=is_terminal, color_system=None)
+        monkeypatch.setattr(console, "out", screen)
+        numbers = [f"{index}.12345" for index in range(9)]
+        console.print_table(Table(("twin", *names), [["unchanged", *numbers]]))
+        header, _, row, _ = page.getvalue().splitlines()
+        assert header.split() == ["twin", *names]
+        assert row.split() == ["unchanged", *numbers]
+
 
 @pytest.mark.parametrize("message", ["a:b:c", "[red]x[/]", "no end [/", "x" * 300])
 def test_error_is_shown_unchanged(message: str, capsys: pytest.CaptureFixture[str]) -> None:
     console.print_error(message)
     assert capsys.readouterr().err == f"Error: {message}\n"
+
+
+def test_an_import_cannot_swallow_an_interruption() -> None:
+    """Python turns KeyboardInterrupt into RuntimeError in some places, and libraries go on after an error."""
+    code = (
+        "import os, signal\n"
+        "from dma_eval import console\n"
+        "with console.starting():\n"
+        "    try:\n        os.kill(os.getpid(), signal.SIGINT)\n    except BaseException:\n        pass\n"
+        "print('went on')\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "eval")}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (console.INTERRUPTED, "", "Error: interrupted\n")
 
 
 def test_libraries_draw_no_bars(model_folder: Path, prose: str, tmp_path: Path) -> None:
