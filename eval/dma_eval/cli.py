@@ -17,7 +17,7 @@ from . import console
 from .command import Run, add_command
 from .commands import bench, demo, env, equalize, quality, report, serve
 from .environment import versions
-from .errors import UserError
+from .errors import UserError, one_line
 
 COMMANDS: dict[str, Run] = {
     "ppl": quality.ppl,
@@ -83,12 +83,13 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     console.shows_tracebacks = False
     try:
         sys.exit(make_app()(arguments, prog_name="dma-hf", standalone_mode=False))
-    except (UserError, PermissionError, typer.TyperException) as error:
+    except (UserError, OSError, typer.TyperException) as error:
         if console.shows_tracebacks:
             console.err.print_exception()
         message = str(error)
-        if isinstance(error, PermissionError):  # a path in a folder that may not be searched
-            message = f"cannot use {error.filename}: {error.strerror}"
+        if isinstance(error, OSError):  # a folder that may not be searched, a full disk below standard output
+            place = "" if error.filename is None else f"cannot use {error.filename}: "
+            message = f"{place}{error.strerror or one_line(error)}"
         elif isinstance(error, typer.TyperException):  # an invalid command line
             path = getattr(getattr(error, "ctx", None), "command_path", "dma-hf")
             message = f"{error.format_message().rstrip('.')} (try: {path} --help)"

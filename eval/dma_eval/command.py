@@ -67,7 +67,7 @@ class Command(typer.core.TyperCommand):
             given = [value for name, value in pairwise(spread) if name in names]
             last = given[-1:] if several.isdisjoint(names) else given  # if an option is repeated, the last value counts
             error.message = error.message.removeprefix("Value error, ")
-            if last and last[0] not in error.message:
+            if last and repr(last[0]) not in error.message:
                 error.message += f", got {' '.join(last)!r}"
             raise
 

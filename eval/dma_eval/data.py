@@ -6,15 +6,15 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from .environment import portable
 from .errors import UserError, one_line
 from .parts import PerplexityPart
 from .results import DataInfo
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PARAGRAPH_BREAK = "\n\n"
 # Files that `datasets` reads with a builder of that name; any other existing file is read as plain text.
@@ -71,14 +71,16 @@ def load_text(data: str, *, split: str | None = None, column: str = "text") -> T
         split: The split, where ``data`` does not name it: ``test`` for a dataset, ``train`` (all) for a file.
         column: The dataset's column of text.
     """
-    if not data:
-        raise UserError("--data: expected a file or a dataset of the Hub, got ''")
-    path = Path(data).expanduser()
-    if path.is_dir():
-        raise UserError(f"--data: {data} is a folder; name a file in it, or a dataset of the Hub")
-    if path.is_file() and path.suffix in BUILDERS:
+    path = text_file(data)
+    if path is None:
+        parts = data.split(":")
+        if len(parts) > 3 or not parts[0]:
+            raise UserError(f"--data: expected NAME, NAME:CONFIG or NAME:CONFIG:SPLIT, got {data!r}")
+        name, config, named_split = (*parts, "", "")[:3]
+        text = _load_dataset(data, name, config or None, named_split or split or "test", column)
+    elif path.suffix in BUILDERS:
         text = _load_dataset(data, BUILDERS[path.suffix], None, split or "train", column, data_files=str(path))
-    elif path.is_file():
+    else:
         if split is not None or column != "text":
             raise UserError(f"--split, --column: {data} is plain text, which has neither; leave them out")
         try:
@@ -87,17 +89,23 @@ def load_text(data: str, *, split: str | None = None, column: str = "text") -> T
             raise UserError(f"--data: {path} is not UTF-8 text (byte {error.start}); convert it first") from error
         except OSError as error:
             raise UserError(f"--data: cannot read {path}: {error.strerror}") from error
-    elif path.suffix in TEXT_SUFFIXES | BUILDERS.keys() or path.is_absolute() or data.startswith((".", "~")):
-        raise UserError(f"--data: no such file: {data}")
-    else:
-        parts = data.split(":")
-        if len(parts) > 3 or not parts[0]:
-            raise UserError(f"--data: expected NAME, NAME:CONFIG or NAME:CONFIG:SPLIT, got {data!r}")
-        name, config, named_split = (*parts, "", "")[:3]
-        text = _load_dataset(data, name, config or None, named_split or split or "test", column)
     if not text.content.strip():
         raise UserError(f"--data: {data} holds no text")
     return text
+
+
+def text_file(data: str) -> Path | None:
+    """Return the file that ``--data`` names, or ``None`` if it can only be a dataset of the Hub."""
+    if not data:
+        raise UserError("--data: expected a file or a dataset of the Hub, got ''")
+    path = Path(data).expanduser()
+    if path.is_dir():
+        raise UserError(f"--data: {data} is a folder; name a file in it, or a dataset of the Hub")
+    if path.is_file():
+        return path
+    if path.suffix in TEXT_SUFFIXES | BUILDERS.keys() or path.is_absolute() or data.startswith((".", "~")):
+        raise UserError(f"--data: no such file: {data}")
+    return None
 
 
 def _load_dataset(data: str, name: str, config: str | None, split: str, column: str, **options: str) -> Text:
@@ -126,6 +134,8 @@ def _load_dataset(data: str, name: str, config: str | None, split: str, column: 
 
 def tokenize(tokenizer: Any, text: str) -> Tensor:
     """Return token ids of the whole text, int64 ``[N]``, with the special tokens that the tokenizer adds by default."""
+    import torch  # takes seconds, and a wrong --data is an error at once
+
     return torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
 
 

@@ -50,6 +50,7 @@ def write_text(text: str, path: Path) -> None:
         if not is_special:
             partial.replace(path)
     except OSError as error:
+        partial.unlink(missing_ok=True)
         raise UserError(f"cannot write to {path}: {error.strerror}") from error
 
 

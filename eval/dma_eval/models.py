@@ -30,6 +30,7 @@ from dma_hf.integrations.commit_hash import commit_of
 
 from .environment import portable
 from .errors import UserError, one_line
+from .names import ModelSource, parse_source
 from .results import ModelInfo
 
 GIB = 1 << 30
@@ -39,14 +40,6 @@ UNLOADABLE = (
 )
 """Exceptions of Transformers if it cannot load a model."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True)
-class ModelSource:
-    """Where a model is: ``path`` (a Hub repository or a folder) and, for GGUF weights, the file in it."""
-
-    path: str
-    gguf_file: str | None = None
 
 
 @dataclass(frozen=True)
@@ -119,29 +112,6 @@ def head_dim_of(config: Any) -> Any:
     return getattr(config, "head_dim", None) or (hidden // heads if hidden and heads else None)
 
 
-def parse_source(name: str, option: str = "--model") -> ModelSource:
-    """Distinguish a GGUF file (local, or ``OWNER/REPOSITORY/FILE.gguf`` on the Hub) from a folder or repository."""
-    if not name:
-        raise UserError(f"{option}: expected a folder, a .gguf file or a Hub name, got ''")
-    path = Path(name).expanduser()
-    if name.endswith(".gguf"):
-        if path.is_file():
-            return ModelSource(str(path.parent), path.name)
-        owner, repository, file = [*name.split("/", 2), "", ""][:3]
-        if file and owner not in ("", ".", "..", "~"):
-            return ModelSource(f"{owner}/{repository}", file)
-        raise UserError(f"{option}: no such file: {name}")
-    if path.is_file():
-        raise UserError(f"{option}: {name} is a file; expected a folder, a .gguf file or a Hub name")
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise UserError(f"{option}: folder {name} has no config.json; for GGUF weights name the .gguf file itself")
-        return ModelSource(str(path))
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise UserError(f"{option}: no such folder: {name}")
-    return ModelSource(name)
-
-
 def parse_device(name: str) -> torch.device:
     """Return the device of that name. ``auto`` is CUDA if present, else the CPU."""
     if name == "auto":
@@ -177,6 +147,8 @@ def load_model(
     which gave the model.
     """
     source = parse_source(name, option)
+    if revision is not None and Path(source.path).is_dir():
+        raise UserError(f"--revision: {name} is a local model, which has none; leave it out")
     if dtype not in ("auto", *DTYPES):
         raise UserError(f"--dtype must be one of auto, {', '.join(DTYPES)}; got {dtype!r}")
     if device_map is not None and device != "auto":

@@ -1,6 +1,6 @@
-"""Names of backends, checked and read without slow imports; and names that a command and a slow module share.
+"""Names of backends and models, checked without slow imports; and names that a command and a slow module share.
 
-A name is ``IMPLEMENTATION[:PRESET][+CACHE]``: ``sdpa``, ``dma_mxfp``, ``dma_mxfp:fp4``, ``dma_mxfp:balanced+int4``,
+A backend is ``IMPLEMENTATION[:PRESET][+CACHE]``: ``sdpa``, ``dma_mxfp``, ``dma_mxfp:fp4``, ``dma_mxfp:balanced+int4``,
 ``dma_mxfp:FILE.toml+int8``, ``sdpa+hqq4``. A test compares the names below with those of ``dma_hf``, whose import takes
 seconds.
 """
@@ -8,6 +8,7 @@ seconds.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import UserError
@@ -56,3 +57,34 @@ def check_names(names: Iterable[str], option: str = "--attn") -> None:
                 f"{option}: unknown preset {setting or name!r}; valid: {', '.join(PRESETS)}, or a TOML file "
                 f"({DMA}:FILE.toml), and after it a cache ({', '.join(FORMAT_SUFFIXES)})"
             )
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model is: ``path`` (a Hub repository or a folder) and, for GGUF weights, the file in it."""
+
+    path: str
+    gguf_file: str | None = None
+
+
+def parse_source(name: str, option: str = "--model") -> ModelSource:
+    """Distinguish a GGUF file (local, or ``OWNER/REPOSITORY/FILE.gguf`` on the Hub) from a folder or repository."""
+    if not name:
+        raise UserError(f"{option}: expected a folder, a .gguf file or a Hub name, got ''")
+    path = Path(name).expanduser()
+    if name.endswith(".gguf"):
+        if path.is_file():
+            return ModelSource(str(path.parent), path.name)
+        owner, repository, file = [*name.split("/", 2), "", ""][:3]
+        if file and owner not in ("", ".", "..", "~"):
+            return ModelSource(f"{owner}/{repository}", file)
+        raise UserError(f"{option}: no such file: {name}")
+    if path.is_file():
+        raise UserError(f"{option}: {name} is a file; expected a folder, a .gguf file or a Hub name")
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UserError(f"{option}: folder {name} has no config.json; for GGUF weights name the .gguf file itself")
+        return ModelSource(str(path))
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise UserError(f"{option}: no such folder: {name}")
+    return ModelSource(name)

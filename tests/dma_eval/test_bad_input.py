@@ -51,6 +51,10 @@ class TestCommandLine:
         assert "Missing option '--model' / '-m'" in text
         assert text.endswith("(try: dma-hf ppl --help)")
 
+    def test_a_value_that_is_part_of_the_bound(self, run: Run, refused: Refused) -> None:
+        message = refused(run("equalize", "-m", "model", "-d", "book.txt", "--out", "run", "--tokens", 10))
+        assert "Input should be greater than or equal to 1024, got '10'" in message
+
     def test_unknown_command(self, run: Run, refused: Refused) -> None:
         assert "No such command 'pplx'. Did you mean 'ppl'?" in refused(run("pplx"))
 
@@ -238,11 +242,12 @@ class TestModel:
             (["--device", "tpu"], "--device: expected auto, cpu, cuda or cuda:N; got 'tpu'"),
             (["--device", "meta"], "--device: expected auto, cpu, cuda or cuda:N; got 'meta'"),
             (["--device", "cuda:99"], "--device: 'cuda:99' does not exist: "),
+            (["--revision", "v1"], "--revision: {model} is a local model, which has none; leave it out"),
             (["--device-map", "auto"], "--device and --device-map exclude each other; give one of them"),
         ],
     )
-    def test_placement(self, ppl: Run, refused: Refused, arguments: list[str], message: str) -> None:
-        assert message in refused(ppl(*arguments))
+    def test_loading(self, ppl: Run, refused: Refused, model_folder: Path, arguments: list[str], message: str) -> None:
+        assert message.format(model=model_folder) in refused(ppl(*arguments))
 
 
 class TestOutput:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -177,6 +178,13 @@ class TestHelp:
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout.startswith("dma-hf ")
 
+    @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device without space")
+    def test_full_standard_output(self) -> None:
+        command = [sys.executable, "-m", "dma_eval", "--version"]
+        with Path("/dev/full").open("w") as full:
+            done = subprocess.run(command, cwd=EVAL, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        assert (done.returncode, done.stderr) == (2, "Error: No space left on device\n")
+
     def test_help_does_not_import_torch(self) -> None:
         code = "import sys; import dma_eval.cli; sys.exit('torch' in sys.modules)"
         assert subprocess.run([sys.executable, "-c", code], cwd=EVAL, check=False, timeout=120).returncode == 0
@@ -198,6 +206,30 @@ def test_backends_are_looked_up_first(attn: str) -> None:
         assert not imported & {"torch", "transformers"}
     else:  # which alone knows what there is
         assert "transformers" in imported
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("ppl -m ./none -d none.txt", "--model: no such folder: ./none"),
+        ("ppl -m owner/model -d none.txt", "--data: no such file: none.txt"),
+        ("equalize -m ./none -d none.txt --out made", "--model: no such folder: ./none"),
+        ("bench prefill --inputs ./none -d none.txt --length 8", "--inputs: no such folder: ./none"),
+        ("bench generate -m owner/model -d none.txt", "--data: no such file: none.txt"),
+        ("bench serve -m none.gguf", "--model: no such file: none.gguf"),
+        ("serve ./none", "--model: no such folder: ./none"),
+    ],
+)
+def test_missing_files_are_noticed_before_slow_imports(command: str, message: str, tmp_path: Path) -> None:
+    code = (
+        "import sys, dma_eval.cli\n"
+        "try:\n    dma_eval.cli.main(sys.argv[1:])\n"
+        "except SystemExit:\n    print('torch' in sys.modules)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(EVAL)}
+    given = [sys.executable, "-c", code, *command.split()]
+    done = subprocess.run(given, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("False\n", f"Error: {message}\n")
 
 
 class TestPrepareFile:

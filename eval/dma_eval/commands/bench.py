@@ -64,6 +64,7 @@ def time_prefill(args: PrefillOptions) -> int:
     check_names(args.attn)
     _check_dtype(args)
     _check_inputs(args)
+    options.check_inputs(args.inputs, args.data, "--inputs")
     with console.starting():
         from dma_eval.bench import prefill
         from dma_eval.bench.capture import captured_calls
@@ -175,6 +176,7 @@ def time_generate(args: GenerateOptions) -> int:
         raise UserError("--data and --yarn need --model; without it prompts are random")
     if args.model is not None and (args.shape or not args.data):
         raise UserError("--model needs --data, a text for the prompts, and excludes --shape")
+    options.check_inputs(args.model, args.data)
     with console.starting():
         from dma_eval.bench import generate
         from dma_eval.bench.shown import generate_tables
@@ -243,6 +245,7 @@ def time_serve(args: ServeOptions) -> int:
     check_names(args.attn)
     if args.model is not None and (args.shape or args.layers):
         raise UserError("--model excludes --shape and --layers; give one or the other")
+    options.check_inputs(args.model, None)
     with console.starting():
         need_transformers("5.18", "bench serve")
         from dma_eval.bench import serve

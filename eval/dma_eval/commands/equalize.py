@@ -35,15 +35,16 @@ def equalize(args: EqualizeOptions) -> int:
     dma-hf equalize -m Qwen/Qwen2.5-0.5B --data Salesforce/wikitext:wikitext-2-raw-v1:train --out qwen-equalized
     dma-hf equalize -m google/gemma-3-1b-it --dtype float32 --data book.txt --out gemma-equalized
     """
+    if (args.out / "config.json").exists():
+        raise UserError(f"--out: {args.out} holds a model already; name another folder")
+    check_folder(args.out)
+    options.check_inputs(args.model, args.data)
     with console.starting():
         import dma_hf
         from dma_eval.data import load_text, tokenize
         from dma_eval.session import load
         from dma_eval.stress import channel_ranges
         from dma_hf.equalize import MIN_TOKENS
-    if (args.out / "config.json").exists():
-        raise UserError(f"--out: {args.out} holds a model already; name another folder")
-    check_folder(args.out)
     text = load_text(args.data, split=args.split, column=args.column)
     loaded = load(args)
     ids = tokenize(loaded.tokenizer, text.content)[: args.tokens]

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from dma_eval.command import REQUIRED, option
+from dma_eval.data import text_file
 from dma_eval.errors import UserError
 from dma_eval.files import prepare_file
+from dma_eval.names import parse_source
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 DEFAULT_ATTN = ["sdpa", "dma_mxfp:balanced"]
@@ -122,6 +124,14 @@ class TaskFolderOptions:
     """Folders with tasks that do not come with lm-eval."""
 
     include_path: list[Path] = option([], metavar="FOLDER...", panel=TASKS, help="Folders with your own task YAMLs.")
+
+
+def check_inputs(model: str | None, data: str | None, option: str = "--model") -> None:
+    """Check before slow imports that a local model and a local text exist."""
+    if model is not None:
+        parse_source(model, option)
+    if data is not None:
+        text_file(data)
 
 
 def prepare_files(**files: Path | None) -> None:

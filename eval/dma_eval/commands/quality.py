@@ -159,6 +159,7 @@ def measure(
 ) -> int:
     """Run a suite, show and write its results, and return the exit code."""
     check_names(args.attn)
+    options.check_inputs(args.model, None if text is None else text.data)
     with console.starting():
         from dma_eval.backends import default_names, parse_backends
 

@@ -20,7 +20,7 @@ from dma_eval.command import argument, option
 from dma_eval.commands import options
 from dma_eval.errors import UserError
 from dma_eval.files import prepare_file
-from dma_eval.names import API_KEY_VARIABLE, DMA, check_names
+from dma_eval.names import API_KEY_VARIABLE, DMA, check_names, parse_source
 
 if TYPE_CHECKING:
     from dma_eval.backends import Backend
@@ -157,18 +157,17 @@ def serve(args: ServeOptions) -> int:
         write_config(_settings(args, has_gpus=True), args.write_config, host=args.host, port=args.port)
         console.print_wrote(args.write_config)
         return 0
+    if args.ray_address is None:  # on a cluster the model's folder may be elsewhere
+        parse_source(args.model)
     with console.starting():
         from dma_eval.backends import parse_backends
         from dma_eval.environment import need_transformers
-        from dma_eval.models import parse_source
 
         if args.continuous_batching:
             need_transformers("5.18", "serve --continuous-batching")
         from dma_eval.serving import build, listen, load, serve
 
     (backend,) = parse_backends([args.attn])
-    if args.ray_address is None:  # on a cluster the model's folder may be elsewhere
-        parse_source(args.model)
     if max(args.replicas, args.tensor_parallel) > 1 or args.max_replicas is not None or args.ray_address is not None:
         return _serve_replicas(args, backend, api_key)
     listener = listen(args.host, args.port)
