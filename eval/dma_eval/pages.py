@@ -236,7 +236,8 @@ def fidelity_page(section: FidelitySection) -> Page:
         cells = [MISSING] * len(parts)
         if result.position_nll and reference.position_nll:
             change = np.array(result.position_nll, float) - np.array(reference.position_nll, float)
-            cells = [f"{100 * np.expm1(np.nanmean(change[part])):+.2f} %" for part in parts]
+            means = (change[part][np.isfinite(change[part])] for part in parts)  # nothing predicts the first token
+            cells = [f"{100 * np.expm1(each.mean()):+.2f} %" if len(each) else MISSING for each in means]
         rows.append([result.label, *cells])
     tables.append(Table(("position", *positions), rows, "Change of perplexity by position in the window"))
     if section.heads:

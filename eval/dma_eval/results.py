@@ -20,7 +20,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 
 from .environment import Environment, collect, command_line
 from .errors import UserError
@@ -30,6 +30,8 @@ SCHEMA_VERSION = 8
 RESULTS = "results.json"
 """The report in a run's folder."""
 Kind = TypeVar("Kind", bound="Results")
+Backend = TypeVar("Backend")
+Compared = Annotated[list[Backend], Field(min_length=1)]
 TwinName = Annotated[str, AfterValidator(lambda name: "unchanged" if name == "as it is" else name)]
 
 
@@ -119,8 +121,10 @@ class PerplexitySection:
     tokens_scored: int  # tokens that each backend predicted and was scored on
     # ``process_rss`` in older files of a CPU, whose memory is not shown.
     memory_kind: Literal["cuda_allocated", "process_rss"] = "cuda_allocated"
-    position_edges: list[int]  # bucket i holds positions ``position_edges[i]`` to ``position_edges[i + 1] - 1``
-    backends: list[BackendResult]  # in the given order; the first is the reference
+    position_edges: Annotated[
+        list[int], Field(min_length=2)
+    ]  # bucket i holds positions ``position_edges[i]`` to ``position_edges[i + 1] - 1``
+    backends: Compared[BackendResult]  # in the given order; the first is the reference
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,7 +230,7 @@ class TaskSection:
     chat_template: bool  # whether prompts use the model's chat template
     confidence: float  # level of the intervals
     resamples: int  # bootstrap resamples for each interval
-    backends: list[TaskBackend]  # in the given order; the first is the reference
+    backends: Compared[TaskBackend]  # in the given order; the first is the reference
     tasks: list[TaskResult] = field(default_factory=list)  # one entry per task
     groups: list[GroupMetric] = field(default_factory=list)  # metrics of groups of tasks
 
@@ -288,7 +292,7 @@ class RetrievalSection:
     lengths: list[int]  # lengths of the prompts, in tokens
     depths: list[float]  # places of the answer
     samples: int  # samples per length and depth
-    backends: list[RetrievalBackend]  # in the given order; the first is the reference
+    backends: Compared[RetrievalBackend]  # in the given order; the first is the reference
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -418,10 +422,14 @@ def read_report(path: Path) -> Report:
     return read_results(Report, path / RESULTS if path.is_dir() else path)
 
 
+def _refuse(constant: str) -> None:
+    raise ValueError(f"it has {constant}")
+
+
 def read_results(kind: type[Kind], path: Path) -> Kind:
     """Read a result file of this or an earlier version."""
     try:
-        values = json.loads(path.read_bytes())
+        values = json.loads(path.read_bytes(), parse_constant=_refuse)
     except OSError as error:
         raise UserError(f"cannot read the report {path}: {error.strerror}") from error
     except ValueError as error:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 import hashlib
 import itertools
+import logging
+import sqlite3
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -150,6 +152,8 @@ def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSe
             answers[unit] = record
         except BackendFailure as error:
             answers[unit] = str(error)
+        except sqlite3.Error as error:  # the disk is full, or the file is damaged
+            raise UserError(f"--out: cannot save answers to {partial}: {one_line(error)}") from error
         except UNUSABLE as error:  # of the task: the errors of a backend are failures
             raise UserError(f"--tasks: cannot evaluate {name!r}: {one_line(error)}") from error
         if partial is not None:
@@ -196,6 +200,7 @@ def _remembered(lm: DMALM, file: Path | None) -> Iterator[Any]:
     if file is None:
         yield lm
         return
+    logging.getLogger("sqlitedict").setLevel(logging.CRITICAL)  # it logs errors before it raises them
     cached = CachingLM(lm, str(file))
     try:
         yield cached

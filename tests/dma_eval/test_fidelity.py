@@ -191,6 +191,13 @@ def test_changes_by_position(fidelity: Fidelity) -> None:
     assert table.rows == [["sdpa", "+64.87 %", *["+10.52 %"] * 7]]
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_range_without_a_scored_position(fidelity: Fidelity) -> None:
+    """Of windows so short that position 0 is a range of its own."""
+    section = fidelity("sdpa", context=4, prompts=0, head_windows=0)
+    assert [cell.strip("+-") for cell in positions(section).rows[0]] == ["sdpa", "–", *["0.00 %"] * 3]
+
+
 def test_in_fp32(loaded: LoadedModel, model_folder: Path) -> None:
     assert in_fp32(loaded.model) is loaded.model
     half = load_model(str(model_folder), dtype="float16", device="cpu").model

@@ -148,6 +148,29 @@ class TestReport:
     def test_no_run(self, run: Run, refused: Callable[[Any], str]) -> None:
         assert "cannot read the report missing: No such file" in refused(run("report", "missing"))
 
+    @pytest.mark.parametrize(
+        ("before", "after", "message"),
+        [
+            ('"context": 128', '"context": NaN', "is not JSON: it has NaN"),
+            ('"backends": [', '"backends": [], "others": [', "backends: List should have at least 1 item"),
+            ('"position_edges": [', '"position_edges": [], "edges": [', "position_edges: List should have at least 2"),
+        ],
+    )
+    def test_a_file_that_was_edited(
+        self,
+        run: Run,
+        refused: Callable[[Any], str],
+        report: Report,
+        tmp_path: Path,
+        before: str,
+        after: str,
+        message: str,
+    ) -> None:
+        write_json(report, tmp_path / "results.json")
+        text = (tmp_path / "results.json").read_text(encoding="utf-8")
+        (tmp_path / "results.json").write_text(text.replace(before, after, 1), encoding="utf-8")
+        assert message in refused(run("report", tmp_path))
+
     def test_reads_files_of_version_1(self, report: Report, tmp_path: Path) -> None:
         values = asdict(report) | {"schema_version": 1}
         for name in ("tasks", "fidelity", "retrieval"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -215,6 +216,16 @@ class TestResuming:
         seen: list[Any] = []
         evaluate("tiny_choice", "sdpa", "dma_mxfp:paper", folder=tmp_path, seen=seen)
         assert [how for _, how in seen] == ["kept", "measured"]
+
+    def test_a_full_disk(self, evaluate: Evaluate, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+        try:
+            with pytest.raises(UserError, match=r"--out: cannot save answers to .*\.partial: disk I/O error"):
+                evaluate("tiny_choice", "sdpa", folder=tmp_path)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert "sqlite" not in capfd.readouterr().err
 
     @pytest.mark.parametrize("task", ["tiny_last_word", "tiny_answer"])  # lm-eval keeps rolling losses at the end
     def test_interrupted_within_a_task(
