@@ -72,6 +72,7 @@ def test_an_import_cannot_swallow_an_interruption() -> None:
     code = (
         "import os, signal\n"
         "from dma_eval import console\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # which the background of a script ignores\n"
         "with console.starting():\n"
         "    try:\n        os.kill(os.getpid(), signal.SIGINT)\n    except BaseException:\n        pass\n"
         "print('went on')\n"

@@ -19,7 +19,7 @@ from torch import Tensor
 import dma_hf
 from dma_eval import console
 from dma_eval.backends import Backend, parse_compared
-from dma_eval.errors import one_line
+from dma_eval.errors import UserError, one_line
 from dma_eval.names import DMA
 
 from .inputs import Inputs, exact_rows, random_inputs, with_outlying_channels
@@ -95,8 +95,12 @@ def measure_shape(
 
     Errors are measured a second time on inputs with outlier key channels.
     """
-    inputs = random_inputs(shape, device, dtype)
-    return measure_layers(shape, [inputs], implementations, seconds=seconds, harder=with_outlying_channels(inputs))
+    try:
+        inputs = random_inputs(shape, device, dtype)
+        harder = with_outlying_channels(inputs)
+    except RuntimeError as error:
+        raise UserError(f"--shape: no memory for inputs of {shape}: {one_line(error)}") from error
+    return measure_layers(shape, [inputs], implementations, seconds=seconds, harder=harder)
 
 
 def measure_layers(
