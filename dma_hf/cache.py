@@ -40,7 +40,7 @@ class DMACache(DynamicCache):  # type: ignore[misc]
         offload_only_non_sliding: Whether layers with a sliding window, which are small, stay on the GPU.
 
     Raises:
-        TypeError: ``config`` is not a model's configuration, or an argument is unknown.
+        TypeError: ``config`` is not a model's configuration.
         ValueError: There is no such format, there are more or fewer formats than layers, or ``max_cache_len`` is below
             1.
     """
@@ -53,12 +53,7 @@ class DMACache(DynamicCache):  # type: ignore[misc]
         max_cache_len: int | None = None,
         offloading: bool = False,
         offload_only_non_sliding: bool = True,
-        **unknown: Any,
     ) -> None:
-        if unknown:
-            name = next(iter(unknown))
-            hint = "; it is called cache now: DMACache(config, cache='int4')" if name == "format" else ""
-            raise TypeError(f"DMACache has no argument {name!r}{hint}")
         if not isinstance(config, PreTrainedConfig):
             raise TypeError(f"config must be a model's configuration (model.config), got {type(config).__name__}")
         if max_cache_len is not None and not (is_int(max_cache_len) and max_cache_len >= 1):

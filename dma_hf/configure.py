@@ -81,7 +81,8 @@ def configure(
             f"{type(models[0]).__name__} has no attention layers, so {NAME} cannot run in it; use another model"
         )
     if activate:
-        models[0].set_attn_implementation(NAME)
+        for each in models:
+            each.set_attn_implementation(NAME)
     if not any(is_dma(attention_name(each)) for each in configs):
         running = sorted({str(attention_name(each)) for each in configs})
         raise ValueError(

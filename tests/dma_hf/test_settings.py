@@ -106,6 +106,14 @@ def test_configure_reaches_a_model_inside_another_module(llama):
     assert llama.config.dma_mxfp["low"] == "nvfp4"
 
 
+def test_configure_activates_every_model_inside_another_module(families):
+    models = [families[name].build("sdpa") for name in ("llama", "bert")]
+    dma_hf.configure(torch.nn.Sequential(*models), "fp4", activate=True)
+    for model in models:
+        assert model.config._attn_implementation == "dma_mxfp"
+        assert model.config.dma_mxfp["low"] == "nvfp4"
+
+
 @pytest.mark.parametrize(
     ("arguments", "changes", "error", "message"),
     [
