@@ -168,7 +168,7 @@ def _find_argument(others: Mapping[str, Any], is_packed_elsewhere: bool) -> Refu
         given = f"Tensor{list(value.shape)}" if isinstance(value, Tensor) else repr(value)[:60]
         asked = f"got {name}={given}, which may change the result"
         return Refusal(f"the argument {name!r}", asked, "leave it out, or " + WAY_OUT)
-    if _is_collecting_attentions():
+    if not torch.compiler.is_compiling() and is_collecting_attentions():  # not every model passes output_attentions
         note_missing_weights()
     lengths = others.get("cu_seq_lens_q")
     if isinstance(lengths, Tensor) and lengths.numel() > 2 and not is_packed_elsewhere:
@@ -176,13 +176,6 @@ def _find_argument(others: Mapping[str, Any], is_packed_elsewhere: bool) -> Refu
         way_out = "pass position_ids that restart at each sequence, no attention_mask, and use_cache=False"
         return Refusal("packing by cu_seq_lens_q", asked, way_out)
     return None
-
-
-def _is_collecting_attentions() -> bool:
-    """Return whether the model collects attention weights with hooks. Not every model passes ``output_attentions``."""
-    if torch.compiler.is_compiling():
-        return False
-    return is_collecting_attentions()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -22,7 +22,7 @@ from dma_kernels.numerics.recipe import RECIPE_FIELDS
 from dma_kernels.runtime.chip import BACKENDS
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
-from .integrations.attention_name import attention_name
+from .integrations.attention_name import attention_name, decoder_attention
 
 NAME = "dma_mxfp"
 """Name of the attention implementation, and key of its section in ``config.json``."""
@@ -310,7 +310,7 @@ def is_dma(implementation: Any) -> bool:
 
 def is_ours(model: PreTrainedModel) -> bool:
     """Return whether a model's decoder runs the attention of this package, not that of a copy from the Hub."""
-    name = attention_name(model.config.get_text_config(decoder=True))
+    name = decoder_attention(model)
     return is_dma(name) and str(AttentionInterface()[name].__module__).startswith(__name__.removesuffix("config"))
 
 

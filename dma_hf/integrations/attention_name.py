@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from .versions import check_attributes
 
@@ -20,6 +20,11 @@ check_attributes(PreTrainedConfig, ["_attn_implementation"])  # at import: the f
 def attention_name(config: PreTrainedConfig) -> Any:
     """Return the name of the attention implementation that the layers of a configuration run, or ``None``."""
     return config._attn_implementation
+
+
+def decoder_attention(model: PreTrainedModel) -> Any:
+    """Return the name of the attention implementation that a model's decoder runs."""
+    return attention_name(model.config.get_text_config(decoder=True))
 
 
 def set_attention_name(config: PreTrainedConfig, name: Any) -> None:

@@ -18,7 +18,7 @@ import transformers
 from transformers import ContinuousBatchingConfig, PreTrainedModel
 
 from ..config import NAME, PAGED_NAME, cache_of, is_dma, is_ours
-from .attention_name import attention_name
+from .attention_name import decoder_attention
 from .paged_attention import enter_batching, leave_batching
 from .versions import private_imports
 
@@ -44,7 +44,7 @@ def init_continuous_batching(
 
 def _check_kept(kept: Any, model: PreTrainedModel) -> None:
     """Raise if the kept manager of a model is for another attention or cache than the model runs now."""
-    name, cache = _decoder_attention(model), cache_of(model)
+    name, cache = decoder_attention(model), cache_of(model)
     is_own = hasattr(kept, "cache_format")
     if is_own != is_dma(name) or (is_own and kept.cache_format != cache):
         made_for = f"{NAME} with cache={kept.cache_format!r}" if is_own else "another attention"
@@ -94,15 +94,11 @@ def _refuse_what_is_newer(model: PreTrainedModel) -> None:
             f"packed pages (cache={cache!r}) need Transformers 5.18 or later, got {transformers.__version__}; update "
             "it, or call dma_hf.configure(model, cache=None) for 16-bit pages"
         )
-    if not str(_decoder_attention(model)).startswith(PAGED_NAME):
+    if not str(decoder_attention(model)).startswith(PAGED_NAME):
         raise RuntimeError(
             f"generate_batch needs `with dma_hf.continuous_batching(model):` on Transformers before 5.18, got "
             f"{transformers.__version__}"
         )
-
-
-def _decoder_attention(model: PreTrainedModel) -> Any:
-    return attention_name(model.config.get_text_config(decoder=True))
 
 
 @contextmanager
@@ -120,7 +116,7 @@ def continuous_batching(model: PreTrainedModel) -> Iterator[None]:
         ValueError: The model does not run ``dma_mxfp``.
         RuntimeError: The settings name packed pages, and Transformers is too old for them.
     """
-    name = _decoder_attention(model)
+    name = decoder_attention(model)
     if not is_dma(name):
         raise ValueError(
             f"{type(model).__name__} runs attention {name!r}; continuous_batching is for models with "

@@ -148,11 +148,3 @@ def test_an_unknown_argument_of_the_model_is_rejected(families, token_ids):
     model = families["llama"].build("dma_mxfp")
     with pytest.raises(ValueError, match=r"does not support the argument 'temprature': got temprature=0\.7"):
         model(token_ids(1, 5), temprature=0.7)
-
-
-def test_continuous_batching_outside_its_context_is_rejected_upstream(families):
-    """By the implementation's name, before any attention runs."""
-    model = families["llama"].build("dma_mxfp")
-    settings = transformers.GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    with pytest.raises(ValueError, match=r"dma_mxfp.* is not supported"):
-        model.generate_batch([[5, 6, 7]], generation_config=settings, progress_bar=False)
