@@ -178,7 +178,7 @@ def combine_kernel(
             gdc_wait()
         quantize_ctas = tl.num_programs(0) - combine_ctas
         task = i_cta - combine_ctas + tl.arange(0, CONFIG.BLOCK_E) * quantize_ctas
-        is_task = task < 2 * _PIECES * heads  # the same piece of every head comes before the next piece
+        is_task = task < heads * (2 * _PIECES)  # the same piece of every head comes before the next piece
         stored = tl.load(splits.heads + task % heads * 3 + 2, mask=is_task, other=0)
         is_first = (task < heads) & (task % CONFIG.KV_HEADS == 0)
         tl.store(cache.lengths + task // CONFIG.KV_HEADS, stored + q_len, mask=is_first)
@@ -186,7 +186,7 @@ def combine_kernel(
         if tl.max(is_complete.to(tl.int32), 0) > 0:
             for i_e in range(CONFIG.BLOCK_E):
                 i_task = i_cta - combine_ctas + i_e * quantize_ctas
-                if i_task < 2 * _PIECES * heads:
+                if i_task < heads * (2 * _PIECES):
                     _quantize_head(
                         splits.heads, key, value, cache, i_task % heads, i_task // heads, q_len, sizes, CONFIG
                     )

@@ -26,6 +26,12 @@ MIXED = Recipe(low_q="mxfp8", low_k="mxfp4")
 KEYS = Recipe(low_q="bf16", low_k="nvfp4")
 
 
+@pytest.fixture(autouse=True)
+def triton_3_9(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Select paths as with a Triton that compiles all of them."""
+    monkeypatch.setattr(triton, "__version__", "3.9.0")
+
+
 @pytest.mark.parametrize(
     ("recipe", "arch", "name", "expected"),
     [
