@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
@@ -34,7 +34,7 @@ WORST = 5
 IMPLAUSIBLE = 2.0
 """A perplexity below this triggers a warning: the text is hardly unseen prose. A table of contents had 1.83."""
 TELLING = 0.05
-"""A smaller share of keys in low tiles triggers a warning: the task's prompts lie within the band."""
+"""A smaller share of keys in low tiles triggers a warning: prompts or windows lie within the band."""
 HELD = 43.0
 """Ratio of the largest channel's range to the median's up to which ``balanced`` loses almost nothing, for keys and
 queries. They are the ratios of ``keys x 8`` and ``queries x 8`` in ``benchmarks/quality``."""
@@ -64,6 +64,19 @@ class Page:
 
 Columns = dict[str, Callable[[Any], str]]
 """Functions that make the cells of each column from a result."""
+
+
+def low_share(lengths: Sequence[int], config: Mapping[str, Any]) -> float:
+    """Return the share of the keys that the queries of causal sequences see which are in low tiles.
+
+    Windows are ignored.
+    """
+    band = config["sink_tiles"] + config["diagonal_tiles"]
+    low = 0
+    for length in lengths:
+        for begin in range((band + 1) * TILE, length, TILE):
+            low += (begin - band * TILE) * (min(length, begin + TILE) - begin)
+    return low / sum(length * (length + 1) // 2 for length in lengths)
 
 
 def number(value: float | None, form: str, unit: str = "", *, factor: float = 1.0) -> str:
@@ -147,8 +160,17 @@ FIDELITY_COLUMNS: Columns = dict(list(COLUMNS.items())[:5]) | {
 
 
 def warnings(section: PerplexitySection) -> list[str]:
-    """Warn of failed backends, fallbacks to other attention, missing windows and an implausible text."""
-    return _lines("perplexity_warnings", section, IMPLAUSIBLE)
+    """Warn of failed backends, fallbacks to other attention, missing or short windows, and an implausible text."""
+    return _lines("perplexity_warnings", section, IMPLAUSIBLE) + too_short(section)
+
+
+def too_short(section: PerplexitySection) -> list[str]:
+    """Warn of windows in which hardly a key is in a low tile."""
+    shares = [low_share([section.context], each.config) for each in section.backends if each.config is not None]
+    if not shares or max(shares) >= TELLING:
+        return []
+    held = f"low tiles held less than {share(TELLING, '.0f')} of the keys at context {section.context:,}"
+    return [f"{held} ({share(max(shares))}): its windows are too short to test low tiles"]
 
 
 def perplexity_page(section: PerplexitySection) -> Page:
@@ -324,9 +346,8 @@ def stress_page(section: StressSection) -> Page:
         *map(_threshold_table, section.thresholds),
     ]
     notes = _lines("stress", section, measured[0][1]) + [verdict(study) for study in section.thresholds]
-    return Page(
-        "Stress: twins of the model", tables, notes, _lines("stress_warnings", section, worst, HELD, IMPLAUSIBLE)
-    )
+    said = _lines("stress_warnings", section, worst, HELD, IMPLAUSIBLE) + too_short(measured[0][1])
+    return Page("Stress: twins of the model", tables, notes, said)
 
 
 def _threshold_table(study: ThresholdStudy) -> Table:

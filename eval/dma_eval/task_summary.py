@@ -16,6 +16,7 @@ import numpy as np
 from accelerate.state import PartialState
 from numpy.typing import NDArray
 
+from .environment import portable
 from .parts import TasksPart
 from .results import GroupMetric, MetricResult, MetricValue, TaskBackend, TaskResult, TaskSection
 from .session import Session
@@ -129,14 +130,14 @@ def summarize_tasks(
         is_complete = bool(numbers) and len(numbers) == len(accuracies) and len(own) == len(names)
         made = TaskBackend(
             **backend.info,
-            failures={name: unit for name, unit in units.items() if isinstance(unit, str)},
-            low_share={name: record.low_share for name, record in own.items() if record.low_share is not None},
+            failures={portable(name): unit for name, unit in units.items() if isinstance(unit, str)},
+            low_share={portable(name): each.low_share for name, each in own.items() if each.low_share is not None},
             fallbacks=dict(sum((Counter(record.fallbacks) for record in own.values()), Counter[str]())),
             mean_accuracy=float(np.mean(numbers)) if is_complete else None,
         )
         backends.append(made)
     return TaskSection(
-        asked=list(names),
+        asked=[*map(portable, names)],
         limit=part.limit,
         batch_size=part.batch_size,
         processes=PartialState().num_processes,

@@ -19,7 +19,6 @@ import yaml
 from accelerate.state import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 from datasets.exceptions import DatasetsError
-from dma_kernels.numerics.formats import TILE
 from jinja2 import TemplateError
 from lm_eval.api.model import CacheHook, CachingLM
 from lm_eval.evaluator import evaluate
@@ -32,6 +31,7 @@ from .backends import Backend, activate
 from .errors import UserError, one_line
 from .files import Piece
 from .harness import DMALM, BackendFailure
+from .pages import low_share
 from .parts import TasksPart
 from .results import TaskSection
 from .session import Session
@@ -241,17 +241,4 @@ def _low_share(lm: Any, unit: Mapping[str, Any], samples: Mapping[str, Any], con
     scored = [name for name, task in unit["tasks"].items() if task.OUTPUT_TYPE != "generate_until"]
     texts = ("".join(given) for name in scored for each in samples[name] for given in each["arguments"])
     lengths = [min(max(len(lm.tok_encode(text)) - 1, 1), lm.max_length) for text in texts]
-    return low_share(lengths, config) if lengths else None
-
-
-def low_share(lengths: Sequence[int], config: DMAConfig) -> float:
-    """Return the share of the keys that the queries of causal sequences see which are in low tiles.
-
-    Windows are ignored.
-    """
-    low = 0
-    for length in lengths:
-        for tile in range(config.sink_tiles + config.diagonal_tiles + 1, -(-length // TILE)):
-            low_keys = (tile - config.diagonal_tiles - config.sink_tiles) * TILE
-            low += low_keys * (min(length, (tile + 1) * TILE) - tile * TILE)
-    return low / sum(length * (length + 1) // 2 for length in lengths)
+    return low_share(lengths, config.to_dict()) if lengths else None

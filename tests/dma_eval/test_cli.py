@@ -84,7 +84,10 @@ class TestPpl:
     def test_shows_the_table(self, ppl: Run) -> None:
         result = ppl("--attn", "sdpa", "dma_mxfp:balanced")
         assert result.exit_code == 0, result.output
-        assert result.stderr == ""
+        assert result.stderr == (
+            "Warning: low tiles held less than 5 % of the keys at context 128 (0.00 %): "
+            "its windows are too short to test low tiles\n"
+        )
         header, _, *rows = [line.split() for line in result.stdout.strip().splitlines()[:4]]
         assert " ".join(header) == "backend perplexity change KL / token top-1 tokens/s"
         assert [row[0] for row in rows] == ["sdpa", "dma_mxfp:balanced"]

@@ -10,11 +10,10 @@ import pytest
 import torch
 from dma_eval.harness import DMALM, BackendFailure
 from dma_eval.models import LoadedModel
-from dma_eval.tasks import low_share
+from dma_eval.pages import low_share
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
-from dma_hf import DMAConfig
 from dma_hf.integrations.cache_argument import CACHE_ARGUMENT
 
 CONTEXT = "the captain said upon the white sea"
@@ -54,7 +53,7 @@ def hugging_face(loaded: LoadedModel) -> HFLM:
 def test_low_keys_are_those_of_the_rule(length: int, diagonal: int, sinks: int) -> None:
     query, key = torch.arange(length)[:, None] // 128, torch.arange(length) // 128
     is_low = (key < query - diagonal) & (key >= sinks)
-    share = low_share([length, 1], DMAConfig(diagonal_tiles=diagonal, sink_tiles=sinks))
+    share = low_share([length, 1], {"diagonal_tiles": diagonal, "sink_tiles": sinks})
     assert share == int(is_low.sum()) / (length * (length + 1) // 2 + 1)
 
 

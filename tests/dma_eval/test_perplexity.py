@@ -205,7 +205,7 @@ class TestInterruption:
 
 def test_progress_is_shown_without_a_terminal(ppl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dma_eval.progress.SECONDS_BETWEEN_LINES", 0.0)
-    lines = ppl().stderr.splitlines()
+    lines = ppl("-c", 512).stderr.splitlines()
     assert [line.partition(" s so far")[0].rpartition(", ")[0] for line in lines] == [
         f"Measuring: {label}, {done} of 4" for done, label in enumerate(["sdpa", "dma_mxfp:balanced"] * 2, start=1)
     ]

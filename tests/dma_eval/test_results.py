@@ -181,7 +181,11 @@ class TestMarkdown:
         assert warnings(section) == [
             "broken failed: NaN | somewhere",
             "dma_mxfp:balanced fell back to other attention 3 times: this head_dim",
+            "low tiles held less than 5 % of the keys at context 128 (0.00 %): its windows are too short to test low "
+            "tiles",
         ]
+        assert len(warnings(replace(section, context=512))) == 2
+        assert len(warnings(replace(section, backends=section.backends[::3]))) == 1  # without dma_mxfp
         assert "> **Warning**: broken failed" in to_markdown(report)
 
     def test_plots_and_continuations(self, report: Report) -> None:

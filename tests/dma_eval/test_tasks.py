@@ -325,9 +325,9 @@ class TestNames:
             find_tasks(["missing.yaml"])
 
     def test_yaml_file(self, tiny_tasks: Path, evaluate: Evaluate) -> None:
-        assert [t.name for t in evaluate(str(tiny_tasks / "tiny_choice.yaml"), "sdpa", limit=2).tasks] == [
-            "tiny_choice"
-        ]
+        section = evaluate(str(tiny_tasks / "tiny_choice.yaml"), "sdpa", "dma_mxfp:paper", limit=2)
+        assert [task.name for task in section.tasks] == ["tiny_choice"]
+        assert section.asked == [*section.backends[1].low_share] == ["tiny_choice.yaml"]  # without its folder
 
     @pytest.mark.parametrize("field", ["task", "dataset_path", "doc_to_text", "doc_to_target", "output_type"])
     def test_a_missing_field(
