@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,7 +69,7 @@ def run(monkeypatch: Any, model_folder: Path, text_file: Path, tmp_path: Path) -
             typer.run(script.main)
         report = json.loads((tmp_path / "r.json").read_text())
         assert report["command"].startswith(f"python scripts/{name}.py --model {model_folder.name} --data ")
-        assert report["environment"]["packages"]["torch"] == torch.__version__
+        assert report["environment"]["packages"]["torch"] == metadata.version("torch")
         return report
 
     return run
