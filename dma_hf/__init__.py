@@ -10,13 +10,7 @@ that runs one uses the packed cache that its settings name. Nothing else changes
     dma_hf.configure(model, "fp4", cache="int8")
 """
 
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    GenerationConfig,
-    GenerationMixin,
-    PreTrainedModel,
-)
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from .attention import dma_attention_forward
 from .cache import DMACache
@@ -25,11 +19,9 @@ from .compact_mask import CompactMask, MaskGeometry
 from .config import IMPLEMENTATIONS, NAME, PRESETS, DMAConfig
 from .configure import configure
 from .equalize import equalize
-from .integrations.continuous_batching import continuous_batching, init_continuous_batching
-from .integrations.generate import generate
-from .integrations.names import check_attention, check_generation_config
+from .integrations.continuous_batching import continuous_batching
 from .integrations.versions import UnsupportedTransformersError
-from .integrations.wrapping import wrap_method
+from .integrations.wrapping import wrap_generation, wrap_name_checks
 from .masking import dma_mask
 from .stats import (
     LayerStats,
@@ -66,11 +58,9 @@ __all__ = [
     "stats",
 ]
 
-wrap_method(GenerationMixin, "generate", generate)
-wrap_method(GenerationMixin, "init_continuous_batching", init_continuous_batching)
+wrap_generation()
 if __name__ == "dma_hf":  # the copy in a Hub kernel is registered by Transformers, under the repository's name
     for implementation in IMPLEMENTATIONS:
         AttentionInterface.register(implementation, dma_attention_forward)
         AttentionMaskInterface.register(implementation, dma_mask)
-    wrap_method(PreTrainedModel, "get_correct_attn_implementation", check_attention)
-    wrap_method(GenerationConfig, "validate", check_generation_config)
+    wrap_name_checks()

@@ -1,4 +1,4 @@
-"""Methods of Transformers that this package wraps once, at import. ``docs/compatibility.md`` says why."""
+"""The methods of Transformers that this package wraps, once, at import. ``docs/compatibility.md`` says why."""
 
 from __future__ import annotations
 
@@ -6,9 +6,27 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
-def wrap_method(owner: type, name: str, function: Callable[..., Any]) -> None:
-    """Have ``function(method, self, ...)`` answer calls of a public method, unless it is wrapped already."""
+from .continuous_batching import init_continuous_batching
+from .generate import generate
+from .names import check_attention, check_generation_config
+
+
+def wrap_generation() -> None:
+    """Have ``generate`` and ``generate_batch`` use the cache in a model's settings."""
+    _wrap(GenerationMixin, "generate", generate)
+    _wrap(GenerationMixin, "init_continuous_batching", init_continuous_batching)
+
+
+def wrap_name_checks() -> None:
+    """Have Transformers' checks of ``attn_implementation`` and ``cache_implementation`` give the way out."""
+    _wrap(PreTrainedModel, "get_correct_attn_implementation", check_attention)
+    _wrap(GenerationConfig, "validate", check_generation_config)
+
+
+def _wrap(owner: type, name: str, function: Callable[..., Any]) -> None:
+    """Have ``function(method, self, ...)`` answer calls of a method, unless it is wrapped already."""
     method = getattr(owner, name)
     if method.__module__ == __name__:
         return
