@@ -1,7 +1,7 @@
 """Diagonal-tiled mixed-precision attention (arXiv 2604.03950) for Hugging Face Transformers.
 
-Importing this package registers the attention implementations ``dma_mxfp[:PRESET][+CACHE]``. ``generate`` of a model
-that runs one uses the packed cache that its settings name. Nothing else changes::
+Importing this package registers the attention implementations ``dma_mxfp[:PRESET][+CACHE]``. ``generate`` and
+``generate_batch`` of a model that runs one use the packed cache that its settings name. Nothing else changes::
 
     import dma_hf
     from transformers import AutoModelForCausalLM
