@@ -20,7 +20,8 @@ from .errors import UserError
 
 PACKAGES = (
     *("dma-hf", "torch", "triton", "transformers", "tokenizers", "accelerate", "datasets", "gguf", "huggingface_hub"),
-    *("lm-eval", "numpy", "safetensors", "torchao", "vllm"),
+    *("lm-eval", "numpy", "safetensors", "torchao", "vllm", "fa3-fwd", "flash-attn-4", "flashinfer-python"),
+    *("hqq", "nvidia-cudnn-frontend", "optimum-quanto", "sageattention"),
 )
 
 

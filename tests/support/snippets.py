@@ -69,7 +69,7 @@ class Block:
             tomllib.loads(self.source)
         elif self.language == "json":
             json.loads(self.source)
-        elif self.language not in ("", "text", "mermaid"):
+        elif self.language not in ("", "text"):
             raise ValueError(f"{self.page}:{self.line + 1}: blocks of {self.language!r} are not checked")
 
     def run(self, namespace: dict[str, Any]) -> None:
