@@ -42,7 +42,7 @@ def write_json(value: Any, path: Path, indent: int = 2) -> None:
 
 def write_text(text: str, path: Path) -> None:
     """Replace a file atomically. A link or a device (``/dev/stdout``) is written through."""
-    partial = path.with_name(f"{path.name}.partial")
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")  # another run may write to the same folder
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         is_special = path.is_symlink() or (path.exists() and not path.is_file())

@@ -103,7 +103,8 @@ def check_yaml(file: Path) -> None:
         place = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
         raise UserError(f"--tasks: {file} is not YAML: {place}{error.problem}") from error
     except (OSError, ValueError) as error:
-        raise UserError(f"--tasks: cannot read {file}: {one_line(error)}") from error
+        why = getattr(error, "strerror", None) or one_line(error)
+        raise UserError(f"--tasks: cannot read {file}: {why}") from error
 
 
 def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSection:

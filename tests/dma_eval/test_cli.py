@@ -253,6 +253,14 @@ class TestPrepareFile:
         with pytest.raises(UserError, match=r"cannot write to .*r.json: Permission denied"):
             prepare_file(tmp_path / "r.json", "--json")
 
+    def test_two_processes_write_the_same_file(self, tmp_path: Path) -> None:
+        code = "import pathlib, sys\nfrom dma_eval.files import write_text\npath = pathlib.Path(sys.argv[1])\n"
+        code += "for _ in range(300):\n    write_text('text' * 10_000, path)\n"
+        command = [sys.executable, "-c", code, str(tmp_path / "r.json")]
+        processes = [subprocess.Popen(command, cwd=EVAL, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+        assert [process.communicate()[1] for process in processes] == ["", ""]
+        assert [each.name for each in tmp_path.iterdir()] == ["r.json"]
+
     def test_writes_through_a_link(self, tmp_path: Path) -> None:
         """To replace ``/dev/stdout`` would take it away from the whole machine."""
         (tmp_path / "file").touch()

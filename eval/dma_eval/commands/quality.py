@@ -105,6 +105,8 @@ def retrieval(args: options.QualityOptions, text: options.OptionalTextOptions, p
         raise UserError("--data: needles are hidden in a text; name one")
     if text.data is not None and not part.needs_text:
         raise UserError("--data: key-value pairs need no text; leave it out, or add --kind needle")
+    if text.data is None and text != options.OptionalTextOptions():
+        raise UserError("--split, --column: only with --data, which names the text")
     return measure(args, Suite(name="retrieval", retrieval=part), text)
 
 
