@@ -161,6 +161,9 @@ def _parse_backend(name: str, option: str) -> Backend:
         config = make(setting, **changes)
     except (ValueError, OSError) as error:  # TOMLDecodeError is a ValueError
         raise UserError(f"{option}: {one_line(error)}") from error  # it names the file
-    preset = f":{Path(setting).stem if is_file(setting) else setting}" if colon else ""
     cache = "" if config.cache is None else f"+{config.cache}"  # a file may name one too
-    return Backend(f"{DMA}{preset}{cache}", DMA, config)
+    if is_file(setting):
+        file, setting = Path(setting), Path(setting).stem.removesuffix(cache)
+        if setting in dma_hf.PRESETS and config != DMAConfig.from_preset(setting, cache=config.cache):
+            setting = file.name  # so that it is not taken for the preset
+    return Backend(f"{DMA}{f':{setting}' if colon else ''}{cache}", DMA, config)

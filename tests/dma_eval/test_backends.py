@@ -53,6 +53,23 @@ class TestParse:
         (backend,) = parse_backends([f"dma_mxfp:{tmp_path}/mine.toml"])
         assert (backend.label, backend.reads_cache) == ("dma_mxfp:mine+int4", True)
 
+    @pytest.mark.parametrize(
+        ("name", "config", "label"),
+        [
+            ("balanced.toml", dma_hf.PRESETS["balanced"], "dma_mxfp:balanced"),
+            ("balanced.toml", dma_hf.PRESETS["fp4"], "dma_mxfp:balanced.toml"),
+            ("balanced+int4.toml", dma_hf.DMAConfig(cache="int4"), "dma_mxfp:balanced+int4"),
+            ("fp4+int4.toml", dma_hf.DMAConfig(cache="int4"), "dma_mxfp:fp4+int4.toml+int4"),
+        ],
+    )
+    def test_the_label_of_a_preset_means_its_numerics(
+        self, tmp_path: Path, name: str, config: dma_hf.DMAConfig, label: str
+    ) -> None:
+        """A report and a card name presets by their labels alone."""
+        config.to_toml(tmp_path / name)
+        (backend,) = parse_backends([f"dma_mxfp:{tmp_path / name}"])
+        assert backend == Backend(label, "dma_mxfp", config)
+
     def test_cache_of_transformers(self) -> None:
         assert parse_backends(["sdpa+hqq4"]) == (Backend("sdpa+hqq4", "sdpa", peer_cache="+hqq4"),)
 
