@@ -28,9 +28,13 @@ from dma_eval.models import batching_settings, load_model
 from transformers import GenerationConfig
 
 pytest.importorskip("transformers.generation.continuous_batching.cache_allocators", reason="before Transformers 5.23")
+from dma_eval.serving.app import load
 from dma_eval.serving.checks import CompletionRequest
 from dma_eval.serving.gate import Gate
 from dma_eval.serving.jobs import Batched, Job, StopFilter
+from dma_eval.serving.settings import Settings
+
+from dma_hf import DMAConfig
 
 ROOT = Path(__file__).parents[2]
 DEMO_MODEL = ROOT / "eval" / "dma_eval" / "assets" / "demo_model"
@@ -620,6 +624,28 @@ def test_a_model_without_chat_template_triggers_a_warning(run, monkeypatch):
     result = run("serve", DEMO_MODEL, "--device", "cpu", "--port", "0")
     assert result.exit_code == 0
     assert "has no chat template, which /v1/chat/completions needs" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("attn", "preset", "cache"),
+    [("dma_mxfp", "fp4", "int8"), ("dma_mxfp+int4", "fp4", "int4"), ("dma_mxfp:balanced", "balanced", None)],
+)
+def test_a_name_without_a_preset_keeps_the_settings_in_config_json(tmp_path, attn, preset, cache):
+    saved = load_model(str(DEMO_MODEL), dtype="float32", device="cpu")
+    activate(saved.model, parse_backends(["dma_mxfp:fp4+int8"])[0])
+    saved.model.save_pretrained(tmp_path)
+    saved.tokenizer.save_pretrained(tmp_path)
+    loaded, _, engine = load(Settings(model=str(tmp_path), dtype="float32", device="cpu", attn=attn))
+    engine.close()
+    assert DMAConfig(**loaded.model.config.dma_mxfp) == DMAConfig.from_preset(preset, cache=cache)
+
+
+def test_an_invalid_section_in_config_json_is_an_error(tmp_path):
+    shutil.copytree(DEMO_MODEL, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"dma_mxfp": {"low": "fp5"}}))
+    with pytest.raises(UserError, match=r"the section dma_mxfp in the model's config.json is invalid: .*fp5"):
+        load(Settings(model=str(tmp_path), dtype="float32", device="cpu"))
 
 
 def test_packages_that_are_missing_are_named(run, refused, monkeypatch):

@@ -43,8 +43,8 @@ class ServeOptions(options.LoadOptions):
         DMA,
         "-a",
         metavar="BACKEND",
-        help="Attention backend: dma_mxfp, dma_mxfp:PRESET or dma_mxfp:FILE.toml, with +int8 or +int4 for a packed "
-        "cache; or an attn_implementation of Transformers.",
+        help="Attention backend: dma_mxfp (the settings in the model's config.json, or balanced), dma_mxfp:PRESET or "
+        "dma_mxfp:FILE.toml, with +int8 or +int4 for a packed cache; or an attn_implementation of Transformers.",
     )
     continuous_batching: bool = server(
         False,

@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ from transformers.utils import logging as transformers_logging
 from dma_eval.backends import Backend, activate, parse_backends
 from dma_eval.errors import UserError, one_line
 from dma_eval.models import LoadedModel, batching_settings, load_model
+from dma_eval.names import DMA, FORMAT_SUFFIXES, split_suffix
+from dma_hf import DMAConfig
+from dma_hf.config import settings_of
 from dma_hf.integrations.serving import ModelManager
 
 from .checks import ApiError, LoadRequest, check
@@ -149,11 +153,23 @@ def load(settings: Settings) -> tuple[LoadedModel, Backend, Engine]:
     names = ("device", "dtype", "device_map", "revision", "trust_remote_code", "yarn", "tensor_parallel")
     loaded = load_model(settings.model, **{name: getattr(settings, name) for name in names})
     (backend,) = parse_backends([settings.attn])
+    name, suffix = split_suffix(settings.attn)
+    if name == DMA:  # without a preset
+        backend = replace(backend, config=_saved_config(loaded.model, FORMAT_SUFFIXES.get(suffix)))
     activate(loaded.model, backend)
     if not settings.continuous_batching:
         return loaded, backend, Sequential(loaded)
     batches = batching_settings(loaded.model, settings.cache_gib, is_compiled=settings.compile)
     return loaded, backend, Batched(loaded, batches)
+
+
+def _saved_config(model: PreTrainedModel, cache: str | None) -> DMAConfig:
+    """Return the settings in a model's ``config.json``, or ``balanced``; with a cache, if one is given."""
+    try:
+        config = settings_of(model.config.get_text_config(decoder=True)).config
+    except (TypeError, ValueError) as error:
+        raise UserError(f"the section {DMA} in the model's config.json is invalid: {one_line(error)}") from error
+    return config if cache is None else replace(config, cache=cache)
 
 
 def serve(app: FastAPI, listener: socket.socket, settings: Settings, api_key: str | None) -> None:
