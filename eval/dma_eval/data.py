@@ -84,7 +84,7 @@ def load_text(data: str, *, split: str | None = None, column: str = "text") -> T
         if split is not None or column != "text":
             raise UserError(f"--split, --column: {data} is plain text, which has neither; leave them out")
         try:
-            text = Text(content=path.read_text(encoding="utf-8"), name=data)
+            text = Text(content=path.read_text(encoding="utf-8-sig"), name=data)
         except UnicodeDecodeError as error:
             raise UserError(f"--data: {path} is not UTF-8 text (byte {error.start}); convert it first") from error
         except OSError as error:

@@ -147,7 +147,8 @@ def measured(model: ModelInfo) -> str:
     if model.quantization is not None:
         weights += f", quantized to {model.quantization} in the file or checkpoint"
     positions = "" if model.yarn is None else f"; YaRN extends its positions {model.yarn:g} times"
-    return f"{weights}{positions}; on {model.device}"
+    spread = "" if model.device_map is None else f", with device_map {model.device_map}"
+    return f"{weights}{positions}; on {model.device}{spread}"
 
 
 def cache_of(label: str, config: dict[str, Any] | None) -> str:

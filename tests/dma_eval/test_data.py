@@ -33,6 +33,10 @@ class TestLoadText:
         assert text.content == "Ein Wort – ä\n\nmore\n"
         assert (text.name, text.config, text.split, text.column) == (str(path), None, None, None)
 
+    def test_a_byte_order_mark_is_no_text(self, tmp_path: Path) -> None:
+        (tmp_path / "a.txt").write_text("abc", encoding="utf-8-sig")
+        assert load_text(str(tmp_path / "a.txt")).content == "abc"
+
     def test_json_lines(self, rows_file: Path, capfd: pytest.CaptureFixture[str]) -> None:
         text = load_text(str(rows_file), column="content")
         assert text.content == "First row.\n\nSecond row.\n\nDritte Zeile: ä."

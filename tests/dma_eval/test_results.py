@@ -269,6 +269,10 @@ class TestMeasured:
         expected = "`m.gguf` at `abc`, weights in float32, quantized to Q4_1 in the file or checkpoint; "
         assert measured(model) == expected + "YaRN extends its positions 4 times; on cpu"
 
+    def test_device_map(self, report: Report) -> None:
+        model = replace(report.model, device="cuda:0", device_map="auto")
+        assert measured(model).endswith("; on cuda:0, with device_map auto")
+
     def test_versions_and_commit(self, report: Report) -> None:
         machine = replace(report.environment, packages={"torch": "2.13"}, commit="abc-dirty")
         assert "| versions | torch 2.13, commit abc-dirty |" in to_markdown(replace(report, environment=machine))
