@@ -15,11 +15,12 @@ from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.measure import Measurement
-from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from rich.status import Status
+
     from . import pages
     from .results import Generation
 
