@@ -32,6 +32,7 @@ RESULTS = "results.json"
 Kind = TypeVar("Kind", bound="Results")
 Backend = TypeVar("Backend")
 Compared = Annotated[list[Backend], Field(min_length=1)]
+Edges = Annotated[list[int], Field(min_length=2)]
 TwinName = Annotated[str, AfterValidator(lambda name: "unchanged" if name == "as it is" else name)]
 
 
@@ -121,9 +122,7 @@ class PerplexitySection:
     tokens_scored: int  # tokens that each backend predicted and was scored on
     # ``process_rss`` in older files of a CPU, whose memory is not shown.
     memory_kind: Literal["cuda_allocated", "process_rss"] = "cuda_allocated"
-    position_edges: Annotated[
-        list[int], Field(min_length=2)
-    ]  # bucket i holds positions ``position_edges[i]`` to ``position_edges[i + 1] - 1``
+    position_edges: Edges  # bucket i holds positions ``position_edges[i]`` to ``position_edges[i + 1] - 1``
     backends: Compared[BackendResult]  # in the given order; the first is the reference
 
 

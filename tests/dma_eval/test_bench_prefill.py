@@ -152,7 +152,7 @@ class TestCommand:
             (["--length", "0"], "'--length': Input should be greater than or equal to 1, got '0'"),
             (["--length", "8"], "--length: only with --inputs"),
             (["--dtype", "float64"], "'--dtype': 'float64' is not one of"),
-            (["--shape", "1000000000000x64:4/2:64"], "--shape: no memory for inputs of 64 tokens"),
+            (["--shape", "1000000000000x64:4/2:64"], "--shape: cannot make inputs of 64 tokens"),
             (["--device", "tpu"], "--device: expected auto, cpu, cuda or cuda:N; got 'tpu'"),
             (["--device", "meta"], "--device: expected auto, cpu, cuda or cuda:N; got 'meta'"),
             (["--device", "cuda:99"], "--device: 'cuda:99' does not exist: "),

@@ -99,7 +99,7 @@ def measure_shape(
         inputs = random_inputs(shape, device, dtype)
         harder = with_outlying_channels(inputs)
     except RuntimeError as error:
-        raise UserError(f"--shape: no memory for inputs of {shape}: {one_line(error)}") from error
+        raise UserError(f"--shape: cannot make inputs of {shape}: {one_line(error)}") from error
     return measure_layers(shape, [inputs], implementations, seconds=seconds, harder=harder)
 
 
