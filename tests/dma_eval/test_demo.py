@@ -24,7 +24,7 @@ LABELS = default_names()
 @pytest.mark.slow
 def test_writes_the_report(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = {
-        "PART": PerplexityPart(contexts=[256], max_windows=2),
+        "PART": PerplexityPart(contexts=[512], max_windows=2),
         "PROMPT_TOKENS": 64,
         "RECALLED": slice(10, 20),
         "NEW_TOKENS": 6,
@@ -35,14 +35,14 @@ def test_writes_the_report(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert result.exit_code == 0, result.output
     assert result.stderr == ""
     files = {path.name: path for path in (tmp_path / "out").iterdir()}
-    plots = ["positions-256.png"]
+    plots = ["positions-512.png"]
     assert files.keys() == {"configs", "parts", "report.md", "report.html", "results.json", *plots}
 
     report = read_report(files["results.json"])
     (section,) = report.perplexity
     assert [backend.label for backend in section.backends] == LABELS
     assert all(backend.failure is None and not backend.fallbacks for backend in section.backends)
-    assert (section.context, section.windows, section.tokens_scored) == (256, 2, 510)
+    assert (section.context, section.windows, section.tokens_scored) == (512, 2, 1022)
     assert Path(report.model.name).name == "demo_model"
     assert Path(section.data.name).name == "heldout.txt"
     assert str(Path(demo.__file__).parents[1] / "assets") not in files["results.json"].read_text(encoding="utf-8")
