@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 from aot import OPTIONS, Compiled, answer_calls, compile_only
-from dma_kernels.cache.chunked_prefill import chunk_attention
+from dma_kernels.cache.chunked_prefill import chunk_attention, launch_chunk
 from dma_kernels.cache.decode import decode_step, launch_decode
 from dma_kernels.cache.reference import CacheOptions
 from dma_kernels.cache.storage import LayerStorage
@@ -35,7 +35,8 @@ def compile_step(
         for heads, dim in ((32, head_dim), (8, head_dim), (8, value_dim))
     )
     with compile_only(arch) as compiled, mock.patch.object(chip, "sm_count", return_value=SMS):
-        launch_decode.plan.cache_clear()  # plans are not keyed by chip
+        for planned in (launch_decode, launch_chunk):
+            planned.plan.cache_clear()  # plans are not keyed by chip
         if queries <= 16:
             decode_step(query, key, value, storage, CacheOptions(scale=0.125, **OPTIONS[option]))
         else:

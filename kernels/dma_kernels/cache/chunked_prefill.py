@@ -80,14 +80,14 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, storage: LayerStorage, op
     seq_info = torch.stack((first_query, first, *visible), 1).to(torch.int32)
     recipe = Recipe(low="bf16", high="bf16", diagonal_tiles=storage.diagonal_tiles, sink_tiles=storage.sink_len // TILE)
     report("portable")
-    return _launch(
+    return launch_chunk(
         query, keys, values, *low, None if sinks is None else sinks.contiguous(), mask, seq_info, recipe=recipe,
         is_causal=options.is_causal, window=window, scale=options.scale, softcap=options.softcap,
     )[0]  # fmt: skip
 
 
 @Planned
-def _launch(
+def launch_chunk(
     query: Any, keys: Any, values: Any, low_keys: Any, low_values: Any, sinks: Any, mask: Any, seq_info: Any, *,
     recipe: Recipe, is_causal: bool, window: int | None, scale: float, softcap: float | None,
 ) -> tuple[Any, Any]:  # fmt: skip
