@@ -1,10 +1,10 @@
 """Triton kernel launches, and all uses of undocumented parts of Triton.
 
 The first launch of a kernel is ``kernel[grid](...)``, which compiles it. Later ones use :class:`DirectLaunch`, which
-saves the host from binding and specializing 70 arguments. This relies on three undocumented facts: how compiled kernels
-are launched, that an address may replace a tensor, and which settings cause recompilation.
-They hold for the versions in :data:`SETTINGS`; tests check them in the source of the installed version. Other versions
-always launch as ``kernel[grid](...)``, with a warning. So do kernels with a hook before the launch
+saves the host from binding and specializing 70 arguments. This relies on three undocumented facts: the arguments of
+Triton's launcher in C, that an address may replace a tensor, and which settings cause recompilation.
+They hold for the versions in :data:`SETTINGS`; tests check them in the installed version. Other versions always launch
+as ``kernel[grid](...)``, with a warning. So do kernels with scratch memory, with a hook before the launch
 (``add_pre_run_hook``) or in the compiler's passes, and all kernels while launch hooks are set.
 """
 
@@ -105,51 +105,46 @@ def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 class DirectLaunch:
-    """Launches a compiled kernel, bypassing Triton's own launch.
+    """Launches a compiled kernel by the C function that Triton's own launch ends in.
 
-    With Triton 3.6 it calls the launcher that Triton compiled in C, which cuts host time by two thirds, and caches the
-    tensor map of each address. With other versions it calls ``compiled[grid]``.
+    This cuts host time by two thirds, partly because the tensor map of each address is cached.
     """
 
     def __init__(self, compiled: CompiledKernel, grid: Grid) -> None:
-        self._grid = grid
-        self._runner = compiled[grid]
-        self._launch: Callable[..., None] | None = None
-        self._fixed: tuple[Any, ...] = ()
-        self._metadata: Sequence[Any] = ()
-        if triton_version() != (3, 6):
-            return
-        launcher = compiled.run
-        if launcher.global_scratch_size or launcher.profile_scratch_size:
-            return
         # Mirrors CudaLauncher.__call__ and the function that wrap_handle_tensordesc returns.
-        self._fixed = (
-            compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl, None, None,
-            compiled.packed_metadata, None, None, None,
-        )  # fmt: skip
-        self._launch = launcher.launch
-        if isinstance(launcher.launch, FunctionType):
-            cells = inspect.getclosurevars(launcher.launch).nonlocals
-            self._launch, self._metadata = cells["launcher"], cells["tensordesc_meta"]
+        launcher = compiled.run
+        self._launch, self._tensor_maps = launcher.launch, None
+        if isinstance(self._launch, FunctionType):
+            cells = inspect.getclosurevars(self._launch).nonlocals
+            self._launch, self._tensor_maps = cells["launcher"], cells["tensordesc_meta"]
+        kernel = [compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl]
+        no_scratch, no_hooks = [None] * 2, [None] * 3
+        self._grid, self._takes_tuple = grid, triton_version() >= (3, 7)
+        if self._takes_tuple:
+            types = [launcher.arg_annotations, launcher.kernel_signature]
+            self._fixed = [*kernel, compiled.packed_metadata, *no_hooks, *no_scratch, *types]
+        else:
+            self._fixed = [*kernel, *no_scratch, compiled.packed_metadata, *no_hooks]
 
-    @property
-    def expands_descriptors(self) -> bool:
-        """Whether :meth:`descriptor` returns several arguments."""
-        return self._launch is not None
+    def descriptor(self, index: int, make: Callable[[int], Any]) -> Callable[[int], tuple[Any, ...]]:
+        """Return a function from an address to the arguments for a tensor there.
 
-    def descriptor(self, index: int, make: Callable[[int], Any]) -> Callable[[int], Any]:
-        """Return a function that describes a tensor, given its address, for the ``index``-th descriptor of a launch."""
-        if self._launch is None:
-            return make
+        Args:
+            index: Which of the launch's descriptors this is.
+            make: Returns the descriptor of a tensor, given its address.
+        """
         from triton.backends.nvidia.driver import make_tensordesc_arg
 
-        metadata = self._metadata[index]
-        return functools.lru_cache(maxsize=64)(lambda address: tuple(make_tensordesc_arg(make(address), metadata)))
+        tensor_map = self._tensor_maps[index] if self._tensor_maps else None
+        unused = (None,) if triton_version() >= (3, 8) else ()
+        return functools.lru_cache(maxsize=64)(
+            lambda address: tuple(make_tensordesc_arg(make(address), tensor_map, *unused))
+        )
 
     def run(self, arguments: Sequence[Any], stream: int) -> None:
         """Launch with all arguments, constexprs included; tensors are given as addresses."""
-        if self._launch is None:
-            self._runner(*arguments, stream=stream)
+        if self._takes_tuple:
+            self._launch(*self._grid, stream, *self._fixed, arguments)
         else:
             self._launch(*self._grid, stream, *self._fixed, *arguments)
 
@@ -157,6 +152,10 @@ class DirectLaunch:
 def direct_launch(launch: KernelLaunch, compiled: Any) -> DirectLaunch | None:
     """Return the direct launch of a compiled kernel; ``None`` if only Triton itself may launch the kernel."""
     if not (launches_directly([launch.kernel]) and isinstance(compiled, CompiledKernel)):
+        return None
+    launcher = compiled.run
+    is_instrumented = getattr(launcher, "gsan_enabled", False)  # exists since 3.8
+    if launcher.global_scratch_size or launcher.profile_scratch_size or is_instrumented:
         return None
     return DirectLaunch(compiled, launch.grid)
 

@@ -151,7 +151,7 @@ def _filler(
             nonlocal descriptors
             describe = direct.descriptor(descriptors, _descriptor_maker(argument))
             descriptors += 1
-            return f"{'*' if direct.expands_descriptors else ''}{constant(describe)}({address})"
+            return f"*{constant(describe)}({address})"
         if isinstance(argument, tuple) and any(map(_has_address, leaves(argument))):
             items = "".join(f"{expression(each)}, " for each in argument)
             return f"{constant(type(argument))}({items})" if hasattr(argument, "_fields") else f"({items})"

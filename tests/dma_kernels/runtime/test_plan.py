@@ -17,6 +17,7 @@ from dma_kernels import Recipe, attention
 from dma_kernels.numerics.layout import TensorLayout, layout_of
 from dma_kernels.runtime import launch
 from dma_kernels.runtime import plan as planning
+from dma_kernels.runtime.chip import triton_version
 from dma_kernels.runtime.descriptors import matrix_blocks
 from dma_kernels.runtime.launch import launch_kernel
 from dma_kernels.runtime.plan import LaunchPlan, PlannedTensor, make_plan
@@ -50,19 +51,25 @@ def _pointer(argument: Any) -> int:
 class Compiled:
     """Fake compiled kernel that multiplies two vectors and a number."""
 
-    run = SimpleNamespace(global_scratch_size=1)  # unused by our kernels; only Triton's launch allocates it
+    function, packed_metadata = 0, (4, 1, 0)
 
     def __init__(self) -> None:
         self.launches: list[tuple[int, ...]] = []
+        self.run = SimpleNamespace(
+            launch=self._launch, launch_cooperative_grid=False, launch_pdl=False, global_scratch_size=0,
+            profile_scratch_size=0, arg_annotations=[], kernel_signature=b"",
+        )  # fmt: skip
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def runner(x: Any, descriptor: Any, y: Any, factor: float, block: int, stream: int = 0) -> None:
-            assert block == SIZE
-            assert (descriptor.shape, descriptor.strides, descriptor.padding) == ([2, 32], [32, 1], "zero")
-            self.launches.append(grid)
-            _read(_pointer(y))[:] += factor * _read(_pointer(x)) * _read(descriptor.base.data_ptr())
+    def _launch(self, *arguments: Any) -> None:
+        """Stand in for Triton's launcher in C: the last argument is a tuple of the kernel's, or they come last."""
+        x, matrix, *layout, y, factor, block = arguments[-1] if triton_version() >= (3, 7) else arguments[13:]
+        assert layout[:4] == [2, 32, 32, 1]
+        self.compute(arguments[:3], x, matrix, y, factor, block)
 
-        return runner
+    def compute(self, grid: tuple[int, ...], x: Any, matrix: Any, y: Any, factor: float, block: int) -> None:
+        assert block == SIZE
+        self.launches.append(grid)
+        _read(_pointer(y))[:] += factor * _read(_pointer(x)) * _read(_pointer(matrix))
 
 
 class Device:
@@ -77,9 +84,11 @@ class Device:
         monkeypatch.setattr(launch, "CompiledKernel", Compiled)
         monkeypatch.setattr(planning, "current_stream", lambda: 0)
 
-    def _run(self, *arguments: Any, grid: Any, warmup: bool, **constants: Any) -> Compiled:
+    def _run(
+        self, x: Any, descriptor: Any, y: Any, factor: float, *, grid: Any, warmup: bool, **constants: Any
+    ) -> Compiled:
         self.compilations += 1
-        self.compiled[grid](*arguments, constants["BLOCK"])
+        self.compiled.compute(grid, x, descriptor.base, y, factor, constants["BLOCK"])
         return self.compiled
 
     def multiply(self, x: Any, y: Any, missing: Any = None) -> list[Any]:
@@ -239,10 +248,8 @@ def test_a_warm_call_launches_four_frames_below_its_caller(monkeypatch: pytest.M
     depths: list[int] = []
 
     class Direct:
-        expands_descriptors = False
-
         def descriptor(self, index: int, make: Any) -> Any:
-            return make
+            return lambda address: (make(address),)
 
         def run(self, arguments: Any, stream: int) -> None:
             depths.append(len(inspect.stack(0)))
