@@ -185,6 +185,21 @@ def decode(*files: str) -> pd.DataFrame:
     return cells.drop(columns="SDPA")
 
 
+def triton_versions() -> pd.DataFrame:
+    """Each version of Triton: how many times faster than FlashAttention-3 in the same run, and host time over its."""
+    rows = {}
+    for version in ("3.6", "3.7", "3.8", "3.9"):
+        speed, steps = (times_faster(load(f"triton/{kind}-{version}-h100"), "fa3") for kind in ("prefill", "decode"))
+        cells = {f"prefill, {case}": speed.loc[case, BALANCED] for case in ("8K", "32K", "16K, head_dim 64")}
+        cells |= {f"step of {name(label)}, 8 x 32K": steps.loc["8 x 32K", label] for label in (INT8, INT4)}
+        report = read(f"triton/host-time-{version}-h100.json")
+        host = next(row for row in report["results"] if row["shape"].startswith("2,048 tokens"))
+        row = show(pd.Series(cells), ".2f", "x")
+        row["host time"] = f"{host[f'{BALANCED}_us'] / host['fa3_us']:.2f}x"
+        rows[report["environment"]["packages"]["triton"]] = row
+    return pd.DataFrame(rows).T.rename_axis(index="Triton")
+
+
 def generate(*files: str) -> pd.DataFrame:
     """First token, step, memory."""
     order = ["device", "weights", "context"]
@@ -454,7 +469,7 @@ def files() -> pd.DataFrame:
 
 
 QUALITY = (quality, quality_twins, quality_variants, quality_long, quality_positions, needles, continuations)
-SPEED = (prefill, prefill_errors, prefill_real, decode, generate, first_token, serve, replicas)
+SPEED = (prefill, prefill_errors, prefill_real, decode, triton_versions, generate, first_token, serve, replicas)
 STUDIES = (cache_rotation, cache_formats, cache_rounding, skipping)
 TABLES: dict[str, Callable[..., pd.DataFrame]] = {
     each.__name__.replace("_", "-"): each for each in (results, *SPEED, *QUALITY, *STUDIES, files)
