@@ -21,7 +21,8 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES)
 def test_matches_the_reference(case: str, recipe: str, dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
     if (case, recipe) == ("head-dim-4", "paper") and triton_version() == (3, 8):
-        request.applymarker(pytest.mark.xfail(reason="NaN in low tiles, cause unknown", strict=True))
+        # Where both channels of a pair are padding, its E5M2 numbers come from a register that was never written.
+        request.applymarker(pytest.mark.xfail(reason="ptxas of Triton 3.8", strict=True))
     assert_matches_reference(CASES[case], RECIPES[recipe], dtype, "cuda")
 
 
