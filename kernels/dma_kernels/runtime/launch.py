@@ -113,10 +113,10 @@ class DirectLaunch:
     def __init__(self, compiled: CompiledKernel, grid: Grid) -> None:
         # Mirrors CudaLauncher.__call__ and the function that wrap_handle_tensordesc returns.
         launcher = compiled.run
-        self._launch, self._tensor_maps = launcher.launch, None
+        self._launch, self._map_layouts = launcher.launch, None
         if isinstance(self._launch, FunctionType):
             cells = inspect.getclosurevars(self._launch).nonlocals
-            self._launch, self._tensor_maps = cells["launcher"], cells["tensordesc_meta"]
+            self._launch, self._map_layouts = cells["launcher"], cells["tensordesc_meta"]
         kernel = [compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl]
         no_scratch, no_hooks = [None] * 2, [None] * 3
         self._grid, self._takes_tuple = grid, triton_version() >= (3, 7)
@@ -135,11 +135,13 @@ class DirectLaunch:
         """
         from triton.backends.nvidia.driver import make_tensordesc_arg
 
-        tensor_map = self._tensor_maps[index] if self._tensor_maps else None
+        layout = self._map_layouts[index] if self._map_layouts else None
         unused = (None,) if triton_version() >= (3, 8) else ()
-        return functools.lru_cache(maxsize=64)(
-            lambda address: tuple(make_tensordesc_arg(make(address), tensor_map, *unused))
-        )
+
+        def describe(address: int) -> tuple[Any, ...]:
+            return tuple(make_tensordesc_arg(make(address), layout, *unused))
+
+        return functools.lru_cache(maxsize=64)(describe)
 
     def run(self, arguments: Sequence[Any], stream: int) -> None:
         """Launch with all arguments, constexprs included; tensors are given as addresses."""

@@ -63,7 +63,7 @@ class Compiled:
     def _launch(self, *arguments: Any) -> None:
         """Stand in for Triton's launcher in C: the last argument is a tuple of the kernel's, or they come last."""
         x, matrix, *layout, y, factor, block = arguments[-1] if triton_version() >= (3, 7) else arguments[13:]
-        assert layout[:4] == [2, 32, 32, 1]
+        assert layout[:5] == [2, 32, 32, 1, False]  # shape, strides, and whether padding is NaN
         self.compute(arguments[:3], x, matrix, y, factor, block)
 
     def compute(self, grid: tuple[int, ...], x: Any, matrix: Any, y: Any, factor: float, block: int) -> None:
@@ -162,6 +162,13 @@ def test_launch_hooks_see_the_launch(device: Device) -> None:
     check(plan, 2)
     device.kernel.add_pre_run_hook(lambda *arguments, **options: None)
     check(plan, 2)
+    assert device.compilations == 6
+
+
+@pytest.mark.parametrize("attribute", ["global_scratch_size", "profile_scratch_size", "gsan_enabled"])
+def test_kernels_that_need_more_than_arguments_use_tritons_own_launch(device: Device, attribute: str) -> None:
+    setattr(device.compiled.run, attribute, 1)
+    check(device.plan(), 3)
     assert device.compilations == 6
 
 
