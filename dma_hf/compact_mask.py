@@ -19,6 +19,9 @@ from torch.utils._pytree import tree_map_only
 GEOMETRY = "dma_geometry"
 """Attribute of a mask with its geometry."""
 
+PLAIN_STEP = "dma_plain_step"
+"""Attribute of a query offset that says that the call is a captured decoding step, whose mask hides no cached key."""
+
 MASKED_BELOW = -9.9e3
 """Additive masks mark hidden keys by ``-inf``, the dtype's minimum or, in old models, -10000 (-9984 in bf16)."""
 

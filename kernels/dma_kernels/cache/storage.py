@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..numerics.formats import TILE
+from ..numerics.formats import MAX_POSITION, TILE
 from .formats import stored_format
 from .page_layout import PageLayout
 
@@ -153,6 +153,13 @@ class LayerStorage:
     def max_pages(self) -> int:
         """Quantized tiles that a row has room for."""
         return self.page_table.shape[1]
+
+    @property
+    def room(self) -> int:
+        """Tokens that a row has room for. The full-size ring of a sliding window has room for any number."""
+        if _pages_needed(MAX_POSITION // TILE, self.window) <= self.max_pages:
+            return MAX_POSITION
+        return (self.max_pages + 1) * TILE - 1  # the last tile is incomplete
 
     @property
     def nbytes(self) -> int:
