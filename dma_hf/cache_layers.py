@@ -76,6 +76,7 @@ class Owner:
         expected_tokens: Tokens that ``generate`` may store, or ``None`` if it is not known.
         capture: State of a capture, or ``None`` outside of one.
         graph: The captured decoding step (:class:`dma_hf.decoding.DecodingGraph`), if there is one.
+        repeated: The last update of the first layer, if it was a decoding step or a later chunk.
     """
 
     config: PreTrainedConfig
@@ -87,12 +88,13 @@ class Owner:
     expected_tokens: int | None = None
     capture: Capture | None = None
     graph: Any = None
+    repeated: RepeatedUpdate | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Owner:
-        return replace(self, graph=None)
+        return replace(self, **_OF_A_STEP)
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"graph": None, "plain": None}
+        return vars(self) | _OF_A_STEP
 
     def matches(self, other: Owner) -> bool:
         """Return whether two caches have the same configuration, formats and tiles in 16 bits."""
@@ -103,6 +105,10 @@ class Owner:
     def reads_packed(self) -> bool:
         """Whether the model's attention function recognizes :class:`~dma_hf.CachedStates`."""
         return is_dma(attention_name(self.config))
+
+
+_OF_A_STEP: dict[str, Any] = dict.fromkeys(("plain", "capture", "graph", "repeated"))
+"""Fields of an :class:`Owner` that copies of the cache start without."""
 
 
 @dataclass(eq=False)
@@ -129,6 +135,54 @@ class Step:
     is_first: bool
     is_stored: bool = False
     dense: tuple[Tensor, Tensor] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class RepeatedUpdate:
+    """The update of a step's first layer. Those of the other layers with the same shapes need no further checks.
+
+    Attributes:
+        tokens: Tokens in the layer before the update.
+        key: Shape, dtype and device of the new keys.
+        value: The same of the new values.
+        stored: Shapes, dtype and device of the storage.
+        window: Window of the layer.
+        kv_len: See :class:`Step`.
+        kv_offset: See :class:`Step`.
+    """
+
+    tokens: int
+    key: tuple[Any, ...]
+    value: tuple[Any, ...]
+    stored: tuple[Any, ...]
+    window: int | None
+    kv_len: int
+    kv_offset: int
+
+    @classmethod
+    def of(cls, layer: DMALayer, new: Step) -> RepeatedUpdate:
+        """Return the update ``new`` of a layer."""
+        numbers = (layer.window, new.kv_len, new.kv_offset)
+        return cls(layer.tokens, _kind(new.key), _kind(new.value), _kinds(layer.storage), *numbers)
+
+    def covers(self, layer: DMALayer, key: Tensor, value: Tensor) -> bool:
+        """Return whether the update of another layer, with the keys ``key``, is like this one."""
+        return (
+            layer.tokens == self.tokens
+            and layer.pending is None
+            and layer.window == self.window
+            and _kind(key) == self.key
+            and _kind(value) == self.value
+            and _kinds(layer.storage) == self.stored
+        )
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device, type(tensor)
+
+
+def _kinds(storage: LayerStorage) -> tuple[Any, ...]:
+    return storage.key_residual.shape, storage.value_residual.shape, storage.key_residual.dtype, storage.lengths.device
 
 
 class CachedStates(Tensor):
@@ -262,6 +316,10 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
             TypeError: Their dtype differs from that of the first update, and autocast does not change it.
             ValueError: Their shape or device differs from the first update, or the static cache is full.
         """
+        repeated = None if self.checks_steps else self.owner.repeated
+        if repeated is not None and repeated.covers(self, key_states, value_states):
+            new = self.pending = Step(key_states, value_states, repeated.kv_len, repeated.kv_offset, is_first=False)
+            return CachedStates.of(self, new, is_value=False), CachedStates.of(self, new, is_value=True)
         self.flush()
         if not self.is_empty and self.owner.prompt_length is not None:
             self.owner.prompt_length = None
@@ -282,6 +340,8 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
         if not (self.owner.reads_packed and is_plain):
             return self.dense(new)
         self.pending = new
+        if self.checks_steps and dtype is None and not (new.is_first or isinstance(self.tokens, Tensor)):
+            self.owner.repeated = RepeatedUpdate.of(self, new)
         return CachedStates.of(self, new, is_value=False), CachedStates.of(self, new, is_value=True)
 
     def dense(self, new: Step) -> tuple[Tensor, Tensor]:

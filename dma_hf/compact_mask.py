@@ -116,9 +116,11 @@ class CompactMask(Tensor):
 
     Attributes:
         dma_geometry: The geometry of the mask.
+        dma_calls: Calls of layers that other layers may repeat (:class:`dma_hf.attention.RepeatedCall`).
     """
 
     dma_geometry: MaskGeometry
+    dma_calls: dict[Any, Any]
     _dense: Tensor | None
 
     @staticmethod
@@ -131,7 +133,7 @@ class CompactMask(Tensor):
         byte = torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=device)
         if torch.compiler.is_dynamo_compiling() or type(byte) is Tensor:
             mask: Tensor = byte.expand(geometry.shape).as_subclass(CompactMask)
-            mask._dense = None  # type: ignore[attr-defined]
+            mask._dense, mask.dma_calls = None, {}  # type: ignore[attr-defined]
         else:
             mask = geometry.dense(device)
         mask.dma_geometry = geometry  # type: ignore[attr-defined]

@@ -5,7 +5,7 @@ In eager mode the host needs longer to launch the kernels of a step than the GPU
 replay it. Token selection, stopping criteria and streamers stay in ``generate``, outside the graph.
 
 A graph holds addresses, not tensors. It is valid for one storage of the cache, one state of the model and one shape of
-the inputs. Each step compares the storage and the shapes, and each call of ``generate`` compares the state of the model.
+the inputs. Each step compares storage and shapes, and each call of ``generate`` compares the state of the model.
 
 While a step is captured, the cache gives its length as a tensor on the device (:class:`~dma_hf.cache_layers.Capture`).
 A model that needs it on the host cannot be captured, and runs eagerly.

@@ -149,13 +149,18 @@ def counted(
     kernels: list[str] = []
     with kernel_reports(kernels.append):
         result = function(*arguments, **options)
-    use = Use(" + ".join(dict.fromkeys(kernels)) or "none", recipe, cache)
+    kernel = kernels[0] if len(kernels) == 1 else " + ".join(dict.fromkeys(kernels)) or "none"
+    count_use(module, Use(kernel, recipe, cache))
+    return result
+
+
+def count_use(module: nn.Module, use: Use) -> None:
+    """Count a call of a layer, or record it (:func:`recorded_uses`)."""
     if _counting.recorded is not None:
         _counting.recorded.append((module, use))
-        return result
+        return
     with _lock:
         _layer(module).uses[use] += 1
-    return result
 
 
 @contextmanager
