@@ -6,17 +6,15 @@ It reads the arguments of a layer's call and computes attention over plain tenso
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from dma_kernels import Recipe, attention
-from dma_kernels.cache.api import cache_options, cached_attention, repeat_attention
-from dma_kernels.cache.reference import CacheOptions
+from dma_kernels.cache.api import cached_attention
 from dma_kernels.numerics.formats import TILE
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from .architectures import CROSS_ATTENTION_NAMES, NEVER_CAUSAL
@@ -24,7 +22,8 @@ from .arguments import Call, autocast_dtype, find_unsupported, note_other_cache
 from .cache_layers import DECODED_AT_ONCE, DMALayer, Step, update_of
 from .compact_mask import GEOMETRY, CompactMask, MaskGeometry
 from .masking import read_mask
-from .stats import Use, count_fallback, count_use, counted, note_fallback, tile_counts_of
+from .repeated_calls import cached_step, exact_step, is_exact_step, is_step, let_repeat, prompt, repeat
+from .stats import count_fallback, counted, note_fallback, tile_counts_of
 
 
 def dma_attention_forward(
@@ -74,10 +73,9 @@ def dma_attention_forward(
     """
     update = update_of(key, value)
     if type(attention_mask) is CompactMask and attention_mask.dma_calls and indices is None:
-        given = (query, key, value, update, attention_mask, is_causal, sliding_window, kwargs)
-        repeated = _repeated(module, *given)
-        if repeated is not None:
-            return repeated, None
+        again = repeat(module, query, key, value, update, attention_mask, is_causal, sliding_window, kwargs)
+        if again is not None:
+            return again, None
     call = Call.of(module, **kwargs)
     dtype = autocast_dtype(query)
     if update is not None:
@@ -113,17 +111,33 @@ def dma_attention_forward(
             counts = tile_counts_of(module, query, settings.recipe)
             inputs = (layer, step, query, geometry, settings.recipe, counts)
             out = counted(module, settings.name, layer.cache, attend, *inputs, **call.options)
-            if not step.is_first and query.shape[2] <= DECODED_AT_ONCE:
-                options = cache_options(query, window=geometry.window or layer.window, **call.numbers)
-                states, kv_len = (query, step.key, step.value), step.kv_len
-                _let_repeat(module, states, kv_len, attention_mask, is_causal, sliding_window, kwargs, call, options)
+            if indices is None and counts is None:
+                compute = None
+                if is_step(step):
+                    compute = cached_step(call, query, layer, geometry.window or layer.window)
+                elif step.is_first and layer.owner.prompt_length is None:
+                    offsets = {"q_offset": geometry.kv_offset, "kv_offset": geometry.kv_offset}
+                    options = {"is_causal": geometry.is_causal, "window": geometry.window, **offsets}
+                    compute = prompt(call, settings.recipe, query, step.key, step.value, **options)
+                if compute is not None:
+                    states = (query, step.key, step.value)
+                    given = (attention_mask, is_causal, sliding_window, kwargs, compute)
+                    let_repeat(module, states, step.kv_len, True, *given)
             return out.transpose(1, 2).contiguous(), None
         key, value = layer.dense(step)
-    if _is_exact_step(query, key, value, call, geometry, bias):
-        states = (query, key, value)
-        _let_repeat(module, states, key.shape[2], attention_mask, is_causal, sliding_window, kwargs, call, None)
-        return exact_attention(module, query, key, value, call), None
     recipe = settings.cross_recipe if geometry.two_sequences else settings.recipe
+    counts = tile_counts_of(module, query, recipe)
+    if indices is None and bias is None and counts is None:
+        options = {"is_causal": geometry.is_causal, "q_offset": geometry.q_offset, "kv_offset": geometry.kv_offset}
+        is_exact = is_exact_step(query, key, call, geometry)
+        compute = exact_step(call) if is_exact else None
+        if compute is None and geometry.kv_range is None and geometry.pattern is None:
+            compute = prompt(call, recipe, query, key, value, window=geometry.window, **options)
+        if compute is not None:
+            given = (attention_mask, is_causal, sliding_window, kwargs, compute)
+            let_repeat(module, (query, key, value), key.shape[2], False, *given)
+            if is_exact:
+                return compute(module, None, None, query, key, value, None), None
     out = counted(
         module,
         settings.name,
@@ -139,159 +153,10 @@ def dma_attention_forward(
         kv_range=geometry.kv_range,
         window=geometry.window,
         mask=geometry.pattern,
-        tile_counts=tile_counts_of(module, query, recipe),
+        tile_counts=counts,
         **call.options,
     )
     return out.transpose(1, 2).contiguous(), None
-
-
-def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.dtype, tensor.device
-
-
-def _are_alike(name: str, value: Any, known: Mapping[str, Any]) -> bool:
-    """Return whether an argument is the same number as a known one, or sink logits of the same shape."""
-    other = known.get(name)
-    if isinstance(value, (int, float)):
-        return bool(value == other)
-    return name == "s_aux" and isinstance(other, Tensor) and _kind(value) == _kind(other)
-
-
-@dataclass(frozen=True, eq=False)
-class RepeatedCall:
-    """The call of one layer in a forward pass. Layers with the same arguments need no checks and no geometry.
-
-    It is an attribute of the mask, which all layers of a kind get, so it ends with the forward pass.
-
-    Attributes:
-        config: Configuration of the layer's model.
-        is_causal: The argument of :func:`dma_attention_forward`.
-        kinds: Shape, dtype and device of queries, keys and values.
-        kv_len: Keys that the mask covers.
-        arguments: Keyword arguments of the call.
-        call: The same, as they were read.
-        options: Options of the cached attention, or ``None`` for exact attention over plain keys and values.
-    """
-
-    config: Any
-    is_causal: bool | None
-    kinds: tuple[Any, ...]
-    kv_len: int
-    arguments: Mapping[str, Any]
-    call: Call
-    options: CacheOptions | None
-
-    def covers(
-        self,
-        module: nn.Module,
-        states: tuple[Tensor, Tensor, Tensor],
-        kv_len: int,
-        is_causal: bool | None,
-        arguments: Mapping[str, Any],
-    ) -> bool:
-        """Return whether the call of another layer has the same arguments, except sink logits of the same shape."""
-        known, items = self.arguments, arguments.items()
-        return (
-            module.config is self.config
-            and is_causal is self.is_causal
-            and kv_len == self.kv_len
-            and tuple(map(_kind, states)) == self.kinds
-            and len(arguments) == len(known)
-            and all(value is known.get(name, self) or _are_alike(name, value, known) for name, value in items)
-        )
-
-    def attend(self, module: nn.Module, layer: DMALayer, step: Step, query: Tensor, sinks: Tensor | None) -> Tensor:
-        """Compute attention over a cache layer, ``[B, T, Hq, Dv]``, and store its new keys and values."""
-        settings, options = self.call.settings, self.options
-        assert options is not None
-        if sinks is not None:
-            options = options._replace(sinks=sinks.reshape(-1))
-        layer.pending = None
-        layer.make_room(step.key.shape[2])
-        inputs = (query, step.key, step.value, layer.storage, options, settings.config.backend)
-        out = counted(module, settings.name, layer.cache, repeat_attention, *inputs)
-        layer.count(step)
-        return out.transpose(1, 2).contiguous()
-
-
-def _repeated(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    update: tuple[DMALayer, Step] | None,
-    mask: CompactMask,
-    is_causal: bool | None,
-    sliding_window: int | None,
-    arguments: Mapping[str, Any],
-) -> Tensor | None:
-    """Compute a call like that of an earlier layer, ``[B, T, Hq, Dv]``, or return ``None`` if it is not like one."""
-    repeated: RepeatedCall | None = mask.dma_calls.get((sliding_window, update is None))
-    if repeated is None:
-        return None
-    if update is None:
-        if not repeated.covers(module, (query, key, value), key.shape[2], is_causal, arguments):
-            return None
-        return exact_attention(module, query, key, value, repeated.call)
-    layer, step = update
-    if step.is_first or step.is_stored or not layer.is_settled:
-        return None
-    if not repeated.covers(module, (query, step.key, step.value), step.kv_len, is_causal, arguments):
-        return None
-    return repeated.attend(module, layer, step, query, arguments.get("s_aux"))
-
-
-def _let_repeat(
-    module: nn.Module,
-    states: tuple[Tensor, Tensor, Tensor],
-    kv_len: int,
-    mask: Any,
-    is_causal: bool | None,
-    sliding_window: int | None,
-    arguments: Mapping[str, Any],
-    call: Call,
-    options: CacheOptions | None,
-) -> None:
-    """Let the next layers repeat a call, unless their masks may differ in what they hide."""
-    if type(mask) is not CompactMask or torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return
-    geometry: MaskGeometry = mask.dma_geometry
-    if geometry.is_causal and geometry.kv_range is None and geometry.pattern is None and not geometry.two_sequences:
-        kinds = tuple(map(_kind, states))
-        repeated = RepeatedCall(module.config, is_causal, kinds, kv_len, arguments, call, options)
-        mask.dma_calls[sliding_window, options is None] = repeated
-
-
-def exact_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Tensor:
-    """Compute one query per row over plain keys and values by PyTorch's kernels. Returns ``[B, 1, Hq, Dv]``."""
-    has_groups = query.shape[1] != key.shape[1]
-    out = scaled_dot_product_attention(query, key, value, scale=call.scaling, enable_gqa=has_groups)
-    count_use(module, Use("sdpa", call.settings.name, "none"))
-    return out.transpose(1, 2).contiguous()
-
-
-def _is_exact_step(query: Tensor, key: Tensor, value: Tensor, call: Call, geometry: MaskGeometry, bias: Any) -> bool:
-    """Return whether a call is a decoding step over plain 16-bit keys that PyTorch's kernels compute exactly.
-
-    Such a step has no low tile (:func:`dma_kernels.attention`). Other short calls are left to :mod:`dma_kernels`.
-    """
-    return (
-        query.shape[2] == 1 < key.shape[2]
-        and geometry.is_causal
-        and geometry.kv_range is None
-        and geometry.pattern is None
-        and bias is None
-        and not geometry.two_sequences
-        and isinstance(geometry.q_offset, int)
-        and (geometry.window is None or geometry.window >= key.shape[2])
-        and call.softcap is None
-        and call.sinks is None
-        and call.settings.is_exact_when_short
-        and call.settings.config.backend == "auto"
-        and query.is_cuda
-        and query.dtype in (torch.bfloat16, torch.float16)
-        and not torch.compiler.is_compiling()
-    )
 
 
 def _geometry(
@@ -428,7 +293,7 @@ def attend(
         )
         if not new.is_stored:
             layer.settle(new, geometry)
-            layer.store(new)
+            layer.store_later(new)
         return out
     if new.is_stored and query.shape[2] > TILE:
         raise ValueError(

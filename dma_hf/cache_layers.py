@@ -34,6 +34,10 @@ from .integrations.attention_name import attention_name
 DECODED_AT_ONCE = 16
 """Calls with more queries than this, such as prompts, may wait for the device to check their arguments."""
 
+STORED_LATER = 2048
+"""Tokens of a prompt, of all rows together, that are stored after its forward pass, so that the first token waits less.
+Until then they take the memory of a 16-bit cache."""
+
 ROOM_AHEAD = 4096
 """Tokens that a cache makes room for at once if ``generate`` expects them. Each growth costs a copy and a capture."""
 
@@ -169,7 +173,8 @@ class RepeatedUpdate:
         """Return whether the update of another layer, with the keys ``key``, is like this one."""
         return (
             layer.tokens == self.tokens
-            and layer.pending is None
+            and layer.is_initialized
+            and layer.device == key.device
             and layer.window == self.window
             and _kind(key) == self.key
             and _kind(value) == self.value
@@ -316,11 +321,12 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
             TypeError: Their dtype differs from that of the first update, and autocast does not change it.
             ValueError: Their shape or device differs from the first update, or the static cache is full.
         """
+        self.flush()
         repeated = None if self.checks_steps else self.owner.repeated
         if repeated is not None and repeated.covers(self, key_states, value_states):
-            new = self.pending = Step(key_states, value_states, repeated.kv_len, repeated.kv_offset, is_first=False)
+            numbers = (repeated.kv_len, repeated.kv_offset, self.is_empty)
+            new = self.pending = Step(key_states, value_states, *numbers)
             return CachedStates.of(self, new, is_value=False), CachedStates.of(self, new, is_value=True)
-        self.flush()
         if not self.is_empty and self.owner.prompt_length is not None:
             self.owner.prompt_length = None
         dtype = autocast_dtype(key_states)
@@ -340,8 +346,8 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
         if not (self.owner.reads_packed and is_plain):
             return self.dense(new)
         self.pending = new
-        if self.checks_steps and dtype is None and not (new.is_first or isinstance(self.tokens, Tensor)):
-            self.owner.repeated = RepeatedUpdate.of(self, new)
+        if self.checks_steps and not isinstance(self.tokens, Tensor):
+            self.owner.repeated = RepeatedUpdate.of(self, new) if dtype is None else None
         return CachedStates.of(self, new, is_value=False), CachedStates.of(self, new, is_value=True)
 
     def dense(self, new: Step) -> tuple[Tensor, Tensor]:
@@ -391,6 +397,14 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
         self.make_room(new.key.shape[2])
         append(self.storage, new.key.detach(), new.value.detach())
         self.count(new)
+
+    def store_later(self, new: Step) -> None:
+        """Store a prompt, whose padding is settled: now if it is long, or else before the next use of the layer."""
+        tokens = new.key.shape[0] * new.key.shape[2]
+        if tokens > STORED_LATER or self.is_offloading or not self.is_settled or torch.is_grad_enabled():
+            self.store(new)
+        else:
+            self.pending = new
 
     def make_room(self, count: int) -> None:
         """Grow the storage for ``count`` more tokens, and for those that ``generate`` expects after them."""
@@ -553,6 +567,10 @@ class DMAStaticLayer(DMALayer):
                 torch._assert_async(self.tokens + count <= self.max_cache_len, room)
         elif int(self.tokens) + count > self.max_cache_len:
             raise ValueError(f"{room} after {int(self.tokens)}; make it larger: DMACache(config, max_cache_len=...)")
+
+    def store_later(self, new: Step) -> None:
+        """Store a prompt at once. Compiled steps do not look for one that is not stored."""
+        self.store(new)
 
     def make_room(self, count: int) -> None:
         """Do nothing, because the storage has its full size."""

@@ -106,6 +106,8 @@ class DecodingSteps:
                 return _replay(self.model, graph, cache, layers, inputs)
         self.steps += 1
         layers = packed_layers(cache)
+        for layer in layers:
+            layer.flush()
         if self.steps == 1:
             self.eager_reason = _why_eager(self.model, cache, layers, inputs)
             if self.eager_reason is not None:
@@ -340,9 +342,9 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def _return(model: weakref.ref[PreTrainedModel], owner: Owner, layers: list[Any]) -> None:
-    """Keep a storage for the next call, if a graph was captured over it and the model still exists and runs."""
+    """Keep a storage for the next call, if the model still exists and runs ``dma_mxfp``."""
     found = model()
-    if found is not None and owner.graph is not None and is_ours(found):
+    if found is not None and is_ours(found):
         with _lock:
             _idle[found] = owner, layers
 
