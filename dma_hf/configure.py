@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from .architectures import built_in_attention, lacks_attention, refuse_model
 from .config import IMPLEMENTATIONS, NAME, DMAConfig, config_of, is_dma, settings_of
+from .decoding import release
 from .integrations.attention_name import attention_name, distinct_configs, rename
 
 
@@ -93,4 +94,5 @@ def configure(
         setattr(each, NAME, config.to_section())
     # A preset in the name would override the section.
     rename(model, lambda name: NAME if name in IMPLEMENTATIONS else name)
+    release(model)
     return config
