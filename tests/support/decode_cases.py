@@ -89,6 +89,7 @@ CASES = {
     "window": Case(window=200),
     "window-across-a-boundary": Case(kv_len=645, q_len=16, window=260),
     "softcap": Case(softcap=15.0),
+    "softcap-above-all-logits": Case(softcap=1e7),
     "sinks": Case(sinks=(0.5, 3.0, -2.0, 0.0)),
     "sinks-of-nothing": Case(kv_len=40, q_len=3, padding=(0, 40, 38), sinks=(0.5, float("-inf"), -2.0, float("-inf"))),
     "sinks-of-many": Case(kv_len=645, q_len=9, sinks=(0.5, 3.0, -2.0, 0.0)),

@@ -129,6 +129,7 @@ CASES = {
     "window-bidirectional": Case(options={"window": 70, "is_causal": False}),
     "window-cache": Case(q_len=1, kv_len=150, options={"window": 150, "q_offset": 449, "kv_offset": 300}),
     "softcap": Case(options={"softcap": 15.0}),
+    "softcap-above-all-logits": Case(options={"softcap": 1e7}),
     "sinks": Case(tensors={"sinks": [0.5, 3.0]}),
     "sinks-that-dominate": Case(tensors={"sinks": [12.0, 60.0]}),
     "sinks-of-nothing": Case(options={"window": 20}, tensors={"sinks": [float("-inf"), 3.0]}),

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
+from ..device.arithmetic import apply_softcap as _apply_softcap_triton
 from ..device.gluon import async_load, commit_group, constexpr_function, gl, jit, mma, view, wait_group
 from ..numerics.formats import TILE
 from .decode_mma import (
@@ -59,11 +60,7 @@ _P_EXPONENT = tl.constexpr(127.0 + 14.9)
 up to .09 too small. A probability times a scale must stay below ``MAX_INT16``."""
 
 
-@jit
-def _cap(s, softcap):
-    """Apply the softcap to base-2 logits; ``softcap`` includes the factor log2(e)."""
-    # tanh(y) = 1 - 2 / (exp(2 y) + 1), where s is y * softcap.
-    return softcap * (1.0 - 2.0 / (gl.exp2(s * (2.8853900817779268 / softcap)) + 1.0))
+apply_softcap = jit(_apply_softcap_triton.fn)
 
 
 @jit
@@ -154,7 +151,7 @@ def attend_high(
         k = gl.convert_layout(gl.reshape(k, [W, 16, BLOCK_D]), operand_layout(W, 0), assert_trivial=True)
         s = mma(k, q, zero) * logit_scale
         if CONFIG.HAS_SOFTCAP:
-            s = _cap(s, softcap)
+            s = apply_softcap(s, softcap)
         k_pos = here + token
         visible = (k_pos <= q_pos) & (k_pos >= 0) & (k_pos < end)
         visible = visible & ((k_pos >= q_band) | (k_pos < sizes.sink_tiles * _TILE))
@@ -470,7 +467,7 @@ def attend_low(q, cache, page_table, i_kv, first, last, q_pos, sizes, softcap, l
             )  # fmt: skip
             s = combine_bytes(s, W) * descale[:, None, :] + offset
             if CONFIG.HAS_SOFTCAP:
-                s = gl.where(is_tile, _cap(s, softcap), float("-inf"))
+                s = gl.where(is_tile, apply_softcap(s, softcap), float("-inf"))
             if CONFIG.HAS_WINDOW:
                 k_pos = (start + s_warp) * _TILE + i_step * STEP + s_row
                 s = gl.where(k_pos > q_pos - sizes.window, s, float("-inf"))
