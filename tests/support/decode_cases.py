@@ -173,6 +173,23 @@ def assert_as_exact(out: Tensor, exact: Tensor) -> None:
     assert error <= 2.5 * rounding, f"{error:.2g} is over {2.5 * rounding:.2g}"
 
 
+def assert_small_value_channels_are_exact(ratio: float, q_len: int, dtype: torch.dtype, device: str) -> None:
+    """Compare the channels of two groups, of which one is ``ratio`` times as large as the other, with exact attention.
+
+    Each on its own: beside the large channels, an error of the small ones would not show.
+    """
+    case = Case(kv_len=900, q_len=q_len, head_dim=128, kv_heads=1)
+    query, key, value = case.inputs(dtype, device)
+    storage = case.storage("int8", dtype, device, is_filled=False)
+    storage.append(key, torch.cat((value[..., :64], value[..., 64:] / ratio), -1))
+    out, _ = decode_attention(query, storage, CacheOptions(0.125))
+    stored = key[:, :, :0], value[:, :, :0]
+    exact, _ = cached_attention_reference(query.float(), *stored, storage, CacheOptions(scale=0.125))
+    rounding = torch.finfo(dtype).eps
+    for group in (slice(64), slice(64, 128)):
+        assert relative_error(out[..., group], exact[..., group]) <= 2.5 * rounding
+
+
 def assert_steps_match(case: Case, format: str, dtype: torch.dtype, device: str) -> None:
     """Compare the last three steps with the reference: outputs within rounding, stored bits exactly."""
     query, key, value = case.inputs(dtype, device)

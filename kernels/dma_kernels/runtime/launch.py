@@ -40,6 +40,9 @@ FP_FUSION = {"enable_fp_fusion": True}
 """Launch option that lets a product and a sum become one instruction with one rounding: the default up to Triton 3.9.
 Without it the kernels have a tenth more instructions."""
 
+ASSERTS = {"debug": True, "sanitize_overflow": False}
+"""Launch options with which ``tl.device_assert`` holds without ``TRITON_DEBUG``; integers are not checked."""
+
 _SETTINGS = SETTINGS.get(triton_version())
 _read_settings = operator.attrgetter(*(_SETTINGS or _SINCE_3_6))
 
