@@ -279,12 +279,18 @@ def _high_columns(problem: _Problem, block: slice, columns: slice) -> Iterator[s
             done = part.stop
 
 
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
+    """Return ``a @ b`` in the dtype of both, also under autocast, which would round them to 16 bits."""
+    with torch.autocast(a.device.type, enabled=False):
+        return a @ b
+
+
 def _product(q: Tensor, k: Tensor) -> Tensor:
     """Return ``q k^T`` for grouped heads, ``[B, Hq, R, D] x [B, Hkv, C, D] -> [B, Hkv, G, R, C]``."""
     batch, q_heads, rows, head_dim = q.shape
     kv_heads = k.shape[1]
     grouped = q.reshape(batch, kv_heads, (q_heads // kv_heads) * rows, head_dim)
-    return (grouped @ k.transpose(-1, -2)).view(batch, kv_heads, q_heads // kv_heads, rows, k.shape[2])
+    return _matmul(grouped, k.transpose(-1, -2)).view(batch, kv_heads, q_heads // kv_heads, rows, k.shape[2])
 
 
 def _masked(problem: _Problem, block: slice, columns: slice, q_pos: Tensor, k_pos: Tensor) -> Tensor | None:
@@ -358,11 +364,11 @@ def _transposed_sum(weights: Tensor, x: Tensor) -> Tensor:
     """Sum over the queries of a group, ``[B, Hkv, G, R, C] x [B, Hq, R, N] -> [B, Hkv, C, N]``."""
     batch, kv_heads, group, rows, width = weights.shape
     flat = weights.reshape(batch, kv_heads, group * rows, width)
-    return flat.transpose(-1, -2) @ x.reshape(batch, kv_heads, group * rows, x.shape[-1])
+    return _matmul(flat.transpose(-1, -2), x.reshape(batch, kv_heads, group * rows, x.shape[-1]))
 
 
 def _weighted_sum(weights: Tensor, value: Tensor) -> Tensor:
     """Return ``weights @ value`` for grouped heads, ``[B, Hkv, G, R, C] x [B, Hkv, C, Dv] -> [B, Hkv, G, R, Dv]``."""
     batch, kv_heads, group, rows, width = weights.shape
-    flat = weights.reshape(batch, kv_heads, group * rows, width) @ value
+    flat = _matmul(weights.reshape(batch, kv_heads, group * rows, width), value)
     return flat.view(batch, kv_heads, group, rows, value.shape[-1])
