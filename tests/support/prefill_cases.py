@@ -129,6 +129,7 @@ CASES = {
     "window-bidirectional": Case(options={"window": 70, "is_causal": False}),
     "window-cache": Case(q_len=1, kv_len=150, options={"window": 150, "q_offset": 449, "kv_offset": 300}),
     "softcap": Case(options={"softcap": 15.0}),
+    "softcap-above-all-logits": Case(options={"softcap": 1e7}),
     "sinks": Case(tensors={"sinks": [0.5, 3.0]}),
     "sinks-that-dominate": Case(tensors={"sinks": [12.0, 60.0]}),
     "sinks-of-nothing": Case(options={"window": 20}, tensors={"sinks": [float("-inf"), 3.0]}),
@@ -234,6 +235,27 @@ def assert_matches_reference(
     # the difference q . k - q . mean, however small it is.
     magnitude = float(expected_lse[seen].abs().max())
     torch.testing.assert_close(lse[seen], expected_lse[seen], atol=2.0 * rounding * magnitude + 1e-5, rtol=0.0)
+
+
+def assert_largest_fp16_values_stay_finite(backend: str, device: str) -> None:
+    """Attend to the largest fp16 number, which FP8 values round up beyond the range of fp16."""
+    query, key, value = Case(q_len=430, kv_len=430).inputs(torch.float16, device)
+    value.fill_(torch.finfo(torch.float16).max)
+    out = attention_with_lse(query, key, value, Recipe(low="mxint8", pv="fp8", shared_scale="tile"), backend=backend)[0]
+    assert (out > 6e4).all()
+    assert out.isfinite().all()
+
+
+def assert_an_infinite_value_spreads_by_tile(backend: str, device: str) -> None:
+    """Rows for which its tile is high get the infinity, as in 16 bits; rows for which it is low get NaN, as in FP8."""
+    query, key, value = Case(q_len=500, kv_len=500).inputs(torch.float16, device)
+    value[:, :, 130, 3] = torch.inf
+    out = attention_with_lse(query, key, value, Recipe(low="mxint8", pv="fp8", shared_scale="tile"), backend=backend)[0]
+    assert out[:, :, :128, 3].isfinite().all()
+    assert (out[:, :, 130:384, 3] == torch.inf).all()
+    assert out[:, :, 384:, 3].isnan().all()
+    out[..., 3] = 0.0
+    assert out.isfinite().all()
 
 
 SPARSE_LENGTH = 900
