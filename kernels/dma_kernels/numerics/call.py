@@ -85,16 +85,16 @@ class AttentionCall(NamedTuple):
 
         Where ``kv_offset`` is a tensor and ``q_offset`` has its default, both are ``None``: they differ by a constant.
         """
-        offsets = (None, None)
-        if self.q_offset is not None:
-            offsets = tuple(None if is_int(offset) else offset for offset in (self.q_offset, self.kv_offset))
-        return (*offsets, self.kv_range)
+        if self.q_offset is None:
+            return None, None, self.kv_range
+        q_offset, kv_offset = (None if is_int(offset) else offset for offset in (self.q_offset, self.kv_offset))
+        return q_offset, kv_offset, self.kv_range
 
     @property
     def lead(self) -> int:
         """Position of query 0 minus that of key 0 in a causal call, with 0 for those in :attr:`row_tensors`."""
         if self.q_offset is None:
-            return self.key.shape[2] - self.query.shape[2]
+            return int(self.key.shape[2] - self.query.shape[2])
         q_offset, kv_offset = (offset if is_int(offset) else 0 for offset in (self.q_offset, self.kv_offset))
         return q_offset - kv_offset
 
