@@ -1,8 +1,9 @@
 """A sequence has the same logits in one pass, token by token, and next to padding.
 
-Tokens after the prompt attend exactly, unless the preset quantizes high tiles. Under every preset. Sequences span several tiles of 128, so that low, diagonal and sink tiles all occur. Sliding-window
-models are not smoothed, because their caches drop the first tile, which has the mean. In fp64, so that the order of
-summation does not change quantization codes.
+Tokens after the prompt attend exactly, unless the preset quantizes high tiles. Under every preset. Sequences span
+several tiles of 128, so that low, diagonal and sink tiles all occur. Sliding-window models are not smoothed, because
+their caches drop the first tile, which has the mean. In fp64, so that the order of summation does not change
+quantization codes.
 """
 
 from __future__ import annotations
