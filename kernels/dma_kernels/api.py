@@ -48,6 +48,9 @@ def attention(
     Position 0 is that of the first key that a batch row may see. Query ``i`` is at ``q_offset + i``, and key ``j`` at
     ``kv_offset + j``. Positions determine causality, the window and the high tiles.
 
+    A short call attends exactly: a causal one with fewer than 64 queries and with more keys than queries, if the
+    recipe's high tiles are unquantized (``high = "bf16"``). It has no low tiles.
+
     Args:
         query: ``[B, Hq, Tq, D]`` in bf16, fp16, fp32 or fp64, ``D <= 256``, any strides.
         key: ``[B, Hkv, Tk, D]``, the same dtype and device; ``Hkv`` divides ``Hq`` (GQA, MQA).

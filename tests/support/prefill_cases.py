@@ -301,3 +301,63 @@ def assert_skips_as_the_reference(case: Case, recipe: Recipe, dtype: torch.dtype
     skipped, examined = counts.sum(0).tolist()
     assert 0 < skipped < examined
     assert torch.equal(counts, expected), f"{counts.tolist()} against {expected.tolist()}"
+
+
+def _short(**changes: Any) -> Case:
+    """A call of a few queries that continue a sequence."""
+    return Case(**({"q_len": 1, "kv_len": 300, "q_heads": 4, "kv_heads": 2} | changes))
+
+
+SHORT = {
+    "one-query": _short(),
+    "two-keys": _short(kv_len=2),
+    "63-queries-of-8-heads": _short(q_len=63, q_heads=8, kv_heads=1),
+    "group-of-1": _short(q_len=3, q_heads=2, kv_heads=2),
+    "group-of-7": _short(q_len=5, q_heads=7, kv_heads=1),
+    "group-of-8": _short(q_len=2, q_heads=16, kv_heads=2, batch=2),
+    "offset": _short(q_len=9, options={"q_offset": 200}),
+    "past-the-keys": _short(options={"q_offset": 1000}),
+    "later-part": _short(q_len=9, options={"q_offset": 500, "kv_offset": 251}),
+    "static-cache": _short(q_len=3, tensors={"q_offset": 170}),
+    "static-cache-first-token": _short(tensors={"q_offset": 0}),
+    "static-cache-rows": _short(batch=3, tensors={"q_offset": [170, 0, 299]}),
+    "before-the-keys": _short(q_len=4, batch=3, tensors={"q_offset": [-9, -2, 299]}),
+    "left-padded": _short(
+        batch=2, tensors={"kv_range": [[45, 300], [0, 300]], "kv_offset": [-45, 0], "q_offset": [254, 299]}
+    ),
+    "left-padded-at-the-end": _short(
+        batch=2, q_len=5, tensors={"kv_range": [[45, 300], [0, 300]], "kv_offset": [-45, 0]}
+    ),
+    "rows-of-uneven-length": _short(
+        batch=40, kv_len=130, head_dim=16, tensors={"kv_range": [[0, i * 3] for i in range(40)]}
+    ),
+    "nothing-visible": _short(
+        q_len=2, batch=2, tensors={"kv_range": [[7, 7], [0, 0]], "sinks": [0.5, float("-inf"), 3.0, -1.0]}
+    ),
+    "window": _short(q_len=9, options={"window": 70}),
+    "window-of-1": _short(q_len=9, options={"window": 1}),
+    "huge-window": _short(q_len=9, options={"window": 2**40}),
+    "window-static-cache": _short(q_len=3, options={"window": 70}, tensors={"q_offset": 170}),
+    "softcap": _short(options={"softcap": 5.0}),
+    "sinks": _short(tensors={"sinks": [0.5, 3.0, float("-inf"), 60.0]}),
+    "mask": _short(q_len=9, batch=2, tensors={"mask": _pattern(2, 4, 9, 300)}),
+    "mask-of-keys": _short(q_len=9, batch=2, tensors={"mask": _pattern(2, 1, 1, 300)}),
+    "mask-2d": _short(q_len=9, tensors={"mask": _pattern(9, 300)}),
+    "all": _short(
+        q_len=9,
+        batch=2,
+        options={"window": 120, "softcap": 5.0},
+        tensors={
+            "q_offset": [150, 220],
+            "kv_offset": [-40, 0],
+            "kv_range": [[40, 300], [0, 280]],
+            "sinks": [0.5, 3.0, 1.0, -2.0],
+            "mask": _pattern(1, 4, 9, 300),
+        },
+    ),
+    "head-dim-4": _short(head_dim=4),
+    "head-dim-80-96": _short(head_dim=80, value_dim=96),
+    "head-dim-128": _short(q_len=17, head_dim=128),
+    "head-dim-256": _short(head_dim=256),
+}  # fmt: skip
+"""Short calls, which have no low tiles."""

@@ -78,9 +78,10 @@ def attention_reference(call: AttentionCall) -> tuple[Tensor, Tensor]:
         the softmax denominator, fp32 (fp64 for fp64) ``[B, Hq, Tq]``. Sinks count in it: a row that sees no key has
         its sink logit there, and ``-inf`` without sinks.
     """
-    operands, geometry, _ = _prepare(call, call.recipe)
+    recipe = call.effective_recipe
+    operands, geometry, _ = _prepare(call, recipe)
     return attend_prepared(
-        operands, geometry, call.recipe, dtype=call.query.dtype, scale=call.score_scale, softcap=call.softcap,
+        operands, geometry, recipe, dtype=call.query.dtype, scale=call.score_scale, softcap=call.softcap,
         sinks=call.sinks, tile_counts=call.tile_counts,
     )  # fmt: skip
 
