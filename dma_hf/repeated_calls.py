@@ -18,12 +18,11 @@ from dma_kernels import Recipe
 from dma_kernels.api import PreparedAttention
 from dma_kernels.cache.api import cache_options, repeat_attention
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
 from .arguments import Call
 from .cache_layers import DECODED_AT_ONCE, DMALayer, Step
 from .compact_mask import CompactMask, MaskGeometry
-from .stats import Use, count_use, counted
+from .stats import counted
 
 Compute = Callable[[nn.Module, DMALayer | None, Step | None, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """Takes a module, its cache layer and update, queries, keys, values and sink logits. Returns ``[B, T, Hq, Dv]``."""
@@ -147,7 +146,7 @@ def cached_step(call: Call, query: Tensor, layer: DMALayer, window: int | None) 
 
 
 def prompt(call: Call, recipe: Recipe, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Compute | None:
-    """Return what computes a prompt, with or without a cache, or ``None`` if it must be seen as one operation."""
+    """Return what computes a call over plain keys, or a prompt, or ``None`` if it must be seen as one operation."""
     settings = call.settings
     prepared = PreparedAttention.of(query, key, value, recipe, **options, **call.options)
     if prepared is None:
@@ -164,42 +163,6 @@ def prompt(call: Call, recipe: Recipe, query: Tensor, key: Tensor, value: Tensor
         return out.transpose(1, 2).contiguous()
 
     return compute
-
-
-def exact_step(call: Call) -> Compute:
-    """Return what computes one query per row over plain keys and values, by PyTorch's kernels."""
-    scale, use = call.scaling, Use("sdpa", call.settings.name, "none")
-
-    def compute(module: Any, layer: Any, step: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Any) -> Tensor:
-        has_groups = query.shape[1] != key.shape[1]
-        out = scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=has_groups)
-        count_use(module, use)
-        return out.transpose(1, 2).contiguous()
-
-    return compute
-
-
-def is_exact_step(query: Tensor, key: Tensor, call: Call, geometry: MaskGeometry) -> bool:
-    """Return whether a call is a decoding step over plain 16-bit keys that PyTorch's kernels compute exactly.
-
-    Such a step has no low tile (:func:`dma_kernels.attention`). Other short calls are left to :mod:`dma_kernels`.
-    """
-    return (
-        query.shape[2] == 1 < key.shape[2]
-        and query.is_cuda
-        and query.dtype in (torch.bfloat16, torch.float16)
-        and geometry.is_causal
-        and geometry.kv_range is None
-        and geometry.pattern is None
-        and not geometry.two_sequences
-        and isinstance(geometry.q_offset, int)
-        and (geometry.window is None or geometry.window >= key.shape[2])
-        and call.softcap is None
-        and call.sinks is None
-        and call.settings.is_exact_when_short
-        and call.settings.config.backend == "auto"
-        and not torch.compiler.is_compiling()
-    )
 
 
 def is_step(step: Step) -> bool:

@@ -111,7 +111,7 @@ def dma_paged_attention_forward(
             "dma_hf.continuous_batching(model)"
         )
     call = Call.of(module, **{name: each for name, each in kwargs.items() if name not in _OF_THE_BATCH})
-    refusal = find_unsupported(call, query, value, is_packed_elsewhere=True)
+    refusal = find_unsupported(call, query, value)
     if refusal is not None:
         raise refusal.error(may_fall_back=False)
     options = {"window": sliding_window, "is_causal": True, **call.options}
