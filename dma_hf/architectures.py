@@ -6,6 +6,7 @@
 | ``NEVER_CAUSAL`` | layers | they say they are causal, but mean full attention | they run bidirectional attention |
 | ``NEEDS_ADDITIVE_MASK`` | models | they cast the mask to a float or add a bias to it | refused |
 | ``ADDS_THE_MASK`` | models | built-in attention adds the mask to its scores | they get an additive mask |
+| ``CHANGES_CACHED_STATES`` | models | attention gets other keys and values than the cache returned | no packed cache |
 | no ``ALL_ATTENTION_FUNCTIONS`` | modules | all attention is built in | refused |
 
 Everything else is recognized by attributes of the layer (``is_causal``, ``is_cross_attention``, ``is_decoder``).
@@ -32,6 +33,36 @@ NEEDS_ADDITIVE_MASK = ("deepseek_v4",)
 
 ADDS_THE_MASK = ("gemma4_audio",)
 """Model types whose built-in attention adds the mask to its scores, whichever implementation is chosen."""
+
+
+CHANGES_CACHED_STATES = {
+    "diffllama": "attends twice in a layer, to halves of the values",
+    "jetmoe": "repeats keys and values for its experts before attention",
+}
+"""Model types whose attention does not get the keys and values that the cache returned. All MLA models do so too."""
+
+
+def refuse_packed_cache(config: PreTrainedConfig) -> None:
+    """Refuse a packed cache for a model whose attention does not get what the cache returned.
+
+    The model would dequantize all keys in every step, and the decode kernel would never run.
+
+    Args:
+        config: The model's configuration.
+
+    Raises:
+        ValueError: It is such a model.
+    """
+    decoder = config.get_text_config(decoder=True)
+    why = CHANGES_CACHED_STATES.get(decoder.model_type)
+    if getattr(decoder, "kv_lora_rank", None):
+        why = "caches latents, from which it computes keys and values in every step (multi-head latent attention)"
+    if why is not None:
+        raise ValueError(f"{decoder.model_type} cannot use a packed cache, because it {why}; {WITHOUT_PACKED_CACHE}")
+
+
+WITHOUT_PACKED_CACHE = "set cache=None for Transformers' 16-bit cache: dma_hf.configure(model, cache=None)"
+"""The way out for a model that cannot use a packed cache."""
 
 
 def built_in_attention(config_module: str) -> str | None:

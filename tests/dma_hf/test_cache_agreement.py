@@ -110,9 +110,9 @@ def test_a_static_cache_equals_the_oracle(name, setting, families, token_ids, as
     assert_same(model(other, past_key_values=cache).logits, model(other).logits, tolerance=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "deepseek_v3", "llama4", "gpt2"])
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "mimo_v2_flash", "llama4", "gpt2"])
 def test_softcap_sinks_value_dims_and_chunks_equal_the_oracle(name, families, token_ids, assert_same):
-    """In fp32. Llama 4 has chunks, Gemma 2 a softcap, GPT-OSS sink logits, DeepSeek another value dim."""
+    """In fp32. Llama 4 has chunks, Gemma 2 a softcap, GPT-OSS sink logits, MiMo another value dim."""
     model = families[name].build("dma_mxfp")
     dma_hf.configure(model, "balanced+int4", sink_tiles=0)
     ids = token_ids(1, LENGTH)

@@ -32,6 +32,25 @@ BUILT_IN = {
     "RoFormerForMaskedLM": LLAMA,
 }
 
+# Class, configuration arguments, reason. Attention does not get what the cache returned, or layers hold other states.
+MLA = LLAMA | {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+WITHOUT_PACKED_CACHE = {
+    "DeepseekV3ForCausalLM": (
+        MLA | {"first_k_dense_replace": 2, "n_routed_experts": 4, "n_group": 1},
+        "deepseek_v3 cannot use a packed cache, because it caches latents",
+    ),
+    "MiniCPM3ForCausalLM": (MLA, "minicpm3 cannot use a packed cache, because it caches latents"),
+    "DiffLlamaForCausalLM": (LLAMA | {"num_key_value_heads": 2}, "diffllama cannot .* it attends twice in a layer"),
+    "JetMoeForCausalLM": (
+        LLAMA | {"num_key_value_heads": 2, "kv_channels": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+        "jetmoe cannot .* it repeats keys and values",
+    ),
+    "FalconH1ForCausalLM": (
+        LLAMA | {"num_key_value_heads": 2, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16},
+        r"falcon_h1 cannot .* its layers also hold other states \(LinearAttentionAndFullAttentionLayer\)",
+    ),
+}
+
 # Upstream looks up the attention class by the implementation's name when it builds the model.
 UPSTREAM_REFUSES = {
     "GPTNeoForCausalLM": {
@@ -82,6 +101,22 @@ def test_built_in_attention_is_rejected(name):
         model(**_inputs(model))
     with pytest.raises(ValueError, match=r"does not reach"):
         dma_hf.configure(model)
+
+
+@pytest.mark.parametrize("name", WITHOUT_PACKED_CACHE)
+def test_a_packed_cache_is_refused_where_it_would_not_be_used(name):
+    """By ``configure``, by a new cache, and by ``generate`` if the implementation's name has the cache."""
+    sizes, reason = WITHOUT_PACKED_CACHE[name]
+    model, message = _build(name, sizes), rf"{reason}.*; set cache=None for Transformers' 16-bit cache: dma_hf\.conf"
+    with pytest.raises(ValueError, match=message):
+        dma_hf.configure(model, "balanced+int4")
+    with pytest.raises(ValueError, match=message):
+        dma_hf.DMACache(model.config)
+    model.set_attn_implementation("dma_mxfp:balanced+int8")
+    with pytest.raises(ValueError, match=message):
+        model.generate(**_inputs(model), max_new_tokens=2)
+    dma_hf.configure(model, cache=None)
+    assert model.generate(**_inputs(model), max_new_tokens=2, min_new_tokens=2).shape == (1, 7)
 
 
 @pytest.mark.parametrize("name", UPSTREAM_REFUSES)

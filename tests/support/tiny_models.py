@@ -128,7 +128,19 @@ SEQ2SEQ: dict[str, Family] = {
     "bart": Family("BartForConditionalGeneration", "BartConfig", BART),
 }
 
-FAMILIES = DECODERS | ENCODERS | SEQ2SEQ
+OTHERS: dict[str, Family] = {
+    "mimo_v2_flash": Family(  # value head dim 24
+        "MiMoV2FlashForCausalLM",
+        "MiMoV2FlashConfig",
+        SIZES
+        | HYBRID
+        | {"v_head_dim": 24, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        window=True,
+    ),
+}
+"""Families for single tests."""
+
+FAMILIES = DECODERS | ENCODERS | SEQ2SEQ | OTHERS
 
 IDENTITY = {"low": "bf16", "high": "bf16", "pv": "bf16", "smooth_k": False, "rotate": False, "shared_scale": "block"}
 """A configuration without quantization, which computes ordinary attention."""
