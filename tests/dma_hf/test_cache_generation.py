@@ -15,6 +15,7 @@ import pytest
 import torch
 from tiny_models import SIZES
 from transformers import (
+    AttentionInterface,
     CompileConfig,
     DynamicCache,
     GenerationConfig,
@@ -255,6 +256,24 @@ class TestDefault:
         assert len(calls) == 1
         dma_hf.configure(model, cache=None)
         assert model.generate is counted
+
+    def test_a_function_registered_over_dma_mxfp_keeps_the_cache(self, build, token_ids):
+        """For profiling, for example."""
+        calls = []
+
+        def profiled(*arguments, **options):
+            calls.append(options)
+            return dma_hf.dma_attention_forward(*arguments, **options)
+
+        model = build("llama")
+        dma_hf.configure(model, cache="int8")
+        AttentionInterface.register("dma_mxfp", profiled)
+        try:
+            result = _generate(model, token_ids(1, 20), do_sample=False, return_dict_in_generate=True)
+        finally:
+            AttentionInterface.register("dma_mxfp", dma_hf.dma_attention_forward)
+        assert type(result[CACHE_ARGUMENT]) is DMACache
+        assert calls
 
     def test_configuring_no_cache_restores_the_default(self, build, token_ids):
         model = build("llama")
