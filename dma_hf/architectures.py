@@ -61,6 +61,12 @@ def refuse_packed_cache(config: PreTrainedConfig) -> None:
         raise ValueError(f"{decoder.model_type} cannot use a packed cache, because it {why}; {WITHOUT_PACKED_CACHE}")
 
 
+def shares_keys(config: PreTrainedConfig) -> bool:
+    """Return whether some layers of a decoder attend to the keys of another layer (Gemma 3n)."""
+    modes = getattr(config, "kv_sharing_modes", None) or ()
+    return any(mode.startswith("reuse") for mode in modes) or bool(getattr(config, "num_kv_shared_layers", 0))
+
+
 WITHOUT_PACKED_CACHE = "set cache=None for Transformers' 16-bit cache: dma_hf.configure(model, cache=None)"
 """The way out for a model that cannot use a packed cache."""
 
@@ -92,8 +98,9 @@ def lacks_attention(config_module: str) -> bool:
 def _built_in_attention(module: ModuleType) -> str | None:
     if "ALL_ATTENTION_FUNCTIONS" in vars(module):
         return None
+    # The rule of Transformers' `set_attn_implementation`. A class that inherits from another attention uses its choice.
     for name, value in vars(module).items():
-        is_layer = "Attention" in name and isinstance(value, type) and issubclass(value, nn.Module)
+        is_layer = "Attention" in name and isinstance(value, type) and nn.Module in value.__bases__
         if is_layer and value.__module__ == module.__name__:
             return name
     return None

@@ -316,7 +316,9 @@ def is_ours(model: PreTrainedModel) -> bool:
     name = str(decoder_attention(model))
     if __name__ == "dma_hf.config":
         return split_name(name)[0] in (NAME, PAGED_NAME)
-    return name.endswith(HUB_SUFFIX) and AttentionInterface()[name].__module__.startswith(__name__.removesuffix("config"))
+    return name.endswith(HUB_SUFFIX) and AttentionInterface()[name].__module__.startswith(
+        __name__.removesuffix("config")
+    )
 
 
 def split_name(implementation: str) -> tuple[str, str, str]:

@@ -11,9 +11,11 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from dma_kernels.numerics.formats import TILE
 from torch import Tensor
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel
 
+from ..architectures import shares_keys
 from ..cache import DMACache
 from ..cache_layers import DMALayer
 from ..config import cache_of, is_ours
@@ -69,6 +71,8 @@ def _with_cache(model: PreTrainedModel, arguments: Sequence[Any], options: dict[
                 "use_cache=True if the generation configuration has False"
             )
         is_speculative = options.get("assistant_model") is not None or any(asked(name) for name in SPECULATION)
+        if shares_keys(packed.owner.config) and packed.get_seq_length() and options.get("inputs_embeds") is None:
+            options.setdefault("prefill_chunk_size", asked("prefill_chunk_size") or TILE)
         packed.owner.prompt_length = _prompt_length(model, arguments, options) if is_speculative else None
     return options
 

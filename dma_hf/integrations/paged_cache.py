@@ -32,7 +32,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 from transformers.generation.continuous_batching.cache_allocators import CachePool, FullAttentionCacheAllocator
 from transformers.generation.continuous_batching.utils import find_head_dim, find_num_key_value_heads
 
-from ..architectures import refuse_packed_cache
+from ..architectures import refuse_packed_cache, shares_keys
 from ..config import cache_format_of, settings_of
 
 Batch = tuple[Tensor | None, Tensor, Tensor]
@@ -359,7 +359,7 @@ def check_layers(config: PreTrainedConfig) -> None:
             f"packed pages support full and sliding attention, but this model has {', '.join(sorted(kinds))}; use "
             "generate, which supports all kinds of layers"
         )
-    if "reuse" in (getattr(config, "kv_sharing_modes", None) or ()):
+    if shares_keys(config):
         raise ValueError(
             f"packed pages do not support layers that share keys and values, as {config.model_type} has; use generate, "
             "or call dma_hf.configure(model, cache=None) for 16-bit pages"

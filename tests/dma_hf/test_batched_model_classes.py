@@ -6,7 +6,8 @@ import pytest
 import torch
 import transformers
 from batched_parts import assert_as_alone, note_parts
-from tiny_models import IDENTITY, SIZES
+from hf_outcomes import randomise
+from tiny_models import IDENTITY
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import dma_hf
@@ -15,45 +16,21 @@ pytest.importorskip("transformers.generation.continuous_batching.cache_allocator
 
 NEW_TOKENS = 6
 LENGTHS = (5, 300, 17, 140)
-SHARED = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
-SHARED |= {"sliding_window": 24, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 97}
-OWN_SIZES = {
-    "GPTBigCodeForCausalLM": {"num_key_value_heads": 1, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 1024},
-    "PersimmonForCausalLM": {"num_key_value_heads": 4},
-    "CohereCompassForCausalLM": {
-        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}},
-        "layer_types": ["full_attention"] * 2,
-    },
-    "DiffLlamaForCausalLM": {"num_key_value_heads": 4},
-    "JetMoeForCausalLM": {
-        "kv_channels": 16,
-        "num_key_value_heads": 2,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-    },
-    "Gemma3nForCausalLM": SHARED
-    | {
-        "intermediate_size": [64] * 4,
-        "activation_sparsity_pattern": [0.0] * 4,
-        "laurel_rank": 8,
-        "altup_num_inputs": 2,
-    },
-    "Gemma4ForCausalLM": SHARED | {"global_head_dim": 16, "enable_moe_block": False},
-}
+NAMES = ("gpt_bigcode", "persimmon", "cohere_compass", "diffllama", "jetmoe", "gemma3n", "gemma4")
 
 
-def _build(name, implementation):
-    cls = getattr(transformers, name, None)
-    if cls is None:
-        pytest.skip(f"Transformers {transformers.__version__} has no {name}")
-    torch.manual_seed(0)
-    config = cls.config_class(**(SIZES | OWN_SIZES[name]))
-    model = cls._from_config(config, attn_implementation=implementation).eval().double()
-    generator = torch.Generator().manual_seed(0)
-    for weight in model.parameters():  # with Transformers' own initialization, every score is almost zero
-        if weight.ndim >= 2:
-            weight.normal_(0.0, weight[0].numel() ** -0.5, generator=generator)
-    return model
+@pytest.fixture
+def build(families):
+    """Return a function that builds a model whose scores are not all almost zero, as with Transformers' own weights."""
+
+    def make(name, implementation):
+        if not hasattr(transformers, families[name].model):
+            pytest.skip(f"Transformers {transformers.__version__} has no {families[name].model}")
+        model = families[name].build(implementation).double()
+        randomise(model)
+        return model
+
+    return make
 
 
 def _generate_batch(model, prompts, **options):
@@ -71,10 +48,10 @@ def prompts():
 
 
 @pytest.mark.parametrize("batch_tokens", [None, 64], ids=["", "in chunks"])
-@pytest.mark.parametrize("name", OWN_SIZES)
-def test_batches_over_16_bit_pages_equal_sdpa(name, batch_tokens, prompts):
-    expected = _generate_batch(_build(name, "sdpa"), prompts, max_batch_tokens=batch_tokens)
-    model = _build(name, dma_hf.NAME)
+@pytest.mark.parametrize("name", NAMES)
+def test_batches_over_16_bit_pages_equal_sdpa(name, batch_tokens, build, prompts):
+    expected = _generate_batch(build(name, "sdpa"), prompts, max_batch_tokens=batch_tokens)
+    model = build(name, dma_hf.NAME)
     dma_hf.configure(model, IDENTITY)
     for (tokens, logprobs), wanted in zip(
         _generate_batch(model, prompts, max_batch_tokens=batch_tokens), expected, strict=True
@@ -83,9 +60,9 @@ def test_batches_over_16_bit_pages_equal_sdpa(name, batch_tokens, prompts):
         assert logprobs == pytest.approx(wanted[1], abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["GPTBigCodeForCausalLM", "PersimmonForCausalLM", "CohereCompassForCausalLM"])
-def test_layers_that_pass_no_batch_on_are_batched_over_packed_pages(name, prompts, monkeypatch):
-    model = _build(name, dma_hf.NAME)
+@pytest.mark.parametrize("name", ["gpt_bigcode", "persimmon", "cohere_compass"])
+def test_layers_that_pass_no_batch_on_are_batched_over_packed_pages(name, build, prompts, monkeypatch):
+    model = build(name, dma_hf.NAME)
     dma_hf.configure(model, "balanced+int8")
     parts = note_parts(monkeypatch)
     settings = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0, bos_token_id=1)
@@ -98,23 +75,23 @@ def test_layers_that_pass_no_batch_on_are_batched_over_packed_pages(name, prompt
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("DiffLlamaForCausalLM", "diffllama cannot use a packed cache, because it attends twice in a layer"),
-        ("JetMoeForCausalLM", "jetmoe cannot use a packed cache, because it repeats keys and values"),
-        ("Gemma3nForCausalLM", "packed pages do not support layers that share keys and values, as gemma3n_text has"),
-        ("Gemma4ForCausalLM", "packed pages do not support layers that share keys and values, as gemma4_text has"),
+        ("diffllama", "diffllama cannot use a packed cache, because it attends twice in a layer"),
+        ("jetmoe", "jetmoe cannot use a packed cache, because it repeats keys and values"),
+        ("gemma3n", "packed pages do not support layers that share keys and values, as gemma3n_text has"),
+        ("gemma4", "packed pages do not support layers that share keys and values, as gemma4_text has"),
     ],
 )
-def test_models_that_change_or_share_cached_states_are_refused_by_name(name, message, prompts):
-    model = _build(name, f"{dma_hf.NAME}:balanced+int8")
+def test_models_that_change_or_share_cached_states_are_refused_by_name(name, message, build, prompts):
+    model = build(name, f"{dma_hf.NAME}:balanced+int8")
     with pytest.raises(ValueError, match=rf"{message}.*dma_hf\.configure\(model, cache=None\)"):
         _generate_batch(model, prompts)
     assert model.config._attn_implementation == f"{dma_hf.NAME}:balanced+int8"
 
 
-@pytest.mark.parametrize("name", ["DiffLlamaForCausalLM", "JetMoeForCausalLM", "Gemma3nForCausalLM"])
-def test_packed_pages_of_an_unknown_class_that_changes_cached_states_raise(name, prompts, monkeypatch):
+@pytest.mark.parametrize("name", ["diffllama", "jetmoe", "gemma3n"])
+def test_packed_pages_of_an_unknown_class_that_changes_cached_states_raise(name, build, prompts, monkeypatch):
     monkeypatch.setattr("dma_hf.integrations.manager.check_layers", lambda config: None)
-    model = _build(name, f"{dma_hf.NAME}:balanced+int8")
+    model = build(name, f"{dma_hf.NAME}:balanced+int8")
     message = (
         r"died: ValueError: packed pages need attention to keys and values as the cache returned .* but \w+Attention"
     )

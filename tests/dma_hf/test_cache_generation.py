@@ -13,6 +13,7 @@ from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
+from hf_outcomes import randomise
 from tiny_models import SIZES
 from transformers import (
     AttentionInterface,
@@ -114,6 +115,18 @@ def test_a_prompt_can_be_continued(build, token_ids):
     ids, more = token_ids(1, PROMPT), token_ids(1, 30, seed=2)
     cache = DMACache(model.config)
     first = _generate(model, ids, do_sample=False, past_key_values=cache)
+    second = torch.cat((first, more), 1)
+    expected = _generate(model, second, do_sample=False)
+    assert torch.equal(_generate(model, second, do_sample=False, past_key_values=cache), expected)
+
+
+@pytest.mark.parametrize("length", [30, 300])
+@pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
+def test_layers_that_share_keys_take_a_second_turn_of_any_length(name, length, build, token_ids):
+    model = build(name)
+    randomise(model)
+    cache, more = DMACache(model.config), token_ids(1, length, seed=2)
+    first = _generate(model, token_ids(1, PROMPT), do_sample=False, past_key_values=cache)
     second = torch.cat((first, more), 1)
     expected = _generate(model, second, do_sample=False)
     assert torch.equal(_generate(model, second, do_sample=False, past_key_values=cache), expected)

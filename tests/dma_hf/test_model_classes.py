@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from tiny_models import IDENTITY
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 import dma_hf
 
@@ -101,6 +103,36 @@ def test_built_in_attention_is_rejected(name):
         model(**_inputs(model))
     with pytest.raises(ValueError, match=r"does not reach"):
         dma_hf.configure(model)
+
+
+class MyConfig(transformers.LlamaConfig):
+    """A configuration in a module of its own, beside an attention layer."""
+
+    model_type = "mine"
+
+
+class MyAttention(LlamaAttention):
+    """A layer that inherits the choice of its attention."""
+
+
+class MyModel(transformers.LlamaForCausalLM):
+    """A model with such layers."""
+
+    config_class = MyConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        for index, layer in enumerate(self.model.layers):
+            layer.self_attn = MyAttention(config, index)
+
+
+def test_a_class_derived_from_another_attention_is_accepted():
+    config = MyConfig(**TINY, **LLAMA, num_key_value_heads=2)
+    model = MyModel._from_config(config, attn_implementation="dma_mxfp").eval()
+    dma_hf.configure(model, IDENTITY)
+    logits = model(**_inputs(model)).logits
+    model.set_attn_implementation("eager")
+    torch.testing.assert_close(logits, model(**_inputs(model)).logits, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", WITHOUT_PACKED_CACHE)
