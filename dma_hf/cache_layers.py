@@ -353,7 +353,7 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Remove all tokens, and forget the batch size."""
-        self.storage = self.pending = None  # type: ignore[assignment]
+        self.storage = self.pending = self.owner.prompt_length = None  # type: ignore[assignment]
         self.tokens = 0
         self.is_empty, self.is_initialized, self.is_settled = True, False, False
 
@@ -383,7 +383,8 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
         self.storage = storage
 
     def _start_anew(self) -> None:
-        """Reset the padding of the rows and the number of appended tokens."""
+        """Reset the padding of the rows, the number of appended tokens and the length of the prompt."""
+        self.owner.prompt_length = None
         self.storage.lengths.zero_()
         self.storage.appended = 0
         self.is_empty, self.is_settled = True, False
