@@ -44,7 +44,7 @@ def _with_cache(model: PreTrainedModel, arguments: Sequence[Any], options: dict[
 
     Raises:
         ValueError: The call asks for a ``DMACache``, and ``use_cache`` is false. Each step would read all tokens again,
-            although the cache has them.
+            although the cache has them. Or speculation asks for more candidates than the cache can remove.
     """
     asked = functools.partial(_asked, model, arguments, options)
     wanted = options.get("cache_implementation") == CACHE_IMPLEMENTATION
@@ -70,11 +70,25 @@ def _with_cache(model: PreTrainedModel, arguments: Sequence[Any], options: dict[
                 "generate got a DMACache, but use_cache is False; leave one of them out, or pass "
                 "use_cache=True if the generation configuration has False"
             )
-        is_speculative = options.get("assistant_model") is not None or any(asked(name) for name in SPECULATION)
+        assistant = options.get("assistant_model")
+        is_speculative = assistant is not None or any(asked(name) for name in SPECULATION)
+        if is_speculative:
+            _check_candidates("prompt_lookup_num_tokens", asked("prompt_lookup_num_tokens"))
+            own = getattr(assistant, "generation_config", None)
+            _check_candidates("num_assistant_tokens", getattr(own, "num_assistant_tokens", None))
         if shares_keys(packed.owner.config) and packed.get_seq_length() and options.get("inputs_embeds") is None:
             options.setdefault("prefill_chunk_size", asked("prefill_chunk_size") or TILE)
         packed.owner.prompt_length = _prompt_length(model, arguments, options) if is_speculative else None
     return options
+
+
+def _check_candidates(name: str, count: int | None) -> None:
+    """Raise if a step may have more candidates than a packed cache can remove again."""
+    if count is not None and count > TILE:
+        raise ValueError(
+            f"{name} must be at most {TILE} with a packed cache, got {count}; the cache cannot remove as many rejected "
+            "tokens"
+        )
 
 
 def _prompt_length(model: PreTrainedModel, arguments: Sequence[Any], options: dict[str, Any]) -> int | None:
