@@ -157,7 +157,7 @@ def _geometry(
         raise ValueError(f"attention_mask must be broadcastable to {list(full)}, got {list(mask.shape)}")
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(f"attention_mask must be boolean or floating point, got {mask.dtype}")
-    read = read_mask(mask)
+    read = read_mask(mask, module)
     geometry = MaskGeometry(
         batch, q_len, kv_len, is_causal=False, q_offset=offset, pattern=read.pattern, two_sequences=two_sequences
     )
