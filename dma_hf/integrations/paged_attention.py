@@ -22,7 +22,7 @@ from dma_kernels import Recipe, attention
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
-from ..arguments import Call, find_unsupported
+from ..arguments import WAY_OUT, Call, Refusal, find_unsupported
 from ..config import NAME, PAGED_NAME, is_dma
 from ..stats import counted
 from .attention_name import attention_name, decoder_attention, rename, restore_names
@@ -120,7 +120,7 @@ def dma_paged_attention_forward(
         query: ``[1, Hq, tokens, D]``: new tokens of all requests, then padding.
         key: ``[1, Hkv, tokens, D]``, of the same tokens.
         value: ``[1, Hkv, tokens, Dv]``, of the same tokens.
-        attention_mask: Not used, because the lengths imply it.
+        attention_mask: ``None``, because the lengths imply it.
         sliding_window: Window of the layer.
         cache: The paged cache, or ``None`` if the layer has updated it and ``key`` and ``value`` come from it.
         kwargs: Further arguments, see :meth:`dma_hf.arguments.Call.of`. Those that describe the batch are ignored. The
@@ -141,6 +141,9 @@ def dma_paged_attention_forward(
         )
     call = Call.of(module, **{name: each for name, each in kwargs.items() if name not in _OF_THE_BATCH})
     refusal = find_unsupported(call, query, value, is_packed_elsewhere=True)
+    if attention_mask is not None and refusal is None:
+        asked = f"{type(module).__name__} passed one of shape {list(attention_mask.shape)}"
+        refusal = Refusal("an attention_mask of its own in generate_batch", asked, "call generate, or " + WAY_OUT)
     if refusal is not None:
         raise refusal.error(may_fall_back=False)
     options = {"window": sliding_window, "is_causal": True, **call.options}

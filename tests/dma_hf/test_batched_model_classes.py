@@ -100,6 +100,16 @@ def test_packed_pages_of_an_unknown_class_that_changes_cached_states_raise(name,
 
 
 @pytest.mark.parametrize("cache", [None, "int8"])
+def test_a_mask_of_the_models_own_is_refused(cache, build, prompts):
+    """Batches need none, and it may hold a bias (Doge)."""
+    model = build("doge", dma_hf.NAME)
+    dma_hf.configure(model, IDENTITY, cache=cache)
+    message = "does not support an attention_mask of its own in generate_batch: DogeAttention passed one of shape"
+    with pytest.raises(RuntimeError, match=message):
+        _generate_batch(model, prompts)
+
+
+@pytest.mark.parametrize("cache", [None, "int8"])
 def test_changing_the_attention_of_a_batched_model_raises(cache, families, prompts):
     """The batches of a manager are prepared for its own attention."""
     model = families["llama"].build(dma_hf.NAME)

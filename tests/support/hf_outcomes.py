@@ -276,7 +276,8 @@ def _check_packed(model: PreTrainedModel, cache: Any) -> None:
     layers = getattr(cache, "self_attention_cache", cache).layers
     unpacked = [type(layer).__name__ for layer in layers if getattr(layer, "keys", None) is not None]
     unpacked = [name for name in unpacked if not name.startswith("DMA")]
-    if unpacked or not any(use.cache == "int8" for use in dma_hf.stats(model).uses):
+    stats = dma_hf.stats(model)
+    if unpacked or not (stats.fallbacks or any(use.cache == "int8" for use in stats.uses)):
         raise RuntimeError(f"the packed cache was not used: {unpacked}")
 
 
