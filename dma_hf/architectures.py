@@ -6,7 +6,7 @@
 | ``NEVER_CAUSAL`` | layers | they say they are causal, but mean full attention | they run bidirectional attention |
 | ``NEEDS_ADDITIVE_MASK`` | models | they cast the mask to a float or add a bias to it | refused |
 | ``ADDS_THE_MASK`` | models | built-in attention adds the mask to its scores | they get an additive mask |
-| ``CHANGES_CACHED_STATES`` | models | attention gets other keys and values than the cache returned | no packed cache |
+| ``NO_PACKED_CACHE`` | models | attention does not get what a given cache returned | no packed cache |
 | no ``ALL_ATTENTION_FUNCTIONS`` | modules | all attention is built in | refused |
 
 Everything else is recognized by attributes of the layer (``is_causal``, ``is_cross_attention``, ``is_decoder``).
@@ -35,11 +35,14 @@ ADDS_THE_MASK = ("gemma4_audio",)
 """Model types whose built-in attention adds the mask to its scores, whichever implementation is chosen."""
 
 
-CHANGES_CACHED_STATES = {
+NO_PACKED_CACHE = {
     "diffllama": "attends twice in a layer, to halves of the values",
+    "evolla": "takes no cache in generate",
     "jetmoe": "repeats keys and values for its experts before attention",
+    "minimax": "has a cache class of its own",
+    "t5gemma2_decoder": "joins cached keys and values with those of the encoder before attention",
 }
-"""Model types whose attention does not get the keys and values that the cache returned. All MLA models do so too."""
+"""Model types whose attention does not get what a given cache returned. Neither does multi-head latent attention."""
 
 
 def refuse_packed_cache(config: PreTrainedConfig) -> None:
@@ -54,7 +57,7 @@ def refuse_packed_cache(config: PreTrainedConfig) -> None:
         ValueError: It is such a model.
     """
     decoder = config.get_text_config(decoder=True)
-    why = CHANGES_CACHED_STATES.get(decoder.model_type)
+    why = NO_PACKED_CACHE.get(decoder.model_type)
     if getattr(decoder, "kv_lora_rank", None):
         why = "caches latents, from which it computes keys and values in every step (multi-head latent attention)"
     if why is not None:

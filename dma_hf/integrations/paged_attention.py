@@ -121,7 +121,7 @@ def dma_paged_attention_forward(
         key: ``[1, Hkv, tokens, D]``, of the same tokens.
         value: ``[1, Hkv, tokens, Dv]``, of the same tokens.
         attention_mask: ``None``, because the lengths imply it.
-        sliding_window: Window of the layer.
+        sliding_window: Window of the layer. The default is that of the configuration.
         cache: The paged cache, or ``None`` if the layer has updated it and ``key`` and ``value`` come from it.
         kwargs: Further arguments, see :meth:`dma_hf.arguments.Call.of`. Those that describe the batch are ignored. The
             arguments of the model's forward pass have them for every layer.
@@ -146,9 +146,11 @@ def dma_paged_attention_forward(
         refusal = Refusal("an attention_mask of its own in generate_batch", asked, "call generate, or " + WAY_OUT)
     if refusal is not None:
         raise refusal.error(may_fall_back=False)
+    pages = batch["cache"]
+    if sliding_window is None:  # Moshi leaves the window to the mask
+        sliding_window = _window_of(module, pages.config)
     options = {"window": sliding_window, "is_causal": True, **call.options}
     recipe = call.settings.recipe
-    pages = batch["cache"]
     if cache is not None:
         key, value = _update(cache, module, key, value, kwargs)
     if hasattr(pages, "attend"):  # packed pages
@@ -166,6 +168,13 @@ def dma_paged_attention_forward(
         starts = starts[_kind_of(module, pages, sliding_window, list(starts))]
     requests = (query, key, value, starts, batch["cu_seq_lens_q"], batch["position_ids"])
     return counted(module, call.settings.name, "pages", _attend_requests, *requests, recipe, options), None
+
+
+def _window_of(module: nn.Module, config: PreTrainedConfig) -> int | None:
+    """Return the window of a layer, by the rule with which Transformers groups layers for paged caches."""
+    window: int | None = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    return window if window is None or kinds is None or kinds[module.layer_idx] == "sliding_attention" else None
 
 
 def _kind_of(module: nn.Module, pages: Any, sliding_window: int | None, kinds: list[str]) -> str:

@@ -16,7 +16,7 @@ pytest.importorskip("transformers.generation.continuous_batching.cache_allocator
 
 NEW_TOKENS = 6
 LENGTHS = (5, 300, 17, 140)
-NAMES = ("gpt_bigcode", "persimmon", "cohere_compass", "diffllama", "jetmoe", "gemma3n", "gemma4")
+NAMES = ("gpt_bigcode", "persimmon", "cohere_compass", "diffllama", "jetmoe", "gemma3n", "gemma4", "moshi")
 
 
 @pytest.fixture
@@ -60,8 +60,8 @@ def test_batches_over_16_bit_pages_equal_sdpa(name, batch_tokens, build, prompts
         assert logprobs == pytest.approx(wanted[1], abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["gpt_bigcode", "persimmon", "cohere_compass"])
-def test_layers_that_pass_no_batch_on_are_batched_over_packed_pages(name, build, prompts, monkeypatch):
+@pytest.mark.parametrize("name", ["gpt_bigcode", "persimmon", "cohere_compass", "moshi"])
+def test_layers_that_do_not_describe_the_batch_are_batched_over_packed_pages(name, build, prompts, monkeypatch):
     model = build(name, dma_hf.NAME)
     dma_hf.configure(model, "balanced+int8")
     parts = note_parts(monkeypatch)

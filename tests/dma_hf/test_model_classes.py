@@ -47,6 +47,10 @@ WITHOUT_PACKED_CACHE = {
         LLAMA | {"num_key_value_heads": 2, "kv_channels": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
         "jetmoe cannot .* it repeats keys and values",
     ),
+    "MiniMaxForCausalLM": (
+        LLAMA | {"num_key_value_heads": 2, "num_local_experts": 2, "head_dim": 16},
+        "minimax cannot .* it has a cache class of its own",
+    ),
     "FalconH1ForCausalLM": (
         LLAMA | {"num_key_value_heads": 2, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16},
         r"falcon_h1 cannot .* its layers also hold other states \(LinearAttentionAndFullAttentionLayer\)",

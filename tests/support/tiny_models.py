@@ -159,6 +159,7 @@ OTHERS: dict[str, Family] = {
         | {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}}
         | {"layer_types": ["full_attention"] * 2},
     ),
+    "moshi": Family("MoshiForCausalLM", "MoshiConfig", SIZES | {"sliding_window": WINDOW, "ffn_dim": 64}, window=True),
     "doge": Family("DogeForCausalLM", "DogeConfig", SIZES),
     "diffllama": Family("DiffLlamaForCausalLM", "DiffLlamaConfig", SIZES),
     "jetmoe": Family("JetMoeForCausalLM", "JetMoeConfig", SIZES | MOE | {"kv_channels": 16}),
