@@ -58,7 +58,7 @@ WITHOUT_PACKED_CACHE = {
 }
 
 # Upstream looks up the attention class by the implementation's name when it builds the model.
-UPSTREAM_REFUSES = {
+WITH_TABLES = {
     "GPTNeoForCausalLM": {
         "hidden_size": 64,
         "num_layers": 2,
@@ -155,10 +155,13 @@ def test_a_packed_cache_is_refused_where_it_would_not_be_used(name):
     assert model.generate(**_inputs(model), max_new_tokens=2, min_new_tokens=2).shape == (1, 7)
 
 
-@pytest.mark.parametrize("name", UPSTREAM_REFUSES)
-def test_unsupported_classes_are_rejected_upstream(name):
-    with pytest.raises(KeyError, match="dma_mxfp"):
-        _build(name, UPSTREAM_REFUSES[name])
+@pytest.mark.parametrize("name", WITH_TABLES)
+def test_classes_with_a_table_of_attention_layers_are_rejected(name):
+    """Upstream would raise a ``KeyError``."""
+    with pytest.raises(
+        ValueError, match=f"attn_implementation='dma_mxfp' does not reach {name}, which chooses its lay"
+    ):
+        _build(name, WITH_TABLES[name])
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "gpt2", "granite", "bert", "modernbert"])
