@@ -20,8 +20,9 @@ from transformers import AttentionInterface
 from .architectures import CROSS_ATTENTION_NAMES, NEVER_CAUSAL
 from .arguments import Call, autocast_dtype, find_unsupported, note_other_cache
 from .cache_layers import DECODED_AT_ONCE, DMALayer, Step, update_of
-from .compact_mask import GEOMETRY, MaskGeometry
+from .compact_mask import GEOMETRY, CompactMask, MaskGeometry
 from .masking import read_mask
+from .repeated_calls import cached_step, exact_step, is_exact_step, is_step, let_repeat, prompt, repeat
 from .stats import count_fallback, counted, note_fallback, tile_counts_of
 
 
@@ -70,8 +71,12 @@ def dma_attention_forward(
         ValueError: A shape is wrong; the call is unsupported and ``on_unsupported`` is ``error``; or the ``dma_mxfp``
             section is invalid.
     """
-    call = Call.of(module, **kwargs)
     update = update_of(key, value)
+    if type(attention_mask) is CompactMask and attention_mask.dma_calls and indices is None:
+        again = repeat(module, query, key, value, update, attention_mask, is_causal, sliding_window, kwargs)
+        if again is not None:
+            return again, None
+    call = Call.of(module, **kwargs)
     dtype = autocast_dtype(query)
     if update is not None:
         query = query.to(key.dtype)  # also under autocast: a cache keeps the dtype of its first keys
@@ -106,9 +111,33 @@ def dma_attention_forward(
             counts = tile_counts_of(module, query, settings.recipe)
             inputs = (layer, step, query, geometry, settings.recipe, counts)
             out = counted(module, settings.name, layer.cache, attend, *inputs, **call.options)
+            if indices is None and counts is None:
+                compute = None
+                if is_step(step):
+                    compute = cached_step(call, query, layer, geometry.window or layer.window)
+                elif step.is_first and layer.owner.prompt_length is None:
+                    offsets = {"q_offset": geometry.kv_offset, "kv_offset": geometry.kv_offset}
+                    options = {"is_causal": geometry.is_causal, "window": geometry.window, **offsets}
+                    compute = prompt(call, settings.recipe, query, step.key, step.value, **options)
+                if compute is not None:
+                    states = (query, step.key, step.value)
+                    given = (attention_mask, is_causal, sliding_window, kwargs, compute)
+                    let_repeat(module, states, step.kv_len, True, *given)
             return out.transpose(1, 2).contiguous(), None
         key, value = layer.dense(step)
     recipe = settings.cross_recipe if geometry.two_sequences else settings.recipe
+    counts = tile_counts_of(module, query, recipe)
+    if indices is None and bias is None and counts is None:
+        options = {"is_causal": geometry.is_causal, "q_offset": geometry.q_offset, "kv_offset": geometry.kv_offset}
+        is_exact = is_exact_step(query, key, call, geometry)
+        compute = exact_step(call) if is_exact else None
+        if compute is None and geometry.kv_range is None and geometry.pattern is None:
+            compute = prompt(call, recipe, query, key, value, window=geometry.window, **options)
+        if compute is not None:
+            given = (attention_mask, is_causal, sliding_window, kwargs, compute)
+            let_repeat(module, (query, key, value), key.shape[2], False, *given)
+            if is_exact:
+                return compute(module, None, None, query, key, value, None), None
     out = counted(
         module,
         settings.name,
@@ -124,7 +153,7 @@ def dma_attention_forward(
         kv_range=geometry.kv_range,
         window=geometry.window,
         mask=geometry.pattern,
-        tile_counts=tile_counts_of(module, query, recipe),
+        tile_counts=counts,
         **call.options,
     )
     return out.transpose(1, 2).contiguous(), None
@@ -264,7 +293,7 @@ def attend(
         )
         if not new.is_stored:
             layer.settle(new, geometry)
-            layer.store(new)
+            layer.store_later(new)
         return out
     if new.is_stored and query.shape[2] > TILE:
         raise ValueError(

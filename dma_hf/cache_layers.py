@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,12 +27,19 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from .arguments import autocast_dtype
-from .compact_mask import METADATA, MaskGeometry, device_only
+from .compact_mask import METADATA, PLAIN_STEP, MaskGeometry, device_only
 from .config import cache_format_of, is_dma
 from .integrations.attention_name import attention_name
 
 DECODED_AT_ONCE = 16
 """Calls with more queries than this, such as prompts, may wait for the device to check their arguments."""
+
+STORED_LATER = 2048
+"""Tokens of a prompt, of all rows together, that are stored after its forward pass, so that the first token waits less.
+Until then they take the memory of a 16-bit cache."""
+
+ROOM_AHEAD = 4096
+"""Tokens that a cache makes room for at once if ``generate`` expects them. Each growth costs a copy and a capture."""
 
 
 def lasting() -> AbstractContextManager[object]:
@@ -40,6 +47,22 @@ def lasting() -> AbstractContextManager[object]:
     if torch.compiler.is_dynamo_compiling() or not torch.is_inference_mode_enabled():
         return nullcontext()
     return torch.inference_mode(False)
+
+
+@dataclass(frozen=True, eq=False)
+class Capture:
+    """State of a cache while a decoding step is captured as a CUDA graph.
+
+    Attributes:
+        position: Number of cached tokens, int64 ``[]`` on the device. It has the attribute :data:`PLAIN_STEP`.
+        room: Tokens that the storage has room for.
+    """
+
+    position: Tensor
+    room: int
+
+    def __post_init__(self) -> None:
+        setattr(self.position, PLAIN_STEP, True)
 
 
 @dataclass(eq=False)
@@ -54,6 +77,10 @@ class Owner:
         plain: The last range of visible keys that was checked, and whether it had all keys of each row.
         prompt_length: Tokens of the prompt if the first call may also have candidates of speculative decoding, else
             ``None``. Candidates are decoding steps.
+        expected_tokens: Tokens that ``generate`` may store, or ``None`` if it is not known.
+        capture: State of a capture, or ``None`` outside of one.
+        graph: The captured decoding step (:class:`dma_hf.decoding.DecodingGraph`), if there is one.
+        repeated: The last update of the first layer, if it was a decoding step or a later chunk.
     """
 
     config: PreTrainedConfig
@@ -62,14 +89,30 @@ class Owner:
     sink_tiles: int
     plain: tuple[Tensor, bool] | None = None
     prompt_length: int | None = None
+    expected_tokens: int | None = None
+    capture: Capture | None = None
+    graph: Any = None
+    repeated: RepeatedUpdate | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Owner:
-        return self
+        return replace(self, **_OF_A_STEP)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | _OF_A_STEP
+
+    def matches(self, other: Owner) -> bool:
+        """Return whether two caches have the same configuration, formats and tiles in 16 bits."""
+        names = ("cache", "diagonal_tiles", "sink_tiles")
+        return self.config is other.config and all(getattr(self, name) == getattr(other, name) for name in names)
 
     @property
     def reads_packed(self) -> bool:
         """Whether the model's attention function recognizes :class:`~dma_hf.CachedStates`."""
         return is_dma(attention_name(self.config))
+
+
+_OF_A_STEP: dict[str, Any] = dict.fromkeys(("plain", "capture", "graph", "repeated"))
+"""Fields of an :class:`Owner` that copies of the cache start without."""
 
 
 @dataclass(eq=False)
@@ -98,6 +141,55 @@ class Step:
     dense: tuple[Tensor, Tensor] | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class RepeatedUpdate:
+    """The update of a step's first layer. Those of the other layers with the same shapes need no further checks.
+
+    Attributes:
+        tokens: Tokens in the layer before the update.
+        key: Shape, dtype and device of the new keys.
+        value: The same of the new values.
+        stored: Shapes, dtype and device of the storage.
+        window: Window of the layer.
+        kv_len: See :class:`Step`.
+        kv_offset: See :class:`Step`.
+    """
+
+    tokens: int
+    key: tuple[Any, ...]
+    value: tuple[Any, ...]
+    stored: tuple[Any, ...]
+    window: int | None
+    kv_len: int
+    kv_offset: int
+
+    @classmethod
+    def of(cls, layer: DMALayer, new: Step) -> RepeatedUpdate:
+        """Return the update ``new`` of a layer."""
+        numbers = (layer.window, new.kv_len, new.kv_offset)
+        return cls(layer.tokens, _kind(new.key), _kind(new.value), _kinds(layer.storage), *numbers)
+
+    def covers(self, layer: DMALayer, key: Tensor, value: Tensor) -> bool:
+        """Return whether the update of another layer, with the keys ``key``, is like this one."""
+        return (
+            layer.tokens == self.tokens
+            and layer.is_initialized
+            and layer.device == key.device
+            and layer.window == self.window
+            and _kind(key) == self.key
+            and _kind(value) == self.value
+            and _kinds(layer.storage) == self.stored
+        )
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device, type(tensor)
+
+
+def _kinds(storage: LayerStorage) -> tuple[Any, ...]:
+    return storage.key_residual.shape, storage.value_residual.shape, storage.key_residual.dtype, storage.lengths.device
+
+
 class CachedStates(Tensor):
     """Keys or values of a cache layer, ``[B, Hkv, kv_len, D]``. Read-only.
 
@@ -115,7 +207,7 @@ class CachedStates(Tensor):
     def of(layer: Any, step: Step, is_value: bool) -> Tensor:
         """Return the states of an update, with the dtype and device of its keys or values."""
         like = step.value if is_value else step.key
-        number = torch.zeros((1, 1, 1, 1), dtype=like.dtype, device=like.device)
+        number = torch.empty((1, 1, 1, 1), dtype=like.dtype, device=like.device)  # never read
         shape = like.shape[0], like.shape[1], step.kv_len, like.shape[3]
         states: Tensor = number.expand(shape).as_subclass(CachedStates)
         states.dma_layer = layer  # type: ignore[attr-defined]
@@ -230,6 +322,11 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
             ValueError: Their shape or device differs from the first update, or the static cache is full.
         """
         self.flush()
+        repeated = None if self.checks_steps else self.owner.repeated
+        if repeated is not None and repeated.covers(self, key_states, value_states):
+            numbers = (repeated.kv_len, repeated.kv_offset, self.is_empty)
+            new = self.pending = Step(key_states, value_states, *numbers)
+            return CachedStates.of(self, new, is_value=False), CachedStates.of(self, new, is_value=True)
         if not self.is_empty and self.owner.prompt_length is not None:
             self.owner.prompt_length = None
         dtype = autocast_dtype(key_states)
@@ -249,6 +346,8 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
         if not (self.owner.reads_packed and is_plain):
             return self.dense(new)
         self.pending = new
+        if self.checks_steps and not isinstance(self.tokens, Tensor):
+            self.owner.repeated = RepeatedUpdate.of(self, new) if dtype is None else None
         return CachedStates.of(self, new, is_value=False), CachedStates.of(self, new, is_value=True)
 
     def dense(self, new: Step) -> tuple[Tensor, Tensor]:
@@ -299,16 +398,30 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
         append(self.storage, new.key.detach(), new.value.detach())
         self.count(new)
 
+    def store_later(self, new: Step) -> None:
+        """Store a prompt, whose padding is settled: now if it is long, or else before the next use of the layer."""
+        tokens = new.key.shape[0] * new.key.shape[2]
+        if tokens > STORED_LATER or self.is_offloading or not self.is_settled or torch.is_grad_enabled():
+            self.store(new)
+        else:
+            self.pending = new
+
     def make_room(self, count: int) -> None:
-        """Grow the storage for ``count`` more tokens."""
+        """Grow the storage for ``count`` more tokens, and for those that ``generate`` expects after them."""
+        tokens = self.tokens + count
+        if tokens // TILE <= self.storage.max_pages:
+            return
+        expected = self.owner.expected_tokens
+        if expected is not None:
+            tokens = max(tokens, min(expected, tokens + ROOM_AHEAD))
         with lasting():
-            self.storage.reserve((self.tokens + count) // TILE)
+            self.storage.reserve(tokens // TILE)
 
     def count(self, new: Step) -> None:
         """Update the counters after new keys and values were stored."""
         if isinstance(self.tokens, Tensor):
             self.tokens.add_(new.key.shape[2])
-        else:
+        elif self.owner.capture is None:
             self.tokens += new.key.shape[2]
         new.is_stored = True
         self.pending = None
@@ -323,11 +436,15 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
         return position
 
     def get_seq_length(self) -> Any:
-        """Return how many tokens the layer has seen, with the type of :attr:`tokens`."""
+        """Return how many tokens the layer has seen, with the type of :attr:`tokens`; a tensor during a capture."""
+        if self.owner.capture is not None:
+            return self.owner.capture.position
         return self.tokens if self.pending is None else self.tokens + self.pending.key.shape[2]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return how many tokens a mask must cover, and the index of the first."""
+        if self.owner.capture is not None:
+            return self.owner.capture.room, 0
         length = self.get_seq_length()
         first = 0 if self.window is None else max(length - self.window + 1, 0)
         return length - first + query_length, first
@@ -356,6 +473,16 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
         self.storage = self.pending = self.owner.prompt_length = None  # type: ignore[assignment]
         self.tokens = 0
         self.is_empty, self.is_initialized, self.is_settled = True, False, False
+
+    def clear(self, batch: int, dtype: torch.dtype) -> bool:
+        """Remove all tokens and keep the storage for ``batch`` rows of a dtype. Returns whether it has those shapes."""
+        self.pending = None
+        if self.is_initialized:
+            if (len(self.storage.lengths), self.storage.key_residual.dtype) != (batch, dtype):
+                return False
+            self.tokens = 0
+            self._start_anew()
+        return True
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
@@ -441,6 +568,10 @@ class DMAStaticLayer(DMALayer):
                 torch._assert_async(self.tokens + count <= self.max_cache_len, room)
         elif int(self.tokens) + count > self.max_cache_len:
             raise ValueError(f"{room} after {int(self.tokens)}; make it larger: DMACache(config, max_cache_len=...)")
+
+    def store_later(self, new: Step) -> None:
+        """Store a prompt at once. Compiled steps do not look for one that is not stored."""
+        self.store(new)
 
     def make_room(self, count: int) -> None:
         """Do nothing, because the storage has its full size."""

@@ -19,6 +19,9 @@ from torch.utils._pytree import tree_map_only
 GEOMETRY = "dma_geometry"
 """Attribute of a mask with its geometry."""
 
+PLAIN_STEP = "dma_plain_step"
+"""Attribute of a query offset that says that the call is a captured decoding step, whose mask hides no cached key."""
+
 MASKED_BELOW = -9.9e3
 """Additive masks mark hidden keys by ``-inf``, the dtype's minimum or, in old models, -10000 (-9984 in bf16)."""
 
@@ -113,9 +116,11 @@ class CompactMask(Tensor):
 
     Attributes:
         dma_geometry: The geometry of the mask.
+        dma_calls: Calls of layers that other layers may repeat (:class:`dma_hf.attention.RepeatedCall`).
     """
 
     dma_geometry: MaskGeometry
+    dma_calls: dict[Any, Any]
     _dense: Tensor | None
 
     @staticmethod
@@ -128,7 +133,7 @@ class CompactMask(Tensor):
         byte = torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=device)
         if torch.compiler.is_dynamo_compiling() or type(byte) is Tensor:
             mask: Tensor = byte.expand(geometry.shape).as_subclass(CompactMask)
-            mask._dense = None  # type: ignore[attr-defined]
+            mask._dense, mask.dma_calls = None, {}  # type: ignore[attr-defined]
         else:
             mask = geometry.dense(device)
         mask.dma_geometry = geometry  # type: ignore[attr-defined]

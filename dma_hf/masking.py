@@ -30,7 +30,7 @@ from transformers.masking_utils import (
 )
 
 from .architectures import ADDS_THE_MASK, refuse_model
-from .compact_mask import MASKED_BELOW, CompactMask, MaskGeometry, has_no_values
+from .compact_mask import MASKED_BELOW, PLAIN_STEP, CompactMask, MaskGeometry, has_no_values
 
 
 class _Kind(NamedTuple):
@@ -124,6 +124,11 @@ def dma_mask(
     kind = _recognise(
         mask_function, local_size, kv_length, kv_offset, config, allow_is_causal_skip, allow_is_bidirectional_skip
     )
+    if not torch.compiler.is_dynamo_compiling() and getattr(q_offset, PLAIN_STEP, False):
+        if attention_mask is not None or kind.needs_pattern or not kind.is_causal:
+            raise RuntimeError("the model's mask is more than a causal one or a sliding window")
+        step = MaskGeometry(batch_size, q_length, kv_length, is_causal=True, window=kind.window, q_offset=q_offset)
+        return CompactMask.of(step, device)
     padding = _read_padding(attention_mask, kv_length, kv_offset)
     pattern = None if padding is None else padding.pattern
     if kind.needs_pattern:

@@ -66,9 +66,13 @@ class Stats(LayerStats):
 
     Attributes:
         layers: Counts of each layer that was called, by name.
+        replays: Decoding steps of ``generate`` that replayed a CUDA graph. Their calls are counted, too.
+        eager_decoding: Calls of ``generate`` over a :class:`~dma_hf.DMACache` whose steps ran eagerly, by reason.
     """
 
     layers: dict[str, LayerStats] = field(default_factory=dict)
+    replays: int = 0
+    eager_decoding: Counter[str] = field(default_factory=Counter)
 
     @property
     def calls(self) -> int:
@@ -82,19 +86,33 @@ class Stats(LayerStats):
             for use, count in self.uses.most_common()
         ]
         lines += [f"  {count} x SDPA instead: {option}" for option, count in self.fallbacks.most_common()]
+        if self.replays:
+            lines.append(f"  {self.replays} decoding steps replayed a CUDA graph")
+        lines += [
+            f"  {count} x generate without CUDA graphs: {reason}" for reason, count in self.eager_decoding.most_common()
+        ]
         if self.skipped_share is not None:
             lines.append(f"  {self.skipped_share:.0%} of the low tiles counted were skipped")
         return "\n".join(lines)
 
 
+@dataclass
+class _Decoding:
+    """Counts of the decoding steps of a model."""
+
+    replays: int = 0
+    eager: Counter[str] = field(default_factory=Counter)
+
+
 _layers: weakref.WeakKeyDictionary[nn.Module, LayerStats] = weakref.WeakKeyDictionary()
+_models: weakref.WeakKeyDictionary[nn.Module, _Decoding] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
 def stats(model: nn.Module) -> Stats:
     """Return what computed the attention of a model since it was loaded, or since :func:`reset_stats`.
 
-    Only calls from Python are counted, not those inside ``torch.compile`` or a replayed CUDA graph.
+    Calls inside ``torch.compile`` are not counted, nor those in CUDA graphs of ``generate_batch``.
     """
     total = Stats()
     with _lock:
@@ -105,6 +123,10 @@ def stats(model: nn.Module) -> Stats:
                 total.layers[name] = LayerStats(found.uses.copy(), found.fallbacks.copy(), tiles)
                 total.uses += found.uses
                 total.fallbacks += found.fallbacks
+            decoding = _models.get(module)
+            if decoding is not None:
+                total.replays += decoding.replays
+                total.eager_decoding += decoding.eager
     counts = [layer.tiles.sum(0) for layer in total.layers.values() if layer.tiles is not None]
     total.tiles = torch.stack(counts).sum(0, keepdim=True) if counts else None
     return total
@@ -115,6 +137,7 @@ def reset_stats(model: nn.Module) -> None:
     with _lock:
         for module in model.modules():
             _layers.pop(module, None)
+            _models.pop(module, None)
 
 
 def counted(
@@ -126,10 +149,50 @@ def counted(
     kernels: list[str] = []
     with kernel_reports(kernels.append):
         result = function(*arguments, **options)
-    use = Use(" + ".join(dict.fromkeys(kernels)) or "none", recipe, cache)
+    kernel = kernels[0] if len(kernels) == 1 else " + ".join(dict.fromkeys(kernels)) or "none"
+    count_use(module, Use(kernel, recipe, cache))
+    return result
+
+
+def count_use(module: nn.Module, use: Use) -> None:
+    """Count a call of a layer, or record it (:func:`recorded_uses`)."""
+    if _counting.recorded is not None:
+        _counting.recorded.append((module, use))
+        return
     with _lock:
         _layer(module).uses[use] += 1
-    return result
+
+
+@contextmanager
+def recorded_uses() -> Iterator[list[tuple[nn.Module, Use]]]:
+    """Record the calls of this thread within a ``with`` block instead of counting them."""
+    uses: list[tuple[nn.Module, Use]] = []
+    outer, _counting.recorded = _counting.recorded, uses
+    try:
+        yield uses
+    finally:
+        _counting.recorded = outer
+
+
+def count_replay(model: nn.Module, uses: list[tuple[nn.Module, Use]]) -> None:
+    """Count the calls of a captured decoding step that was replayed."""
+    with _lock:
+        for module, use in uses:
+            _layer(module).uses[use] += 1
+        _decoding(model).replays += 1
+
+
+def note_eager_decoding(model: nn.Module, reason: str) -> None:
+    """Count a call of ``generate`` whose steps are no CUDA graphs."""
+    with _lock:
+        _decoding(model).eager[reason] += 1
+
+
+def _decoding(model: nn.Module) -> _Decoding:
+    found = _models.get(model)
+    if found is None:
+        found = _models[model] = _Decoding()
+    return found
 
 
 def _layer(module: nn.Module) -> LayerStats:
@@ -160,10 +223,14 @@ TileCounts = dict[nn.Module, Tensor]
 
 
 class _Counting(threading.local):
-    """Where the calls of this thread add their counts, or ``None``. Dynamo can trace it, unlike a ``ContextVar``."""
+    """Where the calls of this thread add their counts and their uses, or ``None``.
+
+    Dynamo can trace it, unlike a ``ContextVar``.
+    """
 
     def __init__(self) -> None:
         self.counts: TileCounts | None = None  # of the instance, or Dynamo would not see that it changes
+        self.recorded: list[tuple[nn.Module, Use]] | None = None
 
 
 _counting = _Counting()

@@ -1,111 +1,155 @@
-"""``generate`` with a ``DMACache``.
+"""``generate`` with a ``DMACache``, and its decoding steps as CUDA graphs.
 
-Transformers has no registry of caches, and no hook that runs when a model is loaded. So this package wraps
-``GenerationMixin.generate`` once, at import. The wrapper adds a cache to calls of models that run ``dma_mxfp`` and
-whose settings name a cache. It passes on all other calls unchanged. ``docs/compatibility.md`` lists the alternatives.
+Transformers has no registry of caches. So this package wraps four methods that ``generate`` calls, once, at import.
+They pass on all calls of models that do not run ``dma_mxfp``. ``docs/compatibility.md`` lists the alternatives.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dma_kernels.numerics.formats import TILE
 from torch import Tensor
-from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
 
 from ..architectures import shares_keys
 from ..cache import DMACache
 from ..cache_layers import DMALayer
 from ..config import cache_of, is_ours
+from ..decoding import DecodingSteps, decodes_by_graphs, lend
+from ..stats import note_eager_decoding
 from .cache_argument import CACHE_ARGUMENT, CACHE_ARGUMENTS
-from .names import CACHE_IMPLEMENTATION
 
 OPEN = (None, "hybrid")
-"""Values that name no cache. Transformers ignores "hybrid", which old configurations of Gemma have."""
+"""Values of ``cache_implementation`` that name no cache. Old configurations of Gemma have "hybrid"."""
 
-SPECULATION = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
-"""Fields of a generation configuration that turn on speculative decoding, apart from an assistant model."""
+MODES = ("greedy_search", "sample")
+"""Generation modes with one query per row and step."""
 
-
-def generate(method: Callable[..., Any], model: PreTrainedModel, *arguments: Any, **options: Any) -> Any:
-    """Call ``generate`` with the cache in the model's settings."""
-    if is_ours(model):
-        options = _with_cache(model, arguments, options)
-    return method(model, *arguments, **options)
+MAX_CANDIDATES = 128
+"""Candidates of speculative decoding. A cache can always remove that many tokens."""
 
 
-def _with_cache(model: PreTrainedModel, arguments: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a call of ``generate``, with a ``DMACache`` if the model's settings name one.
+def prepare_cache(
+    method: Callable[..., Any],
+    model: PreTrainedModel,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    generation_mode: Any,
+    batch_size: int,
+    max_cache_length: int,
+) -> Any:
+    """Make the cache of a call of ``generate``: a ``DMACache`` if the model's settings name one.
 
-    Another cache in the call has priority. ``cache_implementation="dma"`` in the call overrides the generation
-    configuration.
+    Another cache in the call has priority.
 
     Raises:
-        ValueError: The call asks for a ``DMACache``, and ``use_cache`` is false. Each step would read all tokens again,
-            although the cache has them. Or speculation asks for more candidates than the cache can remove.
+        ValueError: The call passes a ``DMACache``, and ``use_cache`` is false. Each step would read all tokens again,
+            although the cache has them.
     """
-    asked = functools.partial(_asked, model, arguments, options)
-    wanted = options.get("cache_implementation") == CACHE_IMPLEMENTATION
-    if wanted:
-        options["cache_implementation"] = None
-    elif cache_of(model) is not None:
-        wanted = asked("use_cache") is not False and asked("cache_implementation") in OPEN
-    cache: Cache | None = next((options[name] for name in CACHE_ARGUMENTS if options.get(name) is not None), None)
-    if wanted and cache is None:
-        cache = DMACache(model.config)
-        if not any(isinstance(layer, DMALayer) for layer in cache.layers):  # Mamba has another cache argument
-            return options
-        if model.config.is_encoder_decoder:
-            cache = EncoderDecoderCache(cache, DynamicCache(config=model.config))
-        if asked("is_assistant"):  # Transformers rolls back its cache
-            cache.activate_past_recording()
-        options = {name: value for name, value in options.items() if name not in CACHE_ARGUMENTS}
-        options[CACHE_ARGUMENT] = cache
-    packed = getattr(cache, "self_attention_cache", cache)
-    if isinstance(packed, DMACache):
-        if asked("use_cache") is False:
+    given = (generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+    if not is_ours(model):
+        return method(model, *given)
+    cache = next((model_kwargs[name] for name in CACHE_ARGUMENTS if model_kwargs.get(name) is not None), None)
+    is_new = cache is None and cache_of(model) is not None
+    is_new = is_new and generation_config.use_cache is not False and generation_config.cache_implementation in OPEN
+    if is_new:
+        cache = _new_cache(model, generation_config, generation_mode, batch_size, max_cache_length)
+        is_new = cache is not None
+    packed = packed_cache(cache)
+    if packed is not None:
+        if generation_config.use_cache is False:
             raise ValueError(
                 "generate got a DMACache, but use_cache is False; leave one of them out, or pass "
                 "use_cache=True if the generation configuration has False"
             )
-        assistant = options.get("assistant_model")
-        is_speculative = assistant is not None or any(asked(name) for name in SPECULATION)
-        if is_speculative:
-            _check_candidates("prompt_lookup_num_tokens", asked("prompt_lookup_num_tokens"))
-            own = getattr(assistant, "generation_config", None)
-            _check_candidates("num_assistant_tokens", getattr(own, "num_assistant_tokens", None))
-        if shares_keys(packed.owner.config) and packed.get_seq_length() and options.get("inputs_embeds") is None:
-            options.setdefault("prefill_chunk_size", asked("prefill_chunk_size") or TILE)
-        packed.owner.prompt_length = _prompt_length(model, arguments, options) if is_speculative else None
-    return options
+        packed.owner.expected_tokens = max_cache_length
+        _check_candidates("prompt_lookup_num_tokens", generation_config.prompt_lookup_num_tokens)
+        is_later_turn = packed.get_seq_length() > 0 and model_kwargs.get("inputs_embeds") is None
+        if is_later_turn and shares_keys(packed.owner.config) and generation_config.prefill_chunk_size is None:
+            generation_config.prefill_chunk_size = TILE
+        if generation_mode.value not in MODES:
+            note_eager_decoding(model, f"the generation mode is {generation_mode.value}")
+        elif model.config.is_encoder_decoder:
+            note_eager_decoding(model, "the model is an encoder-decoder")
+        elif generation_config.disable_compile:
+            note_eager_decoding(model, "disable_compile is set")
+    if not is_new:
+        return method(model, *given)
+    model_kwargs[CACHE_ARGUMENT] = cache
+    if generation_config.is_assistant:  # Transformers rolls back its cache
+        cache.activate_past_recording()
+    return None
+
+
+def _new_cache(
+    model: PreTrainedModel, config: GenerationConfig, mode: Any, batch_size: int, max_cache_length: int
+) -> Cache | None:
+    """Return a ``DMACache``, or ``None`` if none of the model's layers can use one (Mamba)."""
+    is_compiled = config.compile_config is not None and not config.disable_compile
+    cache = DMACache(model.config, max_cache_len=max_cache_length if is_compiled else None)
+    if not any(isinstance(layer, DMALayer) for layer in cache.layers):
+        return None
+    if model.config.is_encoder_decoder:
+        return EncoderDecoderCache(cache, DynamicCache(config=model.config))
+    is_returned = config.return_dict_in_generate or config.is_assistant
+    if not (is_compiled or is_returned or config.disable_compile) and mode.value in MODES and _is_on_gpu(model):
+        lend(model, cache, batch_size * max(config.num_beams or 1, config.num_return_sequences or 1))
+    return cache
 
 
 def _check_candidates(name: str, count: int | None) -> None:
-    """Raise if a step may have more candidates than a packed cache can remove again."""
-    if count is not None and count > TILE:
+    """Raise a ``ValueError`` for more candidates than the cache can remove."""
+    if count is not None and count > MAX_CANDIDATES:
         raise ValueError(
-            f"{name} must be at most {TILE} with a packed cache, got {count}; the cache cannot remove as many rejected "
-            "tokens"
+            f"{name} must be at most {MAX_CANDIDATES} with a DMACache, which cannot remove more tokens; got {count}"
         )
 
 
-def _prompt_length(model: PreTrainedModel, arguments: Sequence[Any], options: dict[str, Any]) -> int | None:
-    """Return how many tokens are passed to the decoder."""
-    if model.config.is_encoder_decoder:
-        names = ["decoder_input_ids", "decoder_inputs_embeds"]
-        found = [options.get(name) for name in names]
-    else:
-        found = [*arguments[:1], *(options.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))]
-    lengths = [tensor.shape[1] for tensor in found if isinstance(tensor, Tensor)]
-    return max(lengths, default=1 if model.config.is_encoder_decoder else None)
+def packed_cache(cache: Any) -> DMACache | None:
+    """Return the ``DMACache`` that a cache is or contains, if any."""
+    cache = getattr(cache, "self_attention_cache", cache)
+    return cache if isinstance(cache, DMACache) else None
 
 
-def _asked(model: PreTrainedModel, arguments: Sequence[Any], options: dict[str, Any], name: str) -> Any:
-    """Return an option of ``generate``: from the call, the configuration in the call, or the model's."""
-    if name in options:
-        return options[name]
-    given = [options.get("generation_config"), *arguments[1:2], model.generation_config]
-    values = (getattr(config, name, None) for config in given)
-    return next((value for value in values if value is not None), None)
+def _cache_in(model_kwargs: Mapping[str, Any]) -> Any:
+    return next((model_kwargs[name] for name in CACHE_ARGUMENTS if model_kwargs.get(name) is not None), None)
+
+
+def _is_on_gpu(model: PreTrainedModel) -> bool:
+    return bool(model.device.type == "cuda")
+
+
+def assisted_decoding(method: Callable[..., Any], model: PreTrainedModel, input_ids: Tensor, **options: Any) -> Any:
+    """Run speculative decoding. The cache learns which tokens of the first call are candidates, not the prompt."""
+    packed = packed_cache(_cache_in(options)) if is_ours(model) else None
+    if packed is None:
+        return method(model, input_ids, **options)
+    own = getattr(options.get("assistant_model"), "generation_config", None)
+    _check_candidates("num_assistant_tokens", getattr(own, "num_assistant_tokens", None))
+    embeddings = options.get("inputs_embeds")
+    packed.owner.prompt_length = max(input_ids.shape[1], 0 if embeddings is None else embeddings.shape[1])
+    try:
+        return method(model, input_ids, **options)
+    finally:
+        packed.owner.prompt_length = None
+
+
+def decodes_by_compiled_call(
+    method: Callable[..., Any],
+    model: PreTrainedModel,
+    model_kwargs: dict[str, Any],
+    generation_config: GenerationConfig,
+) -> bool:
+    """Return whether decoding steps call what ``get_compiled_call`` returns: also over a growing ``DMACache``."""
+    if is_ours(model) and generation_config.compile_config is None and decodes_by_graphs(_cache_in(model_kwargs)):
+        return not generation_config.disable_compile and _is_on_gpu(model)
+    return bool(method(model, model_kwargs, generation_config))
+
+
+def compiled_call(method: Callable[..., Any], model: PreTrainedModel, compile_config: Any) -> Any:
+    """Return what runs decoding steps: CUDA graphs, or ``torch.compile`` if ``compile_config`` asks for it."""
+    if compile_config is None and is_ours(model):
+        return DecodingSteps(model, lambda: method(model, None))
+    return method(model, compile_config)

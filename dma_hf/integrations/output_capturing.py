@@ -20,3 +20,8 @@ def _collector() -> Any:
         from transformers.utils.output_capturing import _active_collector
     check_attributes(_active_collector, ["get"])
     return _active_collector
+
+
+def is_output_hook(hook: Any) -> bool:
+    """Return whether a forward hook is one of Transformers that only collects outputs that a caller asked for."""
+    return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"

@@ -6,23 +6,25 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
+from .attention_tables import check_attention
 from .continuous_batching import init_continuous_batching
-from .generate import generate
-from .names import check_attention, check_generation_config
+from .generate import assisted_decoding, compiled_call, decodes_by_compiled_call, prepare_cache
 
 
 def wrap_generation() -> None:
-    """Have ``generate`` and ``generate_batch`` use the cache in a model's settings."""
-    _wrap(GenerationMixin, "generate", generate)
+    """Have ``generate`` and ``generate_batch`` use the cache in a model's settings, and run steps as CUDA graphs."""
+    _wrap(GenerationMixin, "_prepare_cache_for_generation", prepare_cache)
+    _wrap(GenerationMixin, "_assisted_decoding", assisted_decoding)
+    _wrap(GenerationMixin, "_valid_auto_compile_criteria", decodes_by_compiled_call)
+    _wrap(PreTrainedModel, "get_compiled_call", compiled_call)
     _wrap(GenerationMixin, "init_continuous_batching", init_continuous_batching)
 
 
-def wrap_name_checks() -> None:
-    """Have Transformers' checks of ``attn_implementation`` and ``cache_implementation`` give the way out."""
+def wrap_name_check() -> None:
+    """Have models that no name of this package reaches refuse it by name."""
     _wrap(PreTrainedModel, "get_correct_attn_implementation", check_attention)
-    _wrap(GenerationConfig, "validate", check_generation_config)
 
 
 def _wrap(owner: type, name: str, function: Callable[..., Any]) -> None:

@@ -122,17 +122,54 @@ def attention_with_lse(
     return out, lse
 
 
+class PreparedAttention:
+    """:func:`attention` for calls that differ in the contents of their tensors alone, such as those of many layers.
+
+    The first call of its kind must have been checked: run :func:`attention` with the same arguments before.
+    """
+
+    def __init__(self, call: AttentionCall) -> None:
+        self._layouts = call.layouts()
+        self._plan = plan(self._layouts)
+        self._call = call._replace(query=None, key=None, value=None, sinks=None)  # keeps no tensors
+
+    @classmethod
+    def of(cls, query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, **options: Any) -> PreparedAttention | None:
+        """Prepare calls with these arguments of :func:`attention`.
+
+        Returns:
+            ``None`` if a compiler, autograd or a tensor mode must see each call as one operation.
+        """
+        known = dict.fromkeys(AttentionCall._fields) | {"is_causal": True, "kv_offset": 0, "backend": "auto"} | options
+        known |= {"query": query, "key": key, "value": value, "recipe": recipe, "needs_lse": False}
+        call = AttentionCall(**known)
+        return None if _needs_op(_tensors_of(call)) else cls(call)
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """Return the output for other tensors of the same shapes and dtypes, ``[B, Hq, Tq, Dv]``."""
+        sinks = None if sinks is None else sinks.contiguous()
+        call = self._call._replace(query=query, key=key, value=value, sinks=sinks)
+        layouts = call.layouts()
+        prepared = self._plan if layouts == self._layouts else plan(layouts)
+        return prepared.run(call)[0]
+
+
+def _tensors_of(call: AttentionCall) -> list[Any]:
+    """Return the tensors of a call."""
+    given: list[Any] = [call.query, call.key, call.value]
+    for other in (call.q_offset, call.kv_offset, call.kv_range, call.sinks, call.mask, call.tile_counts):
+        if other is not None and not is_int(other):
+            given.append(other)
+    return given
+
+
 def _compute(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     """Check the options, then run the plan, directly or through the custom op."""
     if not isinstance(call.recipe, Recipe):
         raise TypeError(f"recipe must be a dma_kernels.Recipe, got {type(call.recipe).__name__}")
     check_backend(call.backend)
     check_options(is_causal=call.is_causal, window=call.window, scale=call.scale, softcap=call.softcap)
-    given: list[Any] = [call.query, call.key, call.value]
-    for other in (call.q_offset, call.kv_offset, call.kv_range, call.sinks, call.mask, call.tile_counts):
-        if other is not None and not is_int(other):
-            given.append(other)
-    if _needs_op(given):
+    if _needs_op(_tensors_of(call)):
         return _call_op(call)
     if call.sinks is not None:
         call = call._replace(sinks=call.sinks.contiguous())

@@ -87,5 +87,7 @@ def test_more_candidates_than_the_cache_can_remove_are_refused(name, families, t
         options["assistant_model"].generation_config.num_assistant_tokens = 200
     else:
         options[name] = 200
-    with pytest.raises(ValueError, match=f"{name} must be at most 128 with a packed cache, got 200"):
+    with pytest.raises(
+        ValueError, match=f"{name} must be at most 128 with a DMACache, which cannot remove more tokens; got 200"
+    ):
         model.generate(token_ids(1, 20), **options)

@@ -73,20 +73,13 @@ def cached_attention(
     check_options(is_causal=is_causal, window=window, scale=scale, softcap=softcap)
     if storage.window is not None and (window is None or window > storage.window):
         raise ValueError(f"window must be at most {storage.window}, what the cache keeps; got {window!r}")
-    if window is not None and window >= MAX_POSITION:
-        window = None  # it covers every position, and kernels compute in int32
     mask = _check_mask(mask, mask_position, query)
     if sinks is not None:
         check_sinks(sinks, query)
-    options = CacheOptions(
-        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
-        is_causal=is_causal,
-        window=window,
-        softcap=None if softcap is None else float(softcap),
-        sinks=sinks,
-        mask=mask,
+    options = cache_options(
+        query, is_causal=is_causal, window=window, scale=scale, softcap=softcap, sinks=sinks, mask=mask,
         mask_position=mask_position,
-    )
+    )  # fmt: skip
     if torch.compiler.is_compiling():
         out: Tensor = _cached_attention(query, key, value, *_op_arguments(storage), *options, backend)
         storage.overwrite_rolled_back(key.shape[2])
@@ -97,6 +90,46 @@ def cached_attention(
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
         return _NoGradient.apply(out, *inputs)  # type: ignore[no-any-return,no-untyped-call]
     return out
+
+
+def cache_options(
+    query: Tensor,
+    *,
+    is_causal: bool = True,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    mask: Tensor | None = None,
+    mask_position: Tensor | None = None,
+) -> CacheOptions:
+    """Return the options of a call of :func:`cached_attention` with valid arguments."""
+    return CacheOptions(
+        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
+        is_causal=is_causal,
+        # A window that covers every position is none, and kernels compute in int32.
+        window=None if window is not None and window >= MAX_POSITION else window,
+        softcap=None if softcap is None else float(softcap),
+        sinks=sinks,
+        mask=mask,
+        mask_position=mask_position,
+    )
+
+
+def repeat_attention(
+    query: Tensor, key: Tensor, value: Tensor, storage: LayerStorage, options: CacheOptions, backend: str
+) -> Tensor:
+    """Compute :func:`cached_attention` without its checks, for layers that repeat a call which was checked.
+
+    Args:
+        query: ``[B, Hq, T, D]``. It requires no gradient. All shapes, dtypes and devices are those of the checked call.
+        key: New keys ``[B, Hkv, T, D]``.
+        value: New values ``[B, Hkv, T, Dv]``.
+        storage: The cache of the layer; written in place.
+        options: The options of the checked call.
+        backend: As for :func:`cached_attention`.
+    """
+    return _attend(query, key, value, storage, options, backend)
 
 
 def append(storage: LayerStorage, key: Tensor, value: Tensor) -> None:

@@ -7,17 +7,18 @@ graph of a step can be replayed while the cache fills.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from ..numerics.geometry import LOG2_E
+from ..numerics.layout import layout_of
 from ..prefill.plan import new_results
 from ..runtime import chip
 from ..runtime.launch import launch_kernel
-from ..runtime.plan import Planned
+from ..runtime.plan import LaunchPlan, Planned, addresses_of
 from ..runtime.reports import report
 from .append import append_tokens
 from .decode_config import select_decode_tiling
@@ -80,11 +81,28 @@ def _run(
         return new_results(query, storage.value_residual)
     sinks = None if options.sinks is None else options.sinks.contiguous()
     report("decode")
-    out, lse = launch_decode(
-        query, key, value, sinks, *CacheInputs.of(storage), format=storage.format,
-        diagonal_tiles=storage.diagonal_tiles, scale=options.scale, window=options.window, softcap=options.softcap,
-    )  # fmt: skip
+    given = (query, key, value, sinks)
+    numbers = (options.scale, options.window, options.softcap)
+    signature = (tuple(map(layout_of, given)), numbers)
+    step: RepeatedStep | None = storage.repeated_step
+    if step is None or step.signature != signature:
+        cache = CacheInputs.of(storage)
+        plan = launch_decode.plan_of(
+            (*given, *cache), format=storage.format, diagonal_tiles=storage.diagonal_tiles,
+            scale=options.scale, window=options.window, softcap=options.softcap,
+        )  # fmt: skip
+        step = storage.repeated_step = RepeatedStep(signature, plan, cache, tuple(addresses_of(cache)))
+    out, lse = step.plan.run((*given, *step.cache), (*addresses_of(given), *step.addresses))
     return out, lse
+
+
+class RepeatedStep(NamedTuple):
+    """A decode step over a storage, and what the next one with the same layouts need not work out again."""
+
+    signature: tuple[Any, ...]  # layouts of query, new KV and sinks, and the options
+    plan: LaunchPlan
+    cache: CacheInputs
+    addresses: tuple[int, ...]  # of the tensors of the cache
 
 
 @Planned

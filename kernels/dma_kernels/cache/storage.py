@@ -24,13 +24,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..numerics.formats import TILE
+from ..numerics.formats import MAX_POSITION, TILE
 from .formats import stored_format
 from .page_layout import PageLayout
 
@@ -66,6 +67,9 @@ class LayerStorage:
     unquantized_rows: Tensor | None = None
     slack_tiles: int = SLACK_TILES  # residual tiles beyond the band; one suffices with ``unquantized_rows``
     appended: int = 0  # upper bound on ``lengths``, on the host. Not updated by CUDA graph replays and compiled code.
+    # The last decode step, for one with the same layouts (:class:`.decode.RepeatedStep`). It has the addresses of the
+    # tensors, so copies of the storage do not have it.
+    repeated_step: Any = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Raise ``ValueError`` for strides that the kernels do not support."""
@@ -77,6 +81,9 @@ class LayerStorage:
             tensor = getattr(self, name)
             if not tensor[:1].is_contiguous():  # rows may have any stride
                 raise ValueError(f"each row of {name} must be contiguous, got strides {tensor.stride()}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"repeated_step": None}
 
     @classmethod
     def allocate(
@@ -155,6 +162,13 @@ class LayerStorage:
         return self.page_table.shape[1]
 
     @property
+    def room(self) -> int:
+        """Tokens that a row has room for. The full-size ring of a sliding window has room for any number."""
+        if _pages_needed(MAX_POSITION // TILE, self.window) <= self.max_pages:
+            return MAX_POSITION
+        return (self.max_pages + 1) * TILE - 1  # the last tile is incomplete
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors().values())
@@ -224,6 +238,7 @@ class LayerStorage:
         # A ring does not wrap before it has its full size, so tiles keep their indices.
         grown = self.kv_pages.new_zeros((batch, max_pages, *self.kv_pages.shape[1:]))
         grown[:, :before] = self.kv_pages.view(batch, before, *self.kv_pages.shape[1:])
+        self.repeated_step = None
         self.kv_pages = grown.flatten(0, 1)
         self.page_table = _consecutive_pages(batch, max_pages, self.page_table.device)
 

@@ -230,8 +230,13 @@ class LaunchPlan:
         """Names of the kernels, in the order of their launches."""
         return [kernel.fn.__name__ for kernel in self._kernels]
 
-    def run(self, inputs: Sequence[Tensor | None]) -> list[Tensor]:
-        """Allocate and launch; ``inputs`` have the layouts that the plan was made for."""
+    def run(self, inputs: Sequence[Tensor | None], addresses: Sequence[int] | None = None) -> list[Tensor]:
+        """Allocate and launch.
+
+        Args:
+            inputs: Tensors with the layouts that the plan was made for.
+            addresses: Their addresses, 0 for ``None``, if the caller knows them.
+        """
         device = self.device
         with on_device(device):
             if self._settings != settings() or not launches_directly(self._kernels):
@@ -240,8 +245,9 @@ class LaunchPlan:
                 torch.empty_strided(shape, strides, dtype=dtype, device=device)
                 for _, shape, strides, dtype in self._results
             ]
-            addresses = [0 if tensor is None else tensor.data_ptr() for tensor in inputs]
-            addresses += [result.data_ptr() for result in results]
+            if addresses is None:
+                addresses = addresses_of(inputs)
+            addresses = [*addresses, *(result.data_ptr() for result in results)]
             if self._workspace_bytes:
                 workspace = torch.empty(self._workspace_bytes, dtype=torch.uint8, device=device)
                 if self._zeroed_bytes:
@@ -266,6 +272,11 @@ class LaunchPlan:
         ]
         self._settings = compiled_under if len(self._direct) == len(self.launches) else None
         return list(results)
+
+
+def addresses_of(tensors: Sequence[Tensor | None]) -> list[int]:
+    """Return the addresses of tensors, 0 for ``None``."""
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 def make_plan(
@@ -299,7 +310,11 @@ class Planned:
         self.plan = functools.lru_cache(maxsize=1024)(self._plan)
 
     def __call__(self, *inputs: Tensor | None, **options: Any) -> list[Tensor]:
-        return self.plan(tuple(map(layout_of, inputs)), **options).run(inputs)
+        return self.plan_of(inputs, **options).run(inputs)
+
+    def plan_of(self, inputs: Sequence[Tensor | None], **options: Any) -> LaunchPlan:
+        """Return the plan of a call."""
+        return self.plan(tuple(map(layout_of, inputs)), **options)
 
     def _plan(self, layouts: tuple[TensorLayout | None, ...], **options: Any) -> LaunchPlan:
         assert layouts[0] is not None

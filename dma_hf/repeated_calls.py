@@ -1,0 +1,207 @@
+"""Attention calls of the layers after the first, which repeat the call of an earlier layer.
+
+In eager mode the host launches kernels more slowly than the GPU runs them, in decoding steps and short prompts. What a
+call checks and derives from its arguments is the same in all layers of a forward pass with the same mask. So the first
+layer keeps it with the mask, and other layers compare their arguments with those of the first.
+
+Only masks that are causal, perhaps with a sliding window, are kept. Padding and other patterns are read in each layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from dma_kernels import Recipe
+from dma_kernels.api import PreparedAttention
+from dma_kernels.cache.api import cache_options, repeat_attention
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from .arguments import Call
+from .cache_layers import DECODED_AT_ONCE, DMALayer, Step
+from .compact_mask import CompactMask, MaskGeometry
+from .stats import Use, count_use, counted
+
+Compute = Callable[[nn.Module, DMALayer | None, Step | None, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""Takes a module, its cache layer and update, queries, keys, values and sink logits. Returns ``[B, T, Hq, Dv]``."""
+
+
+@dataclass(frozen=True, eq=False)
+class RepeatedCall:
+    """A call that other layers may repeat.
+
+    Attributes:
+        config: Configuration of the layer's model.
+        is_causal: The argument of :func:`dma_hf.dma_attention_forward`.
+        kinds: Shape, dtype and device of queries, keys and values.
+        kv_len: Keys that the mask covers.
+        arguments: Keyword arguments of the call.
+        compute: Computes a call like it.
+    """
+
+    config: Any
+    is_causal: bool | None
+    kinds: tuple[Any, ...]
+    kv_len: int
+    arguments: Mapping[str, Any]
+    compute: Compute
+
+    def covers(
+        self,
+        module: nn.Module,
+        states: tuple[Tensor, Tensor, Tensor],
+        kv_len: int,
+        is_causal: bool | None,
+        arguments: Mapping[str, Any],
+    ) -> bool:
+        """Return whether the call of another layer has the same arguments, except sink logits of the same shape."""
+        known = self.arguments
+        return (
+            module.config is self.config
+            and is_causal is self.is_causal
+            and kv_len == self.kv_len
+            and tuple(map(_kind, states)) == self.kinds
+            and len(arguments) == len(known)
+            and all(value is known.get(name, self) or _alike(name, value, known) for name, value in arguments.items())
+        )
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _alike(name: str, value: Any, known: Mapping[str, Any]) -> bool:
+    """Return whether an argument is the same number as a known one, or sink logits of the same shape."""
+    other = known.get(name)
+    if isinstance(value, (int, float)):
+        return bool(value == other)
+    return name == "s_aux" and isinstance(other, Tensor) and _kind(value) == _kind(other)
+
+
+def repeat(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    update: tuple[DMALayer, Step] | None,
+    mask: CompactMask,
+    is_causal: bool | None,
+    sliding_window: int | None,
+    arguments: Mapping[str, Any],
+) -> Tensor | None:
+    """Compute a call like that of an earlier layer, ``[B, T, Hq, Dv]``. Returns ``None`` if it is not like one."""
+    repeated: RepeatedCall | None = mask.dma_calls.get((sliding_window, update is None))
+    if repeated is None:
+        return None
+    layer, step, kv_len = None, None, key.shape[2] if update is None else update[1].kv_len
+    if update is not None:
+        layer, step = update
+        if step.is_stored or not (layer.is_settled or step.is_first):
+            return None
+        key, value = step.key, step.value
+    if not repeated.covers(module, (query, key, value), kv_len, is_causal, arguments):
+        return None
+    sinks: Tensor | None = arguments.get("s_aux")
+    return repeated.compute(module, layer, step, query, key, value, None if sinks is None else sinks.reshape(-1))
+
+
+def let_repeat(
+    module: nn.Module,
+    states: tuple[Tensor, Tensor, Tensor],
+    kv_len: int,
+    is_cached: bool,
+    mask: Any,
+    is_causal: bool | None,
+    sliding_window: int | None,
+    arguments: Mapping[str, Any],
+    compute: Compute,
+) -> None:
+    """Let the next layers with the same mask repeat a call, unless something in it may differ between layers."""
+    if type(mask) is not CompactMask or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return
+    geometry: MaskGeometry = mask.dma_geometry
+    if geometry.is_causal and geometry.kv_range is None and geometry.pattern is None and not geometry.two_sequences:
+        kinds = tuple(map(_kind, states))
+        repeated = RepeatedCall(module.config, is_causal, kinds, kv_len, arguments, compute)
+        mask.dma_calls[sliding_window, not is_cached] = repeated
+
+
+def cached_step(call: Call, query: Tensor, layer: DMALayer, window: int | None) -> Compute:
+    """Return what computes a decoding step over a cache like ``layer``."""
+    settings = call.settings
+    known = cache_options(query, window=window, **call.numbers)
+
+    def compute(module: Any, layer: Any, step: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Any) -> Tensor:
+        options = known if sinks is None else known._replace(sinks=sinks)
+        layer.pending = None
+        layer.make_room(key.shape[2])
+        inputs = (query, key, value, layer.storage, options, settings.config.backend)
+        out = counted(module, settings.name, layer.cache, repeat_attention, *inputs)
+        layer.count(step)
+        return out.transpose(1, 2).contiguous()
+
+    return compute
+
+
+def prompt(call: Call, recipe: Recipe, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Compute | None:
+    """Return what computes a prompt, with or without a cache, or ``None`` if it must be seen as one operation."""
+    settings = call.settings
+    prepared = PreparedAttention.of(query, key, value, recipe, **options, **call.options)
+    if prepared is None:
+        return None
+
+    def compute(module: Any, layer: Any, step: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Any) -> Tensor:
+        name = "none" if layer is None else layer.cache
+        if layer is not None:
+            layer.pending = None
+        out = counted(module, settings.name, name, prepared, query, key, value, sinks)
+        if layer is not None:
+            layer.is_settled = True
+            layer.store_later(step)
+        return out.transpose(1, 2).contiguous()
+
+    return compute
+
+
+def exact_step(call: Call) -> Compute:
+    """Return what computes one query per row over plain keys and values, by PyTorch's kernels."""
+    scale, use = call.scaling, Use("sdpa", call.settings.name, "none")
+
+    def compute(module: Any, layer: Any, step: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Any) -> Tensor:
+        has_groups = query.shape[1] != key.shape[1]
+        out = scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=has_groups)
+        count_use(module, use)
+        return out.transpose(1, 2).contiguous()
+
+    return compute
+
+
+def is_exact_step(query: Tensor, key: Tensor, call: Call, geometry: MaskGeometry) -> bool:
+    """Return whether a call is a decoding step over plain 16-bit keys that PyTorch's kernels compute exactly.
+
+    Such a step has no low tile (:func:`dma_kernels.attention`). Other short calls are left to :mod:`dma_kernels`.
+    """
+    return (
+        query.shape[2] == 1 < key.shape[2]
+        and query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and geometry.is_causal
+        and geometry.kv_range is None
+        and geometry.pattern is None
+        and not geometry.two_sequences
+        and isinstance(geometry.q_offset, int)
+        and (geometry.window is None or geometry.window >= key.shape[2])
+        and call.softcap is None
+        and call.sinks is None
+        and call.settings.is_exact_when_short
+        and call.settings.config.backend == "auto"
+        and not torch.compiler.is_compiling()
+    )
+
+
+def is_step(step: Step) -> bool:
+    """Return whether an update is a decoding step, not a prompt or a later chunk of one."""
+    return not step.is_first and step.key.shape[2] <= DECODED_AT_ONCE
