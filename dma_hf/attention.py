@@ -104,7 +104,7 @@ def dma_attention_forward(
         return sdpa(module, query, key, value, dense, is_causal=False, **options)
     cache = settings.config.cache
     if update is None and cache is not None and geometry.is_causal and query.shape[2] < key.shape[2]:
-        note_other_cache(cache)
+        note_other_cache(module, cache)
     if update is not None:
         layer, step = update
         if not geometry.two_sequences:

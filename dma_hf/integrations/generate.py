@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
 
 from ..architectures import shares_keys
+from ..arguments import expect_other_cache
 from ..cache import DMACache
 from ..cache_layers import DMALayer
 from ..config import cache_of, is_ours
@@ -58,6 +59,8 @@ def prepare_cache(
         cache = _new_cache(model, generation_config, generation_mode, batch_size, max_cache_length)
         is_new = cache is not None
     packed = packed_cache(cache)
+    if cache_of(model) is not None:
+        expect_other_cache(model, packed is None)
     if packed is not None:
         if generation_config.use_cache is False:
             raise ValueError(

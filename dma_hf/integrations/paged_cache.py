@@ -270,7 +270,7 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
         Raises:
             ValueError: The layer did not update the cache, has attended to it before, or has changed keys or values.
         """
-        layer: int = module.layer_idx
+        layer: int = module.layer_idx  # type: ignore[assignment]
         updated = self._updates.pop(layer, (None, None))
         if key is not updated[0] or value is not updated[1]:
             raise ValueError(

@@ -173,6 +173,10 @@ class TestDefault:
         assert _generate(model, ids, past_key_values=own, **options).past_key_values is own
         static = _generate(model, ids, cache_implementation="static", **options).past_key_values
         assert type(static).__name__ == "StaticCache"
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*another cache")
+            _generate(model, ids, cache_implementation="static", **options)
+            _generate(model, ids, past_key_values=DynamicCache(config=model.config), **options)
         assert _generate(model, ids, use_cache=False, **options).past_key_values is None
 
     @pytest.mark.parametrize("way", ["deepcopy", "torch.save", "another process"])
