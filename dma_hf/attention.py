@@ -351,6 +351,8 @@ def _attend_with_candidates(
 def _mask(layer: DMALayer, new: Step, geometry: MaskGeometry) -> Tensor | None:
     """Return the part of the mask that positions do not imply, boolean ``[B, H, T, kv_len]``, usually ``None``."""
     hidden, visible = geometry.pattern, geometry.kv_range
+    if visible is None and layer.is_padded and layer.window is None:
+        _refuse_shown_padding(layer, new, 0)
     if visible is None or (hidden is None and _is_plain(layer, new, visible)):
         return hidden
     index = torch.arange(new.kv_len, device=visible.device)
@@ -380,5 +382,16 @@ def _is_plain(layer: DMALayer, new: Step, visible: Tensor) -> bool:
         torch._assert_async(is_whole, _CHANGED)
         return True
     is_plain = bool(is_whole)
+    if not is_plain:
+        _refuse_shown_padding(layer, new, torch.where(visible[:, 0] < visible[:, 1], visible[:, 0], new.kv_len))
     layer.owner.plain = visible, is_plain
     return is_plain
+
+
+def _refuse_shown_padding(layer: DMALayer, new: Step, first: int | Tensor) -> None:
+    """Raise if the first visible key of a row, an index in the mask, is padding, which is not stored."""
+    if not torch.compiler.is_compiling() and bool((first < -layer.position_of(new)).any()):
+        raise ValueError(
+            "attention_mask shows padding that it hid before, which the cache does not hold; keep the mask of the "
+            "first call, or begin with a new cache"
+        )

@@ -241,3 +241,4 @@ def _load_layer(layer: DMALayer, state: dict[str, Any], device: torch.device | s
         is_static = layer.max_cache_len is not None
         layer.tokens = torch.tensor(state["tokens"], device=layer.device) if is_static else state["tokens"]
     layer.is_empty, layer.is_settled = state["tokens"] == 0, state["settled"]
+    layer.is_padded = bool((storage.lengths < state["tokens"]).any())

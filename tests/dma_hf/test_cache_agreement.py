@@ -151,6 +151,20 @@ def test_a_later_mask_may_hide_more_keys(families, token_ids, assert_same, ident
         assert_same(actual, expected, tolerance=1e-9)
 
 
+@pytest.mark.parametrize("shown", [20, 50], ids=["in part", "all"])
+@pytest.mark.parametrize("max_cache_len", [None, LENGTH], ids=["dynamic", "static"])
+def test_a_later_mask_that_shows_padding_is_refused(max_cache_len, shown, families, token_ids):
+    """Padding is not stored, so it cannot be attended to later."""
+    model = _model(families, "llama", "balanced+int8")
+    ids, mask = token_ids(2, LENGTH), torch.ones(2, LENGTH, dtype=torch.int64)
+    mask[0, :50] = 0
+    cache = DMACache(model.config, max_cache_len=max_cache_len)
+    model(ids[:, :200], attention_mask=mask[:, :200], past_key_values=cache)
+    mask[0, 50 - shown :] = 1
+    with pytest.raises(ValueError, match="attention_mask shows padding that it hid before, which the cache does not"):
+        model(ids[:, 200:201], attention_mask=mask[:, :201], past_key_values=cache)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_cropping_across_a_tile_boundary_equals_the_oracle(name, families, token_ids, assert_same):
     """Rejected tokens do not affect later ones."""
