@@ -21,7 +21,7 @@ from .configure import configure
 from .equalize import equalize
 from .integrations.continuous_batching import continuous_batching
 from .integrations.versions import UnsupportedTransformersError
-from .integrations.wrapping import wrap_generation
+from .integrations.wrapping import wrap_generation, wrap_name_check
 from .masking import dma_mask
 from .stats import (
     LayerStats,
@@ -63,3 +63,4 @@ if __name__ == "dma_hf":  # the copy in a Hub kernel is registered by Transforme
     for implementation in IMPLEMENTATIONS:
         AttentionInterface.register(implementation, dma_attention_forward)
         AttentionMaskInterface.register(implementation, dma_mask)
+    wrap_name_check()

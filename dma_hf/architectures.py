@@ -6,6 +6,7 @@
 | ``NEVER_CAUSAL`` | layers | they say they are causal, but mean full attention | they run bidirectional attention |
 | ``NEEDS_ADDITIVE_MASK`` | models | they cast the mask to a float or add a bias to it | refused |
 | ``ADDS_THE_MASK`` | models | built-in attention adds the mask to its scores | they get an additive mask |
+| ``NO_PACKED_CACHE`` | models | attention does not get what a given cache returned | no packed cache |
 | no ``ALL_ATTENTION_FUNCTIONS`` | modules | all attention is built in | refused |
 
 Everything else is recognized by attributes of the layer (``is_causal``, ``is_cross_attention``, ``is_decoder``).
@@ -32,6 +33,45 @@ NEEDS_ADDITIVE_MASK = ("deepseek_v4",)
 
 ADDS_THE_MASK = ("gemma4_audio",)
 """Model types whose built-in attention adds the mask to its scores, whichever implementation is chosen."""
+
+
+NO_PACKED_CACHE = {
+    "diffllama": "attends twice in a layer, to halves of the values",
+    "evolla": "takes no cache in generate",
+    "jetmoe": "repeats keys and values for its experts before attention",
+    "minimax": "has a cache class of its own",
+    "t5gemma2_decoder": "joins cached keys and values with those of the encoder before attention",
+}
+"""Model types whose attention does not get what a given cache returned. Neither does multi-head latent attention."""
+
+
+def refuse_packed_cache(config: PreTrainedConfig) -> None:
+    """Refuse a packed cache for a model whose attention does not get what the cache returned.
+
+    The model would dequantize all keys in every step, and the decode kernel would never run.
+
+    Args:
+        config: The model's configuration.
+
+    Raises:
+        ValueError: It is such a model.
+    """
+    decoder = config.get_text_config(decoder=True)
+    why = NO_PACKED_CACHE.get(decoder.model_type)
+    if getattr(decoder, "kv_lora_rank", None):
+        why = "caches latents, from which it computes keys and values in every step (multi-head latent attention)"
+    if why is not None:
+        raise ValueError(f"{decoder.model_type} cannot use a packed cache, because it {why}; {WITHOUT_PACKED_CACHE}")
+
+
+def shares_keys(config: PreTrainedConfig) -> bool:
+    """Return whether some layers of a decoder attend to the keys of another layer (Gemma 3n)."""
+    modes = getattr(config, "kv_sharing_modes", None) or ()
+    return any(mode.startswith("reuse") for mode in modes) or bool(getattr(config, "num_kv_shared_layers", 0))
+
+
+WITHOUT_PACKED_CACHE = "set cache=None for Transformers' 16-bit cache: dma_hf.configure(model, cache=None)"
+"""The way out for a model that cannot use a packed cache."""
 
 
 def built_in_attention(config_module: str) -> str | None:
@@ -61,8 +101,9 @@ def lacks_attention(config_module: str) -> bool:
 def _built_in_attention(module: ModuleType) -> str | None:
     if "ALL_ATTENTION_FUNCTIONS" in vars(module):
         return None
+    # The rule of Transformers' `set_attn_implementation`. A class that inherits from another attention uses its choice.
     for name, value in vars(module).items():
-        is_layer = "Attention" in name and isinstance(value, type) and issubclass(value, nn.Module)
+        is_layer = "Attention" in name and isinstance(value, type) and nn.Module in value.__bases__
         if is_layer and value.__module__ == module.__name__:
             return name
     return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -181,12 +182,23 @@ def note_missing_weights() -> None:
     )
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def note_other_cache(format: str) -> None:
-    """Warn that keys come from another cache than the one in the configuration."""
-    warnings.warn(
-        f"the configuration of this model says cache={format!r}, but its keys came from another cache. generate makes "
-        f"a DMACache unless you pass another cache. In forward, pass {CACHE_ARGUMENT}=dma_hf.DMACache(model.config). "
-        "dma_hf.configure(model, cache=None) removes the setting.",
-        stacklevel=2,
-    )
+_with_other_cache: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Layers of models whose last call of ``generate`` asked for another cache than the one in the configuration."""
+
+
+def expect_other_cache(model: nn.Module, is_expected: bool) -> None:
+    """Note whether a call of ``generate`` asks for another cache. Then no layer warns of it."""
+    change = _with_other_cache.add if is_expected else _with_other_cache.discard
+    for module in model.modules():
+        change(module)
+
+
+def note_other_cache(module: nn.Module, format: str) -> None:
+    """Warn that keys come from another cache than the one in the configuration, unless ``generate`` asked for it."""
+    if not torch.compiler.is_compiling() and module not in _with_other_cache:
+        warnings.warn(
+            f"the configuration of this model says cache={format!r}, but its keys came from another cache, or were "
+            "changed by the layer. Prefix tuning has a cache of its own. In forward, pass "
+            f"{CACHE_ARGUMENT}=dma_hf.DMACache(model.config). dma_hf.configure(model, cache=None) removes the setting.",
+            stacklevel=2,
+        )

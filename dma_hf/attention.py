@@ -23,7 +23,7 @@ from .cache_layers import DECODED_AT_ONCE, DMALayer, Step, update_of
 from .compact_mask import GEOMETRY, CompactMask, MaskGeometry
 from .masking import read_mask
 from .packing import attend_documents, separate_documents
-from .repeated_calls import cached_step, is_step, let_repeat, prompt, repeat
+from .repeated_calls import cached_step, is_step, let_repeat, may_repeat, prompt, repeat
 from .stats import count_fallback, counted, note_fallback, tile_counts_of
 
 
@@ -111,14 +111,14 @@ def dma_attention_forward(
         return counted(module, settings.name, "none", attend_documents, *packed, **call.options), None
     cache = settings.config.cache
     if update is None and cache is not None and geometry.is_causal and query.shape[2] < key.shape[2]:
-        note_other_cache(cache)
+        note_other_cache(module, cache)
     if update is not None:
         layer, step = update
         if not geometry.two_sequences:
             counts = tile_counts_of(module, query, settings.recipe)
             inputs = (layer, step, query, geometry, settings.recipe, counts)
             out = counted(module, settings.name, layer.cache, attend, *inputs, **call.options)
-            if indices is None and counts is None:
+            if indices is None and counts is None and may_repeat(attention_mask):
                 compute = None
                 if is_step(step):
                     compute = cached_step(call, query, layer, geometry.window or layer.window)
@@ -134,12 +134,6 @@ def dma_attention_forward(
         key, value = layer.dense(step)
     recipe = settings.cross_recipe if geometry.two_sequences else settings.recipe
     counts = tile_counts_of(module, query, recipe)
-    if indices is None and bias is None and counts is None and geometry.kv_range is None and geometry.pattern is None:
-        options = {"is_causal": geometry.is_causal, "q_offset": geometry.q_offset, "kv_offset": geometry.kv_offset}
-        compute = prompt(call, recipe, query, key, value, window=geometry.window, **options)
-        if compute is not None:
-            given = (attention_mask, is_causal, sliding_window, kwargs, compute)
-            let_repeat(module, (query, key, value), key.shape[2], False, *given)
     out = counted(
         module,
         settings.name,
@@ -158,6 +152,12 @@ def dma_attention_forward(
         tile_counts=counts,
         **call.options,
     )
+    if indices is None and counts is None and may_repeat(attention_mask):
+        options = {"is_causal": geometry.is_causal, "q_offset": geometry.q_offset, "kv_offset": geometry.kv_offset}
+        compute = prompt(call, recipe, query, key, value, window=geometry.window, **options)
+        if compute is not None:
+            given = (attention_mask, is_causal, sliding_window, kwargs, compute)
+            let_repeat(module, (query, key, value), key.shape[2], False, *given)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -188,7 +188,7 @@ def _geometry(
         raise ValueError(f"attention_mask must be broadcastable to {list(full)}, got {list(mask.shape)}")
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(f"attention_mask must be boolean or floating point, got {mask.dtype}")
-    read = read_mask(mask)
+    read = read_mask(mask, module)
     geometry = MaskGeometry(
         batch, q_len, kv_len, is_causal=False, q_offset=offset, pattern=read.pattern, two_sequences=two_sequences
     )
@@ -353,6 +353,8 @@ def _attend_with_candidates(
 def _mask(layer: DMALayer, new: Step, geometry: MaskGeometry) -> Tensor | None:
     """Return the part of the mask that positions do not imply, boolean ``[B, H, T, kv_len]``, usually ``None``."""
     hidden, visible = geometry.pattern, geometry.kv_range
+    if visible is None and layer.is_padded and layer.window is None:
+        _refuse_shown_padding(layer, new, 0)
     if visible is None or (hidden is None and _is_plain(layer, new, visible)):
         return hidden
     index = torch.arange(new.kv_len, device=visible.device)
@@ -382,5 +384,16 @@ def _is_plain(layer: DMALayer, new: Step, visible: Tensor) -> bool:
         torch._assert_async(is_whole, _CHANGED)
         return True
     is_plain = bool(is_whole)
+    if not is_plain:
+        _refuse_shown_padding(layer, new, torch.where(visible[:, 0] < visible[:, 1], visible[:, 0], new.kv_len))
     layer.owner.plain = visible, is_plain
     return is_plain
+
+
+def _refuse_shown_padding(layer: DMALayer, new: Step, first: int | Tensor) -> None:
+    """Raise if the first visible key of a row, an index in the mask, is padding, which is not stored."""
+    if not torch.compiler.is_compiling() and bool((first < -layer.position_of(new)).any()):
+        raise ValueError(
+            "attention_mask shows padding that it hid before, which the cache does not hold; keep the mask of the "
+            "first call, or begin with a new cache"
+        )

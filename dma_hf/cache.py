@@ -10,8 +10,15 @@ import torch
 from dma_kernels.cache.storage import LayerStorage
 from dma_kernels.numerics.arguments import is_int
 from transformers import Cache, DynamicCache, PreTrainedConfig, StaticCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 
+from .architectures import WITHOUT_PACKED_CACHE, refuse_packed_cache
 from .cache_layers import DMALayer, DMAStaticLayer, Owner, lasting
 from .config import cache_format_of, settings_of
 
@@ -42,7 +49,7 @@ class DMACache(DynamicCache):  # type: ignore[misc]
     Raises:
         TypeError: ``config`` is not a model's configuration.
         ValueError: There is no such format, there are more or fewer formats than layers, or ``max_cache_len`` is below
-            1.
+            1; or the model cannot use a packed cache (multi-head latent attention).
     """
 
     def __init__(
@@ -58,6 +65,7 @@ class DMACache(DynamicCache):  # type: ignore[misc]
             raise TypeError(f"config must be a model's configuration (model.config), got {type(config).__name__}")
         if max_cache_len is not None and not (is_int(max_cache_len) and max_cache_len >= 1):
             raise ValueError(f"max_cache_len must be an integer of at least 1, got {max_cache_len!r}")
+        refuse_packed_cache(config)
         decoder = config.get_text_config(decoder=True)
         settings = settings_of(decoder)
         cache = settings.config.cache or DEFAULT_FORMAT if cache is None else cache
@@ -187,7 +195,11 @@ class DMACache(DynamicCache):  # type: ignore[misc]
 
 
 def _own_layer(layer: Any, owner: Owner, cache: str, max_cache_len: Any) -> Any:
-    """Return the layer that replaces one of Transformers, or that layer itself if there is no replacement."""
+    """Return the layer that replaces one of Transformers, or that layer itself if it holds no keys.
+
+    Raises:
+        ValueError: It holds keys and has no replacement.
+    """
     if type(layer) is DynamicLayer:
         return DMALayer(owner, cache)
     if type(layer) is DynamicSlidingWindowLayer:
@@ -196,6 +208,11 @@ def _own_layer(layer: Any, owner: Owner, cache: str, max_cache_len: Any) -> Any:
         return DMAStaticLayer(owner, cache, max_cache_len)
     if type(layer) is StaticSlidingWindowLayer:
         return DMAStaticLayer(owner, cache, max_cache_len, window=layer.max_cache_len)
+    if isinstance(layer, CacheLayerMixin):
+        raise ValueError(
+            f"{owner.config.model_type} cannot use a packed cache, because its layers also hold other states "
+            f"({type(layer).__name__}); {WITHOUT_PACKED_CACHE}"
+        )
     return layer
 
 
@@ -224,3 +241,4 @@ def _load_layer(layer: DMALayer, state: dict[str, Any], device: torch.device | s
         is_static = layer.max_cache_len is not None
         layer.tokens = torch.tensor(state["tokens"], device=layer.device) if is_static else state["tokens"]
     layer.is_empty, layer.is_settled = state["tokens"] == 0, state["settled"]
+    layer.is_padded = bool((storage.lengths < state["tokens"]).any())

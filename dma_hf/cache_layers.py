@@ -258,6 +258,7 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
         storage: Keys and values. ``None`` until the first update sets ``is_initialized``.
         tokens: Number of tokens seen, padding included: an int, or a tensor on the device in a static layer.
         checks_steps: Whether the layer checks decoding steps on the device. One layer of a cache does.
+        is_padded: Whether the first mask hid keys, perhaps at the start of a row.
         max_cache_len: Tokens that fit into a static layer.
     """
 
@@ -276,7 +277,7 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
         self.storage: LayerStorage = None  # type: ignore[assignment]
         self.pending: Step | None = None
         self.tokens: Any = 0
-        self.is_initialized = self.is_settled = self.is_offloading = False
+        self.is_initialized = self.is_settled = self.is_padded = self.is_offloading = False
         self.is_empty = True
         self.device: torch.device | None = None
 
@@ -377,6 +378,7 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
         """Read from the mask how much padding each row has, until every row has a visible key."""
         if self.is_settled:
             return
+        self.is_padded = geometry.kv_range is not None or (self.is_padded and not new.is_first)
         storage, offset = self.storage, geometry.kv_offset
         if geometry.kv_range is None and isinstance(offset, int) and offset == new.kv_offset:
             self.is_settled = True
@@ -470,7 +472,7 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Remove all tokens, and forget the batch size."""
-        self.storage = self.pending = None  # type: ignore[assignment]
+        self.storage = self.pending = self.owner.prompt_length = None  # type: ignore[assignment]
         self.tokens = 0
         self.is_empty, self.is_initialized, self.is_settled = True, False, False
 
@@ -510,7 +512,8 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
         self.storage = storage
 
     def _start_anew(self) -> None:
-        """Reset the padding of the rows and the number of appended tokens."""
+        """Reset the padding of the rows, the number of appended tokens and the length of the prompt."""
+        self.owner.prompt_length = None
         self.storage.lengths.zero_()
         self.storage.appended = 0
         self.is_empty, self.is_settled = True, False

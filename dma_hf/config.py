@@ -309,9 +309,16 @@ def is_dma(implementation: Any) -> bool:
 
 
 def is_ours(model: PreTrainedModel) -> bool:
-    """Return whether a model's decoder runs the attention of this package, not that of a copy from the Hub."""
-    name = decoder_attention(model)
-    return is_dma(name) and str(AttentionInterface()[name].__module__).startswith(__name__.removesuffix("config"))
+    """Return whether a model's decoder runs the attention of this package, not that of a copy from the Hub.
+
+    The name decides for the package itself, so that a function registered over its own one changes nothing.
+    """
+    name = str(decoder_attention(model))
+    if __name__ == "dma_hf.config":
+        return split_name(name)[0] in (NAME, PAGED_NAME)
+    return name.endswith(HUB_SUFFIX) and AttentionInterface()[name].__module__.startswith(
+        __name__.removesuffix("config")
+    )
 
 
 def split_name(implementation: str) -> tuple[str, str, str]:

@@ -12,9 +12,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .architectures import built_in_attention, lacks_attention, refuse_model
+from .cache import DMACache
 from .config import IMPLEMENTATIONS, NAME, DMAConfig, config_of, is_dma, settings_of
 from .decoding import release
-from .integrations.attention_name import attention_name, distinct_configs, rename
+from .integrations.attention_name import attention_name, decoder_attention, distinct_configs, rename
 
 
 def configure(
@@ -55,8 +56,8 @@ def configure(
     Raises:
         OSError: The file cannot be read.
         TypeError: ``setting`` or ``model`` has the wrong type.
-        ValueError: The preset, a key or a value is invalid; or no part of the model can run ``dma_mxfp``. The message
-            has the reason, for example that another implementation is set.
+        ValueError: The preset, a key or a value is invalid; no part of the model can run ``dma_mxfp``; or the model
+            cannot use a packed cache. The message has the reason, for example that another implementation is set.
     """
     chosen = {"cache": cache, "backend": backend, "on_unsupported": on_unsupported}
     changes = numerics | {name: value for name, value in chosen.items() if value is not ...}
@@ -90,6 +91,8 @@ def configure(
             f"{type(models[0]).__name__} runs attention {', '.join(map(repr, running))}, not {NAME}; load it with "
             f"attn_implementation={NAME!r}, or pass activate=True"
         )
+    if config.cache is not None and models[0].can_generate() and is_dma(decoder_attention(models[0])):
+        DMACache(models[0].config, config.cache)  # raises if the model cannot use it
     for each in configs:
         setattr(each, NAME, config.to_section())
     # A preset in the name would override the section.

@@ -251,7 +251,7 @@ def _read_padding(attention_mask: Tensor | None, kv_length: int, kv_offset: int)
 
 
 _READ = "dma_read"
-"""Attribute of a mask with its :class:`DenseMask` and the version of its contents."""
+"""Attribute of a mask with its :class:`DenseMask`, the version of its contents, and the layers that have read it."""
 
 
 _BIAS = "a floating-point attention_mask must hold only zeros and large negative numbers; dma_mxfp supports no bias"
@@ -273,12 +273,18 @@ class DenseMask:
     is_mask: bool
 
 
-def read_mask(mask: Tensor) -> DenseMask:
-    """Read a boolean or floating-point mask ``[B, H, Tq, Tk]``. Waits for the device once for each tensor."""
+def read_mask(mask: Tensor, layer: object = None) -> DenseMask:
+    """Read a boolean or floating-point mask ``[B, H, Tq, Tk]``.
+
+    The layers of a forward pass share what the first one reads. A layer that asks again begins a new pass, in which the
+    contents may have changed without a new version of the tensor (through ``.data``). Reading waits for the device.
+    """
     is_kept = not (has_no_values(mask) or mask.is_inference())
     version = mask._version if is_kept else 0
-    known: tuple[int, DenseMask] | None = getattr(mask, _READ, None) if is_kept else None
-    if known is not None and known[0] == version:
+    known: tuple[int, DenseMask, set[int]] | None = getattr(mask, _READ, None) if is_kept else None
+    if known is not None and known[0] == version and id(layer) not in known[2]:
+        if layer is not None:
+            known[2].add(id(layer))
         return known[1]
     pattern, is_mask = mask, True
     if mask.is_floating_point():
@@ -295,5 +301,5 @@ def read_mask(mask: Tensor) -> DenseMask:
         origin = origins.pop() if len(origins) == 1 else origin
     read = DenseMask(pattern, origin, is_mask)
     if is_kept:
-        setattr(mask, _READ, (version, read))
+        setattr(mask, _READ, (version, read, set() if layer is None else {id(layer)}))
     return read

@@ -107,25 +107,30 @@ def repeat(
     return repeated.compute(module, layer, step, query, key, value, None if sinks is None else sinks.reshape(-1))
 
 
+def may_repeat(mask: Any) -> bool:
+    """Return whether layers with this mask may repeat a call: it is causal, and hides nothing else but a window."""
+    if type(mask) is not CompactMask or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    geometry: MaskGeometry = mask.dma_geometry
+    is_plain = geometry.kv_range is None and geometry.pattern is None and geometry.documents is None
+    return geometry.is_causal and is_plain and not geometry.two_sequences
+
+
 def let_repeat(
     module: nn.Module,
     states: tuple[Tensor, Tensor, Tensor],
     kv_len: int,
     is_cached: bool,
-    mask: Any,
+    mask: CompactMask,
     is_causal: bool | None,
     sliding_window: int | None,
     arguments: Mapping[str, Any],
     compute: Compute,
 ) -> None:
-    """Let the next layers with the same mask repeat a call, unless something in it may differ between layers."""
-    if type(mask) is not CompactMask or torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return
-    geometry: MaskGeometry = mask.dma_geometry
-    if geometry.is_causal and geometry.kv_range is None and geometry.pattern is None and not geometry.two_sequences:
-        kinds = tuple(map(_kind, states))
-        repeated = RepeatedCall(module.config, is_causal, kinds, kv_len, arguments, compute)
-        mask.dma_calls[sliding_window, not is_cached] = repeated
+    """Let the next layers with the same mask, see :func:`may_repeat`, repeat a call."""
+    kinds = tuple(map(_kind, states))
+    repeated = RepeatedCall(module.config, is_causal, kinds, kv_len, arguments, compute)
+    mask.dma_calls[sliding_window, not is_cached] = repeated
 
 
 def cached_step(call: Call, query: Tensor, layer: DMALayer, window: int | None) -> Compute:

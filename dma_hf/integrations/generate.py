@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from dma_kernels.numerics.formats import TILE
 from torch import Tensor
 from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
 
+from ..architectures import shares_keys
+from ..arguments import expect_other_cache
 from ..cache import DMACache
 from ..cache_layers import DMALayer
 from ..config import cache_of, is_ours
@@ -56,6 +59,8 @@ def prepare_cache(
         cache = _new_cache(model, generation_config, generation_mode, batch_size, max_cache_length)
         is_new = cache is not None
     packed = packed_cache(cache)
+    if cache_of(model) is not None:
+        expect_other_cache(model, packed is None)
     if packed is not None:
         if generation_config.use_cache is False:
             raise ValueError(
@@ -63,7 +68,10 @@ def prepare_cache(
                 "use_cache=True if the generation configuration has False"
             )
         packed.owner.expected_tokens = max_cache_length
-        _check_candidates(generation_config)
+        _check_candidates("prompt_lookup_num_tokens", generation_config.prompt_lookup_num_tokens)
+        is_later_turn = packed.get_seq_length() > 0 and model_kwargs.get("inputs_embeds") is None
+        if is_later_turn and shares_keys(packed.owner.config) and generation_config.prefill_chunk_size is None:
+            generation_config.prefill_chunk_size = TILE
         if generation_mode.value not in MODES:
             note_eager_decoding(model, f"the generation mode is {generation_mode.value}")
         elif model.config.is_encoder_decoder:
@@ -94,13 +102,11 @@ def _new_cache(
     return cache
 
 
-def _check_candidates(config: GenerationConfig) -> None:
+def _check_candidates(name: str, count: int | None) -> None:
     """Raise a ``ValueError`` for more candidates than the cache can remove."""
-    count = config.prompt_lookup_num_tokens
     if count is not None and count > MAX_CANDIDATES:
         raise ValueError(
-            f"prompt_lookup_num_tokens must be at most {MAX_CANDIDATES} with a DMACache, which cannot remove more "
-            f"tokens; got {count}"
+            f"{name} must be at most {MAX_CANDIDATES} with a DMACache, which cannot remove more tokens; got {count}"
         )
 
 
@@ -123,6 +129,8 @@ def assisted_decoding(method: Callable[..., Any], model: PreTrainedModel, input_
     packed = packed_cache(_cache_in(options)) if is_ours(model) else None
     if packed is None:
         return method(model, input_ids, **options)
+    own = getattr(options.get("assistant_model"), "generation_config", None)
+    _check_candidates("num_assistant_tokens", getattr(own, "num_assistant_tokens", None))
     embeddings = options.get("inputs_embeds")
     packed.owner.prompt_length = max(input_ids.shape[1], 0 if embeddings is None else embeddings.shape[1])
     try:

@@ -4,6 +4,9 @@ Continuous batching accepts an attention implementation by its name: ``sdpa``, `
 in it. (Up to 5.17 it was the prefix ``paged|``.) A ``flash`` implementation separates requests by their lengths,
 without a mask. :data:`~dma_hf.config.PAGED_NAME` is such a name. A model has it only while it batches continuously,
 because elsewhere Transformers treats these names as FlashAttention.
+
+Not every layer passes the description of the batch on to its attention function (GPTBigCode, Persimmon), because SDPA
+needs only the mask. So a hook on the model notes it before each forward pass.
 """
 
 from __future__ import annotations
@@ -19,16 +22,41 @@ from dma_kernels import Recipe, attention
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
-from ..arguments import Call, find_unsupported
+from ..arguments import WAY_OUT, Call, Refusal, find_unsupported
 from ..config import NAME, PAGED_NAME, is_dma
 from ..stats import counted
-from .attention_name import attention_name, rename, restore_names
+from .attention_name import attention_name, decoder_attention, rename, restore_names
 
 _OF_THE_BATCH = frozenset(
     {"read_index", "write_index", "block_table", "logits_indices", "logits_processor_args", "is_causal"}
-    | {"max_seqlen_q", "max_seqlen_k", "cu_seq_lens_k"}
+    | {"max_seqlen_q", "max_seqlen_k", "cu_seq_lens_q", "cu_seq_lens_k", "position_ids"}
 )
-"""Arguments that describe the batch. They are read before the other arguments are checked."""
+"""Arguments that describe the batch. They are read from the forward pass of the model."""
+
+
+class _Running(threading.local):
+    """The arguments of the forward pass that this thread computes."""
+
+    def __init__(self) -> None:
+        self.batch: dict[str, Any] = {}
+
+
+_running = _Running()
+
+
+def _note_batch(model: PreTrainedModel, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Note the batch that a forward pass is called with.
+
+    Raises:
+        RuntimeError: The attention of the model was changed, but the batch was prepared for that of this package.
+    """
+    name = decoder_attention(model)
+    if "read_index" in options and not str(name).startswith(PAGED_NAME):
+        raise RuntimeError(
+            f"the attention of {type(model).__name__} was changed to {name!r} while a manager of {NAME} runs it; stop "
+            "the manager first"
+        )
+    _running.batch = options
 
 
 def name_for_batching(name: Any) -> Any:
@@ -42,10 +70,11 @@ def name_for_batching(name: Any) -> Any:
 
 @dataclass
 class _Batched:
-    """A model in continuous batching: the number of users, and the attention names of its parts before."""
+    """A model in continuous batching: the number of users, the attention names of its parts before, and the hook."""
 
     count: int = 0
     names: list[tuple[PreTrainedConfig, Any]] = field(default_factory=list)
+    hook: Any = None
 
 
 _batched: weakref.WeakKeyDictionary[PreTrainedModel, _Batched] = weakref.WeakKeyDictionary()
@@ -58,6 +87,7 @@ def enter_batching(model: PreTrainedModel) -> None:
         state = _batched.setdefault(model, _Batched())
         if state.count == 0:
             state.names = rename(model, name_for_batching)
+            state.hook = model.register_forward_pre_hook(_note_batch, with_kwargs=True)
         state.count += 1
 
 
@@ -68,6 +98,7 @@ def leave_batching(model: PreTrainedModel) -> None:
         state.count -= 1
         if state.count == 0:
             del _batched[model]
+            state.hook.remove()
             restore_names([each for each in state.names if str(attention_name(each[0])).startswith(PAGED_NAME)])
 
 
@@ -80,8 +111,6 @@ def dma_paged_attention_forward(
     attention_mask: Tensor | None,
     sliding_window: int | None = None,
     cache: Any = None,
-    cu_seq_lens_q: Tensor | None = None,
-    position_ids: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute the attention of one layer for requests that are packed into one row.
@@ -91,12 +120,11 @@ def dma_paged_attention_forward(
         query: ``[1, Hq, tokens, D]``: new tokens of all requests, then padding.
         key: ``[1, Hkv, tokens, D]``, of the same tokens.
         value: ``[1, Hkv, tokens, Dv]``, of the same tokens.
-        attention_mask: Not used, because the lengths imply it.
-        sliding_window: Window of the layer.
+        attention_mask: ``None``, because the lengths imply it.
+        sliding_window: Window of the layer. The default is that of the configuration.
         cache: The paged cache, or ``None`` if the layer has updated it and ``key`` and ``value`` come from it.
-        cu_seq_lens_q: Offsets of the requests among the queries, int32 ``[requests + 1]``.
-        position_ids: Positions of the queries in their requests, ``[1, tokens]``.
-        kwargs: Further arguments, see :meth:`dma_hf.arguments.Call.of`.
+        kwargs: Further arguments, see :meth:`dma_hf.arguments.Call.of`. Those that describe the batch are ignored. The
+            arguments of the model's forward pass have them for every layer.
 
     Returns:
         ``[1, tokens, Hq, Dv]``, and ``None`` in place of attention weights.
@@ -105,30 +133,61 @@ def dma_paged_attention_forward(
         RuntimeError: It is called outside continuous batching, or a CUDA graph is being captured over 16-bit pages.
         ValueError: As in :func:`~dma_hf.dma_attention_forward`.
     """
-    if cu_seq_lens_q is None or position_ids is None or "read_index" not in kwargs:
+    batch = _running.batch
+    if "read_index" not in batch:
         raise RuntimeError(
             f"attn_implementation={PAGED_NAME!r} is for generate_batch only; call generate and forward outside of "
             "dma_hf.continuous_batching(model)"
         )
     call = Call.of(module, **{name: each for name, each in kwargs.items() if name not in _OF_THE_BATCH})
     refusal = find_unsupported(call, query, value)
+    if attention_mask is not None and refusal is None:
+        asked = f"{type(module).__name__} passed one of shape {list(attention_mask.shape)}"
+        refusal = Refusal("an attention_mask of its own in generate_batch", asked, "call generate, or " + WAY_OUT)
     if refusal is not None:
         raise refusal.error(may_fall_back=False)
+    pages = batch["cache"]
+    if sliding_window is None:  # Moshi leaves the window to the mask
+        sliding_window = _window_of(module, pages.config)
     options = {"window": sliding_window, "is_causal": True, **call.options}
     recipe = call.settings.recipe
-    if hasattr(cache, "attend"):  # packed pages
-        batch = kwargs["block_table"], cu_seq_lens_q, position_ids
-        packed = (module.layer_idx, query, key, value, batch, recipe)
+    if cache is not None:
+        key, value = _update(cache, module, key, value, kwargs)
+    if hasattr(pages, "attend"):  # packed pages
+        offsets = batch["block_table"], batch["cu_seq_lens_q"], batch["position_ids"]
+        packed = (module, query, key, value, offsets, recipe)
         format = str(call.settings.config.cache)
-        return counted(module, call.settings.name, format, lambda: cache.attend(*packed, **options)), None
+        return counted(module, call.settings.name, format, lambda: pages.attend(*packed, **options)), None
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "dma_mxfp attention over 16-bit pages reads the lengths of the requests on the host, which a CUDA graph "
             "does not allow; pass continuous_batching_config=ContinuousBatchingConfig(use_cuda_graph=False)"
         )
-    key, value, key_starts = _update(cache, module, key, value, sliding_window, kwargs)
-    requests = (query, key, value, key_starts, cu_seq_lens_q, position_ids)
+    starts = batch["cu_seq_lens_k"]
+    if isinstance(starts, dict):
+        starts = starts[_kind_of(module, pages, sliding_window, list(starts))]
+    requests = (query, key, value, starts, batch["cu_seq_lens_q"], batch["position_ids"])
     return counted(module, call.settings.name, "pages", _attend_requests, *requests, recipe, options), None
+
+
+def _window_of(module: nn.Module, config: PreTrainedConfig) -> int | None:
+    """Return the window of a layer, by the rule with which Transformers groups layers for paged caches."""
+    window: int | None = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    return window if window is None or kinds is None or kinds[module.layer_idx] == "sliding_attention" else None
+
+
+def _kind_of(module: nn.Module, pages: Any, sliding_window: int | None, kinds: list[str]) -> str:
+    """Return the kind of a layer, full or sliding, of which the keys of its requests have their lengths.
+
+    Layers that share the keys of another one (Gemma 3n) have a kind too, although they do not update the cache.
+    """
+    if len(kinds) == 1:
+        return kinds[0]
+    if hasattr(pages, "layer_to_allocator"):
+        kind: str = pages.layer_to_allocator[module.layer_idx].layer_type
+        return kind
+    return "sliding_attention" if sliding_window else "full_attention"  # up to Transformers 5.17
 
 
 def _attend_requests(
@@ -146,6 +205,11 @@ def _attend_requests(
     last = cu_seq_lens_q[1:].long() - 1
     ends = position_ids.reshape(-1)[last.clamp(min=0)] + 1  # tokens of each request so far
     requests = torch.stack((cu_seq_lens_q[:-1], cu_seq_lens_q[1:], key_starts[:-1], key_starts[1:], ends)).T.tolist()
+    if key.shape[2] < requests[-1][3]:
+        raise ValueError(
+            f"the requests have {requests[-1][3]} keys, but attention got {key.shape[2]}; this layer does not attend "
+            "to what the paged cache returned, so generate_batch cannot run this model"
+        )
     decoding = [request for request in requests if request[1] - request[0] == 1]
     for start, stop, key_start, key_stop, end in requests:
         if stop - start > 1:
@@ -164,22 +228,15 @@ def _attend_requests(
     return out
 
 
-def _update(
-    cache: Any, module: nn.Module, key: Tensor, value: Tensor, sliding_window: int | None, kwargs: dict[str, Any]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Store keys and values, and return those of all requests with the offset of each request."""
-    starts = kwargs["cu_seq_lens_k"]
-    if cache is None:  # the layer has updated it: Transformers 5.24 and later
-        return key, value, starts
+def _update(cache: Any, module: nn.Module, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Store keys and values, and return those of all requests. Layers of Transformers 5.24 do so themselves."""
     if "read_index" in inspect.signature(cache.update).parameters:  # up to Transformers 5.17
         indices = {name: kwargs[name] for name in ("read_index", "write_index")}
         key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, **indices)
         key, value = (states.transpose(0, 1)[None] for states in (key, value))
-        if isinstance(starts, dict):
-            starts = starts["sliding_attention" if sliding_window else "full_attention"]
-        return key, value, starts
-    key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
-    return key, value, kwargs["cu_seq_lens_k"]  # update() sets it for the layer's kind
+        return key, value
+    updated: tuple[Tensor, Tensor] = cache.update(key, value, module.layer_idx, kwargs)
+    return updated
 
 
 def _decode(

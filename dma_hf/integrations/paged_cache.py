@@ -26,12 +26,13 @@ from dma_kernels.cache.api import append, cached_attention
 from dma_kernels.cache.page_layout import PageLayout
 from dma_kernels.cache.storage import UNQUANTIZED, LayerStorage
 from dma_kernels.numerics.formats import TILE
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import ContinuousBatchingConfig, PreTrainedConfig, PreTrainedModel
 from transformers.generation.continuous_batching.cache import PagedAttentionCache, PagedAttentionMemoryHandler
 from transformers.generation.continuous_batching.cache_allocators import CachePool, FullAttentionCacheAllocator
 from transformers.generation.continuous_batching.utils import find_head_dim, find_num_key_value_heads
 
+from ..architectures import refuse_packed_cache, shares_keys
 from ..config import cache_format_of, settings_of
 
 Batch = tuple[Tensor | None, Tensor, Tensor]
@@ -219,6 +220,7 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
         self._bodies = self.cache_tensor.view(-1, layers, heads, self.record.nbytes).unbind(1)
         self._raw = [self._raw_views(layer, slot // dtype.itemsize) for layer in range(layers)]
         self._batch: list[tuple[int, int, list[int], int]] = []
+        self._updates: dict[int, tuple[Tensor, Tensor]] = {}
         self._groups: tuple[Any, list[_Group]] = None, []
 
     def _raw_views(self, layer: int, stride: int) -> dict[str, Tensor]:
@@ -244,30 +246,38 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
         self._batch.append((past_length, query_length, pages, slot))
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """Pass this cache to the attention function, which stores keys and values with :meth:`attend`.
-
-        Layers in Transformers 5.24 call this method. Those of earlier versions pass the cache themselves.
-        """
-        kwargs["cache"] = self
+        """Keep the new keys and values of a layer for :meth:`attend`, which stores them, and return them unchanged."""
+        self._updates[layer_idx] = key, value
         return key, value
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: Batch, recipe: Recipe, **options: Any
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, batch: Batch, recipe: Recipe, **options: Any
     ) -> Tensor:
         """Compute the attention of the new tokens of a batch, and store their keys and values.
 
         Args:
-            layer: Index of the layer.
+            module: The layer.
             query: ``[1, Hq, tokens, D]``.
-            key: ``[1, Hkv, tokens, D]``.
-            value: ``[1, Hkv, tokens, D]``.
+            key: ``[1, Hkv, tokens, D]``, what :meth:`update` returned.
+            value: ``[1, Hkv, tokens, D]``, what :meth:`update` returned.
             batch: Block table, offsets and position ids.
             recipe: Precisions of prompts.
             options: Further arguments of :func:`dma_kernels.attention`.
 
         Returns:
             ``[1, tokens, Hq, D]``.
+
+        Raises:
+            ValueError: The layer did not update the cache, has attended to it before, or has changed keys or values.
         """
+        layer: int = module.layer_idx  # type: ignore[assignment]
+        updated = self._updates.pop(layer, (None, None))
+        if key is not updated[0] or value is not updated[1]:
+            raise ValueError(
+                f"packed pages need attention to keys and values as the cache returned them, once a layer and step, "
+                f"but {type(module).__name__} changes or shares them; call dma_hf.configure(model, cache=None) for "
+                "16-bit pages"
+            )
         out: Tensor | None = None
         for group in self._groups_of(*batch):
             states = group.of(query), group.of(key), group.of(value)
@@ -341,10 +351,16 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
 
 
 def check_layers(config: PreTrainedConfig) -> None:
-    """Raise if packed pages do not support a kind of layer of the model."""
+    """Raise if packed pages do not support a model with this configuration of its decoder."""
+    refuse_packed_cache(config)
     kinds = set(getattr(config, "layer_types", None) or [PAGES]) - {PAGES, SLOTS}
     if kinds:
         raise ValueError(
             f"packed pages support full and sliding attention, but this model has {', '.join(sorted(kinds))}; use "
             "generate, which supports all kinds of layers"
+        )
+    if shares_keys(config):
+        raise ValueError(
+            f"packed pages do not support layers that share keys and values, as {config.model_type} has; use generate, "
+            "or call dma_hf.configure(model, cache=None) for 16-bit pages"
         )

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import GenerationMixin, PreTrainedModel
 
+from .attention_tables import check_attention
 from .continuous_batching import init_continuous_batching
 from .generate import assisted_decoding, compiled_call, decodes_by_compiled_call, prepare_cache
 
@@ -19,6 +20,11 @@ def wrap_generation() -> None:
     _wrap(GenerationMixin, "_valid_auto_compile_criteria", decodes_by_compiled_call)
     _wrap(PreTrainedModel, "get_compiled_call", compiled_call)
     _wrap(GenerationMixin, "init_continuous_batching", init_continuous_batching)
+
+
+def wrap_name_check() -> None:
+    """Have models that no name of this package reaches refuse it by name."""
+    _wrap(PreTrainedModel, "get_correct_attn_implementation", check_attention)
 
 
 def _wrap(owner: type, name: str, function: Callable[..., Any]) -> None:

@@ -110,9 +110,9 @@ def test_a_static_cache_equals_the_oracle(name, setting, families, token_ids, as
     assert_same(model(other, past_key_values=cache).logits, model(other).logits, tolerance=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "deepseek_v3", "llama4", "gpt2"])
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "mimo_v2_flash", "llama4", "gpt2"])
 def test_softcap_sinks_value_dims_and_chunks_equal_the_oracle(name, families, token_ids, assert_same):
-    """In fp32. Llama 4 has chunks, Gemma 2 a softcap, GPT-OSS sink logits, DeepSeek another value dim."""
+    """In fp32. Llama 4 has chunks, Gemma 2 a softcap, GPT-OSS sink logits, MiMo another value dim."""
     model = families[name].build("dma_mxfp")
     dma_hf.configure(model, "balanced+int4", sink_tiles=0)
     ids = token_ids(1, LENGTH)
@@ -149,6 +149,20 @@ def test_a_later_mask_may_hide_more_keys(families, token_ids, assert_same, ident
         outputs.append([model(ids[:, a:b], attention_mask=mask[:, :b], past_key_values=cache).logits for a, b in steps])
     for actual, expected in zip(*outputs, strict=True):
         assert_same(actual, expected, tolerance=1e-9)
+
+
+@pytest.mark.parametrize("shown", [20, 50], ids=["in part", "all"])
+@pytest.mark.parametrize("max_cache_len", [None, LENGTH], ids=["dynamic", "static"])
+def test_a_later_mask_that_shows_padding_is_refused(max_cache_len, shown, families, token_ids):
+    """Padding is not stored, so it cannot be attended to later."""
+    model = _model(families, "llama", "balanced+int8")
+    ids, mask = token_ids(2, LENGTH), torch.ones(2, LENGTH, dtype=torch.int64)
+    mask[0, :50] = 0
+    cache = DMACache(model.config, max_cache_len=max_cache_len)
+    model(ids[:, :200], attention_mask=mask[:, :200], past_key_values=cache)
+    mask[0, 50 - shown :] = 1
+    with pytest.raises(ValueError, match="attention_mask shows padding that it hid before, which the cache does not"):
+        model(ids[:, 200:201], attention_mask=mask[:, :201], past_key_values=cache)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -13,8 +13,10 @@ from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
+from hf_outcomes import randomise
 from tiny_models import SIZES
 from transformers import (
+    AttentionInterface,
     CompileConfig,
     DynamicCache,
     GenerationConfig,
@@ -118,6 +120,18 @@ def test_a_prompt_can_be_continued(build, token_ids):
     assert torch.equal(_generate(model, second, do_sample=False, past_key_values=cache), expected)
 
 
+@pytest.mark.parametrize("length", [30, 300])
+@pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
+def test_layers_that_share_keys_take_a_second_turn_of_any_length(name, length, build, token_ids):
+    model = build(name)
+    randomise(model)
+    cache, more = DMACache(model.config), token_ids(1, length, seed=2)
+    first = _generate(model, token_ids(1, PROMPT), do_sample=False, past_key_values=cache)
+    second = torch.cat((first, more), 1)
+    expected = _generate(model, second, do_sample=False)
+    assert torch.equal(_generate(model, second, do_sample=False, past_key_values=cache), expected)
+
+
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 def test_a_prompt_prefilled_in_inference_mode_continues_outside_it(static, build, token_ids):
     """As with Transformers' dynamic cache; both for the first tensors and for their replacements."""
@@ -159,6 +173,10 @@ class TestDefault:
         assert _generate(model, ids, past_key_values=own, **options).past_key_values is own
         static = _generate(model, ids, cache_implementation="static", **options).past_key_values
         assert type(static).__name__ == "StaticCache"
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*another cache")
+            _generate(model, ids, cache_implementation="static", **options)
+            _generate(model, ids, past_key_values=DynamicCache(config=model.config), **options)
         assert _generate(model, ids, use_cache=False, **options).past_key_values is None
 
     @pytest.mark.parametrize("way", ["deepcopy", "torch.save", "another process"])
@@ -255,6 +273,24 @@ class TestDefault:
         assert len(calls) == 1
         dma_hf.configure(model, cache=None)
         assert model.generate is counted
+
+    def test_a_function_registered_over_dma_mxfp_keeps_the_cache(self, build, token_ids):
+        """For profiling, for example."""
+        calls = []
+
+        def profiled(*arguments, **options):
+            calls.append(options)
+            return dma_hf.dma_attention_forward(*arguments, **options)
+
+        model = build("llama")
+        dma_hf.configure(model, cache="int8")
+        AttentionInterface.register("dma_mxfp", profiled)
+        try:
+            result = _generate(model, token_ids(1, 20), do_sample=False, return_dict_in_generate=True)
+        finally:
+            AttentionInterface.register("dma_mxfp", dma_hf.dma_attention_forward)
+        assert type(result[CACHE_ARGUMENT]) is DMACache
+        assert calls
 
     def test_configuring_no_cache_restores_the_default(self, build, token_ids):
         model = build("llama")

@@ -61,3 +61,15 @@ def test_a_mask_is_read_once_for_all_layers(llama, token_ids, monkeypatch):
     second = llama(ids, attention_mask=mask).logits
     assert len(reads) == 2
     assert not torch.equal(first, second)
+
+
+def test_a_mask_changed_without_a_trace_is_read_again(llama, token_ids):
+    """Through ``.data`` or a NumPy buffer: such a change does not count as one of the tensor."""
+    ids, (_, mask) = token_ids(len(PADDING), LENGTH), _masks(torch.float64)
+    llama(ids, attention_mask=mask)
+    version = mask._version
+    mask.numpy()[:, :, 200:, :150] = torch.finfo(mask.dtype).min
+    mask.data[:, :, 300:, 160] = torch.finfo(mask.dtype).min
+    assert mask._version == version
+    changed = llama(ids, attention_mask=mask).logits
+    assert torch.equal(changed, llama(ids, attention_mask=mask.clone()).logits)

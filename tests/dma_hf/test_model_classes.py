@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from tiny_models import IDENTITY
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 import dma_hf
 
@@ -32,8 +34,31 @@ BUILT_IN = {
     "RoFormerForMaskedLM": LLAMA,
 }
 
+# Class, configuration arguments, reason. Attention does not get what the cache returned, or layers hold other states.
+MLA = LLAMA | {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+WITHOUT_PACKED_CACHE = {
+    "DeepseekV3ForCausalLM": (
+        MLA | {"first_k_dense_replace": 2, "n_routed_experts": 4, "n_group": 1},
+        "deepseek_v3 cannot use a packed cache, because it caches latents",
+    ),
+    "MiniCPM3ForCausalLM": (MLA, "minicpm3 cannot use a packed cache, because it caches latents"),
+    "DiffLlamaForCausalLM": (LLAMA | {"num_key_value_heads": 2}, "diffllama cannot .* it attends twice in a layer"),
+    "JetMoeForCausalLM": (
+        LLAMA | {"num_key_value_heads": 2, "kv_channels": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+        "jetmoe cannot .* it repeats keys and values",
+    ),
+    "MiniMaxForCausalLM": (
+        LLAMA | {"num_key_value_heads": 2, "num_local_experts": 2, "head_dim": 16},
+        "minimax cannot .* it has a cache class of its own",
+    ),
+    "FalconH1ForCausalLM": (
+        LLAMA | {"num_key_value_heads": 2, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16},
+        r"falcon_h1 cannot .* its layers also hold other states \(LinearAttentionAndFullAttentionLayer\)",
+    ),
+}
+
 # Upstream looks up the attention class by the implementation's name when it builds the model.
-UPSTREAM_REFUSES = {
+WITH_TABLES = {
     "GPTNeoForCausalLM": {
         "hidden_size": 64,
         "num_layers": 2,
@@ -84,10 +109,59 @@ def test_built_in_attention_is_rejected(name):
         dma_hf.configure(model)
 
 
-@pytest.mark.parametrize("name", UPSTREAM_REFUSES)
-def test_unsupported_classes_are_rejected_upstream(name):
-    with pytest.raises(KeyError, match="dma_mxfp"):
-        _build(name, UPSTREAM_REFUSES[name])
+class MyConfig(transformers.LlamaConfig):
+    """A configuration in a module of its own, beside an attention layer."""
+
+    model_type = "mine"
+
+
+class MyAttention(LlamaAttention):
+    """A layer that inherits the choice of its attention."""
+
+
+class MyModel(transformers.LlamaForCausalLM):
+    """A model with such layers."""
+
+    config_class = MyConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        for index, layer in enumerate(self.model.layers):
+            layer.self_attn = MyAttention(config, index)
+
+
+def test_a_class_derived_from_another_attention_is_accepted():
+    config = MyConfig(**TINY, **LLAMA, num_key_value_heads=2)
+    model = MyModel._from_config(config, attn_implementation="dma_mxfp").eval()
+    dma_hf.configure(model, IDENTITY)
+    logits = model(**_inputs(model)).logits
+    model.set_attn_implementation("eager")
+    torch.testing.assert_close(logits, model(**_inputs(model)).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", WITHOUT_PACKED_CACHE)
+def test_a_packed_cache_is_refused_where_it_would_not_be_used(name):
+    """By ``configure``, by a new cache, and by ``generate`` if the implementation's name has the cache."""
+    sizes, reason = WITHOUT_PACKED_CACHE[name]
+    model, message = _build(name, sizes), rf"{reason}.*; set cache=None for Transformers' 16-bit cache: dma_hf\.conf"
+    with pytest.raises(ValueError, match=message):
+        dma_hf.configure(model, "balanced+int4")
+    with pytest.raises(ValueError, match=message):
+        dma_hf.DMACache(model.config)
+    model.set_attn_implementation("dma_mxfp:balanced+int8")
+    with pytest.raises(ValueError, match=message):
+        model.generate(**_inputs(model), max_new_tokens=2)
+    dma_hf.configure(model, cache=None)
+    assert model.generate(**_inputs(model), max_new_tokens=2, min_new_tokens=2).shape == (1, 7)
+
+
+@pytest.mark.parametrize("name", WITH_TABLES)
+def test_classes_with_a_table_of_attention_layers_are_rejected(name):
+    """Upstream would raise a ``KeyError``."""
+    with pytest.raises(
+        ValueError, match=f"attn_implementation='dma_mxfp' does not reach {name}, which chooses its lay"
+    ):
+        _build(name, WITH_TABLES[name])
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "gpt2", "granite", "bert", "modernbert"])

@@ -64,3 +64,30 @@ def test_a_step_of_many_tokens_equals_single_token_steps(name, format, families,
         steps = [model(ids[:, [i]], **{CACHE_ARGUMENT: one_by_one}).logits for i in range(start, start + count)]
         together = model(ids[:, start : start + count], **{CACHE_ARGUMENT: at_once}).logits
         assert_same(together, torch.cat(steps, 1), tolerance=1e-9)
+
+
+def test_a_reset_cache_computes_the_next_prompt_as_a_prompt(families, token_ids):
+    """Speculation that ends with its first step leaves nothing behind."""
+    model = _model(families, "qwen2")
+    ids, cache = _prompt(token_ids, 400), DMACache(model.config)
+    options = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0, "prompt_lookup_num_tokens": 3}
+    model.generate(ids[:, :100], **{CACHE_ARGUMENT: cache}, **options)
+    cache.reset()
+    expected = model(ids, **{CACHE_ARGUMENT: DMACache(model.config)}).logits
+    assert torch.equal(model(ids, **{CACHE_ARGUMENT: cache}).logits, expected)
+
+
+@pytest.mark.parametrize("name", ["prompt_lookup_num_tokens", "num_assistant_tokens"])
+def test_more_candidates_than_the_cache_can_remove_are_refused(name, families, token_ids):
+    """At the start, and not in the middle of an answer."""
+    model = _model(families, "qwen2")
+    options = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0, CACHE_ARGUMENT: DMACache(model.config)}
+    if name == "num_assistant_tokens":
+        options["assistant_model"] = _model(families, "qwen2")
+        options["assistant_model"].generation_config.num_assistant_tokens = 200
+    else:
+        options[name] = 200
+    with pytest.raises(
+        ValueError, match=f"{name} must be at most 128 with a DMACache, which cannot remove more tokens; got 200"
+    ):
+        model.generate(token_ids(1, 20), **options)

@@ -8,6 +8,8 @@ support either is an upstream limit. An error of ours must name ``dma_mxfp``; ev
 from __future__ import annotations
 
 import inspect
+import logging
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,11 +23,20 @@ from hf_inputs import LENGTH, Inputs, candidate_inputs
 from hf_shrink import CannotShrink, tiny_configs
 from tiny_models import IDENTITY
 from torch import Tensor
-from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel, StaticCache
+from transformers import (
+    AttentionInterface,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    StaticCache,
+)
 from transformers.initialization import no_init_weights
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import dma_hf
+from dma_hf.cache_layers import DMALayer
+from dma_hf.integrations.cache_argument import CACHE_ARGUMENT
 
 WORKS, FALLBACK, REFUSED, UPSTREAM, FAILS = "works", "fallback", "refused", "upstream", "FAILS"
 STATUSES = (WORKS, FALLBACK, REFUSED, UPSTREAM, FAILS)
@@ -33,6 +44,8 @@ STATUSES = (WORKS, FALLBACK, REFUSED, UPSTREAM, FAILS)
 TOLERANCE = 2e-5
 """Relative to the largest logit: fp32 rounding through a few layers."""
 MAX_PARAMETERS = 60_000_000
+OURS = re.compile(r"dma_mxfp|dma_hf\.configure")
+"""What an error of this package names."""
 NEW_TOKENS = 5
 PADDING = 5
 CHUNKS = ((0, 9), (9, LENGTH - 1), (LENGTH - 1, LENGTH))
@@ -134,6 +147,10 @@ def features_of(architecture: Architecture, model: PreTrainedModel, inputs: Inpu
         features["static cache"] = static_cache
     if architecture.kind not in ("encoder", "tower") and model.can_generate():
         features["generate"] = generate
+        features["packed cache"] = packed_cache
+        if "chunked prefill" in features:
+            features["generate_batch"] = generate_batch
+            features["packed pages"] = packed_pages
     return features
 
 
@@ -200,6 +217,74 @@ def static_cache(model: PreTrainedModel, inputs: Inputs) -> Tensor:
 
 def generate(model: PreTrainedModel, inputs: Inputs) -> Tensor:
     """Greedy decoding of a left-padded batch, as token ids."""
+    tokens: Tensor = _generated(model, inputs).sequences
+    return tokens
+
+
+def packed_cache(model: PreTrainedModel, inputs: Inputs) -> Tensor:
+    """The same with a packed cache, which every decoder layer with keys must use."""
+    with _packed(model) as is_ours, warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*another cache")
+        output = _generated(model, inputs)
+        if is_ours:
+            _check_packed(model, output.get(CACHE_ARGUMENT, output.get("past_key_values")))
+    tokens: Tensor = output.sequences
+    return tokens
+
+
+def generate_batch(model: PreTrainedModel, inputs: Inputs) -> Tensor:
+    """Greedy decoding of two requests by continuous batching, as token ids."""
+    rows = inputs.arguments["input_ids"].tolist()
+    settings = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0, eos_token_id=-1)
+    batching = ContinuousBatchingConfig(num_blocks=16, use_cuda_graph=False)
+    logger = logging.getLogger("ContinuousBatchingLogger")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)  # it logs the errors that it raises
+    try:
+        outputs = model.generate_batch(
+            [rows[0][:-PADDING], rows[1]], generation_config=settings, continuous_batching_config=batching
+        )
+    finally:
+        logger.setLevel(level)
+    errors = [output.error for output in outputs.values() if output.error]
+    if errors:
+        raise RuntimeError(errors[0])
+    return torch.tensor([output.generated_tokens for output in outputs.values()])
+
+
+def packed_pages(model: PreTrainedModel, inputs: Inputs) -> Tensor:
+    """The same over packed pages."""
+    with _packed(model):
+        return generate_batch(model, inputs)
+
+
+@contextmanager
+def _packed(model: PreTrainedModel) -> Iterator[bool]:
+    """Set a packed cache if the model runs ``dma_mxfp``, and yield whether it does. Its prompts fit in a tile."""
+    is_ours = dma_hf.NAME in str(model.config.get_text_config(decoder=True)._attn_implementation)
+    if is_ours:
+        dma_hf.configure(model, cache="int8")
+        dma_hf.reset_stats(model)
+    try:
+        yield is_ours
+    finally:
+        if is_ours:
+            dma_hf.configure(model, cache=None)
+
+
+def _check_packed(model: PreTrainedModel, cache: Any) -> None:
+    """Raise if the cache keeps keys in 16 bits, or attention did not read the packed ones."""
+    cache = getattr(cache, "self_attention_cache", cache)
+    unpacked = []
+    if isinstance(cache, dma_hf.DMACache):  # Whisper returns a copy of another class
+        kinds = [type(layer) for layer in cache.layers if getattr(layer, "keys", None) is not None]
+        unpacked = [kind.__name__ for kind in kinds if not issubclass(kind, DMALayer)]
+    stats = dma_hf.stats(model)
+    if unpacked or not (stats.fallbacks or any(use.cache == "int8" for use in stats.uses)):
+        raise RuntimeError(f"the packed cache was not used: {unpacked}")
+
+
+def _generated(model: PreTrainedModel, inputs: Inputs) -> Any:
     settings = model.generation_config
     settings.eos_token_id, settings.pad_token_id = None, 0
     if model.config.is_encoder_decoder and settings.bos_token_id is None and settings.decoder_start_token_id is None:
@@ -208,8 +293,7 @@ def generate(model: PreTrainedModel, inputs: Inputs) -> Tensor:
     if inputs.is_text:
         arguments["attention_mask"] = inputs.padding_mask(PADDING)
     arguments.pop("decoder_input_ids", None)
-    tokens: Tensor = model.generate(**arguments, max_new_tokens=NEW_TOKENS, do_sample=False)
-    return tokens
+    return model.generate(**arguments, max_new_tokens=NEW_TOKENS, do_sample=False, return_dict_in_generate=True)
 
 
 def _in_chunks(model: PreTrainedModel, inputs: Inputs, options: dict[str, Any]) -> Tensor:
@@ -237,13 +321,13 @@ class _Pair:
             return Outcome(UPSTREAM, _brief(expected))
         status, actual = WORKS, self._ours(feature, inputs)
         if isinstance(actual, Exception):
-            if "dma_mxfp" not in str(actual):
+            if not OURS.search(str(actual)):
                 return Outcome(FAILS, _brief(actual))
             if "on_unsupported='sdpa'" not in str(actual):
                 return Outcome(REFUSED, _brief(actual))
             status, actual, refusal = FALLBACK, self._ours(feature, inputs, on_unsupported="sdpa"), actual
             if isinstance(actual, Exception):
-                is_ours = "dma_mxfp" in str(actual)
+                is_ours = OURS.search(str(actual))
                 return Outcome(REFUSED, _brief(refusal)) if is_ours else Outcome(FAILS, _brief(actual))
         error = difference(actual, expected)
         if error <= TOLERANCE:

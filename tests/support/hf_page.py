@@ -19,9 +19,9 @@ FEATURES = ("forward", "padded batch", "chunked prefill", "static cache", "gener
 CELLS = {WORKS: "yes", FALLBACK: "sdpa", REFUSED: "refused", UPSTREAM: "upstream"}
 
 REASONS: tuple[tuple[str, str], ...] = (
+    ("which chooses its layers from", "it looks up attention layers in a table of its own"),
     ("does not reach", "its attention is built in"),
     ("this model computes its attention itself", "its attention is built in"),
-    ("KeyError: 'dma_mxfp'", "upstream looks its attention class up by the implementation's name: `KeyError`"),
     ("position_bias", "adds a position bias to its scores"),
     ("an additive bias", "adds a bias to its scores"),
     ("needs additive ones", "needs an additive mask"),

@@ -26,6 +26,15 @@ SIZES: dict[str, Any] = {
 }
 HYBRID: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 MOE: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+SHARED: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": WINDOW,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": VOCABULARY,
+}
+"""The last two of four layers share the keys of the first two."""
 ENCODER: dict[str, Any] = {key: value for key, value in SIZES.items() if key not in ("num_key_value_heads", "head_dim")}
 BART: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -128,7 +137,46 @@ SEQ2SEQ: dict[str, Family] = {
     "bart": Family("BartForConditionalGeneration", "BartConfig", BART),
 }
 
-FAMILIES = DECODERS | ENCODERS | SEQ2SEQ
+OTHERS: dict[str, Family] = {
+    "mimo_v2_flash": Family(  # value head dim 24
+        "MiMoV2FlashForCausalLM",
+        "MiMoV2FlashConfig",
+        SIZES
+        | HYBRID
+        | {"v_head_dim": 24, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        window=True,
+    ),
+    "gpt_bigcode": Family(
+        "GPTBigCodeForCausalLM",
+        "GPTBigCodeConfig",
+        SIZES | {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 1024, "num_key_value_heads": 1},
+    ),
+    "persimmon": Family("PersimmonForCausalLM", "PersimmonConfig", SIZES | {"num_key_value_heads": 4}),
+    "cohere_compass": Family(
+        "CohereCompassForCausalLM",
+        "CohereCompassTextConfig",
+        SIZES
+        | {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}}
+        | {"layer_types": ["full_attention"] * 2},
+    ),
+    "moshi": Family("MoshiForCausalLM", "MoshiConfig", SIZES | {"sliding_window": WINDOW, "ffn_dim": 64}, window=True),
+    "doge": Family("DogeForCausalLM", "DogeConfig", SIZES),
+    "diffllama": Family("DiffLlamaForCausalLM", "DiffLlamaConfig", SIZES),
+    "jetmoe": Family("JetMoeForCausalLM", "JetMoeConfig", SIZES | MOE | {"kv_channels": 16}),
+    "gemma3n": Family(
+        "Gemma3nForCausalLM",
+        "Gemma3nTextConfig",
+        SIZES
+        | SHARED
+        | {"intermediate_size": [64] * 4, "activation_sparsity_pattern": [0.0] * 4}
+        | {"laurel_rank": 8, "altup_num_inputs": 2},
+        window=True,
+    ),
+    "gemma4": Family("Gemma4ForCausalLM", "Gemma4TextConfig", SIZES | SHARED | {"global_head_dim": 16}, window=True),
+}
+"""Families that treat keys and values in their own way, for single tests. Old versions of Transformers lack some."""
+
+FAMILIES = DECODERS | ENCODERS | SEQ2SEQ | OTHERS
 
 IDENTITY = {"low": "bf16", "high": "bf16", "pv": "bf16", "smooth_k": False, "rotate": False, "shared_scale": "block"}
 """A configuration without quantization, which computes ordinary attention."""

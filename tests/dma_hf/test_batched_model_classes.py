@@ -1,0 +1,129 @@
+"""``generate_batch`` of models that treat keys and values in their own way equals SDPA, or is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from batched_parts import assert_as_alone, note_parts
+from hf_outcomes import randomise
+from tiny_models import IDENTITY
+from transformers import ContinuousBatchingConfig, GenerationConfig
+
+import dma_hf
+
+pytest.importorskip("transformers.generation.continuous_batching.cache_allocators", reason="before Transformers 5.18")
+
+NEW_TOKENS = 6
+LENGTHS = (5, 300, 17, 140)
+NAMES = ("gpt_bigcode", "persimmon", "cohere_compass", "diffllama", "jetmoe", "gemma3n", "gemma4", "moshi")
+
+
+@pytest.fixture
+def build(families):
+    """Return a function that builds a model whose scores are not all almost zero, as with Transformers' own weights."""
+
+    def make(name, implementation):
+        if not hasattr(transformers, families[name].model):
+            pytest.skip(f"Transformers {transformers.__version__} has no {families[name].model}")
+        model = families[name].build(implementation).double()
+        randomise(model)
+        return model
+
+    return make
+
+
+def _generate_batch(model, prompts, **options):
+    settings = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0, bos_token_id=1)
+    batching = ContinuousBatchingConfig(num_blocks=64, return_logprobs=True, use_cuda_graph=False, **options)
+    outputs = model.generate_batch(prompts, generation_config=settings, continuous_batching_config=batching)
+    assert [output.error for output in outputs.values()] == [None] * len(prompts)
+    return [(output.generated_tokens, output.logprobs) for output in outputs.values()]
+
+
+@pytest.fixture
+def prompts():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, 97, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+@pytest.mark.parametrize("batch_tokens", [None, 64], ids=["", "in chunks"])
+@pytest.mark.parametrize("name", NAMES)
+def test_batches_over_16_bit_pages_equal_sdpa(name, batch_tokens, build, prompts):
+    expected = _generate_batch(build(name, "sdpa"), prompts, max_batch_tokens=batch_tokens)
+    model = build(name, dma_hf.NAME)
+    dma_hf.configure(model, IDENTITY)
+    for (tokens, logprobs), wanted in zip(
+        _generate_batch(model, prompts, max_batch_tokens=batch_tokens), expected, strict=True
+    ):
+        assert tokens == wanted[0]
+        assert logprobs == pytest.approx(wanted[1], abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gpt_bigcode", "persimmon", "cohere_compass", "moshi"])
+def test_layers_that_do_not_describe_the_batch_are_batched_over_packed_pages(name, build, prompts, monkeypatch):
+    model = build(name, dma_hf.NAME)
+    dma_hf.configure(model, "balanced+int8")
+    parts = note_parts(monkeypatch)
+    settings = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0, bos_token_id=1)
+    batching = ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=100)
+    outputs = model.generate_batch(prompts, generation_config=settings, continuous_batching_config=batching)
+    assert [output.error for output in outputs.values()] == [None] * len(prompts)
+    assert_as_alone(model, outputs, parts)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("diffllama", "diffllama cannot use a packed cache, because it attends twice in a layer"),
+        ("jetmoe", "jetmoe cannot use a packed cache, because it repeats keys and values"),
+        ("gemma3n", "packed pages do not support layers that share keys and values, as gemma3n_text has"),
+        ("gemma4", "packed pages do not support layers that share keys and values, as gemma4_text has"),
+    ],
+)
+def test_models_that_change_or_share_cached_states_are_refused_by_name(name, message, build, prompts):
+    model = build(name, f"{dma_hf.NAME}:balanced+int8")
+    with pytest.raises(ValueError, match=rf"{message}.*dma_hf\.configure\(model, cache=None\)"):
+        _generate_batch(model, prompts)
+    assert model.config._attn_implementation == f"{dma_hf.NAME}:balanced+int8"
+
+
+@pytest.mark.parametrize("name", ["diffllama", "jetmoe", "gemma3n"])
+def test_packed_pages_of_an_unknown_class_that_changes_cached_states_raise(name, build, prompts, monkeypatch):
+    monkeypatch.setattr("dma_hf.integrations.manager.check_layers", lambda config: None)
+    model = build(name, f"{dma_hf.NAME}:balanced+int8")
+    message = (
+        r"died: ValueError: packed pages need attention to keys and values as the cache returned .* but \w+Attention"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        _generate_batch(model, prompts)
+
+
+@pytest.mark.parametrize("cache", [None, "int8"])
+def test_a_mask_of_the_models_own_is_refused(cache, build, prompts):
+    """Batches need none, and it may hold a bias (Doge)."""
+    model = build("doge", dma_hf.NAME)
+    dma_hf.configure(model, IDENTITY, cache=cache)
+    message = "does not support an attention_mask of its own in generate_batch: DogeAttention passed one of shape"
+    with pytest.raises(RuntimeError, match=message):
+        _generate_batch(model, prompts)
+
+
+@pytest.mark.parametrize("cache", [None, "int8"])
+def test_changing_the_attention_of_a_batched_model_raises(cache, families, prompts):
+    """The batches of a manager are prepared for its own attention."""
+    model = families["llama"].build(dma_hf.NAME)
+    dma_hf.configure(model, cache=cache)
+    settings = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
+    batching = ContinuousBatchingConfig(num_blocks=64, use_cuda_graph=False)
+    manager = model.init_continuous_batching(settings, continuous_batching_config=batching)
+    manager.start()
+    manager.add_request(prompts[0])
+    assert manager.get_result(timeout=60).error is None
+    model.set_attn_implementation("sdpa")
+    manager.add_request(prompts[1])
+    message = "died: RuntimeError: the attention of LlamaForCausalLM was changed to 'sdpa' while a manager of dma_mxfp"
+    assert "was changed to 'sdpa'" in manager.get_result(timeout=60).error
+    manager.stop(block=True, timeout=5)
+    with pytest.raises(RuntimeError, match=message):
+        manager.destroy()
