@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 import dma_hf
 
 from .backends import Backend, activate
-from .data import Text, Window, make_windows, tokenize
+from .data import Text, Window, leading_tokens, make_windows, tokenize
 from .errors import UserError, one_line
 from .files import Piece
 from .models import LoadedModel
@@ -76,7 +76,8 @@ class Reading:
     """The part of a text that the model reads."""
 
     text: Text
-    input_ids: Tensor  # tokens of the whole text, int64 ``[N]``
+    input_ids: Tensor  # tokens of the whole text, int64 ``[N]``, special ones that the tokenizer adds included
+    begins_with: list[str]  # the special tokens that it and every window begin with
     context: int  # tokens of a full window
     windows: list[Window]  # which tokens to read and to score
     part: PerplexityPart  # how windows were chosen, and the batch size
@@ -102,13 +103,13 @@ def cut(loaded: LoadedModel, text: Text, part: PerplexityPart, context: int | No
     """Cut a text into windows of ``context`` tokens, by default :func:`default_context`."""
     context = default_context(loaded) if context is None else context
     loaded.check_positions(context, "--context")
-    input_ids = tokenize(loaded.tokenizer, text.content)
-    windows = make_windows(len(input_ids), context, part)
+    input_ids, leading = tokenize(loaded.tokenizer, text.content), leading_tokens(loaded.tokenizer)
+    windows = make_windows(len(input_ids), context, part, len(leading))
     vocabulary = loaded.model.get_input_embeddings().num_embeddings
     largest = int(input_ids.max())
     if largest >= vocabulary:
         raise UserError(f"the tokenizer gives token {largest:,}, but the model's vocabulary has {vocabulary:,} entries")
-    return Reading(text, input_ids, context, windows, part)
+    return Reading(text, input_ids, loaded.tokenizer.convert_ids_to_tokens(leading), context, windows, part)
 
 
 def compare(
@@ -145,7 +146,7 @@ def compare(
     reused = 0
     try:
         for index, batch in enumerate(batches):
-            identity["windows"] = [[window.begin, window.end, window.first] for window in batch]
+            identity["windows"] = [[window.begin, window.end, window.first, window.prefix] for window in batch]
             names = ("parts", *place, str(index))
             kept = store.load(list[Pass], identity, *names)
             if kept is not None:
@@ -153,7 +154,7 @@ def compare(
                 reused += len(batch)
                 session.progress.advance("from the folder", len(batch) * len(backends))
                 continue
-            ids = torch.stack([input_ids[window.begin : window.end] for window in batch]).to(model.device)
+            ids = torch.stack([window.of(input_ids) for window in batch]).to(model.device)
             runs = list(zip(models, backends, failed, strict=True))
             passes = _read_batch(runs, ids, batch, loaded_bytes, session.progress)
             failed = [each.failure is not None for each in passes]
@@ -172,7 +173,8 @@ def compare(
     return PerplexitySection(
         data=reading.text.info(len(input_ids)),
         context=context,
-        stride=part.stride or context,
+        begins_with=reading.begins_with,
+        stride=min(part.stride or context, context - len(reading.begins_with)),
         batch_size=part.batch_size,
         windows=len(read),
         windows_left=len(reading.windows) - len(read),

@@ -7,7 +7,7 @@ Version 2 added ``tasks``, ``fidelity`` and ``retrieval``. Version 3 added ``ski
 ``spread`` and ``windows_left``. Version 4 added ``stress``, version 5 ``skipped`` and ``thresholds``, and version 6
 ``equal_share``. Version 7 renamed the twin ``as it is`` to ``unchanged``, and older files are read with the new name.
 Version 8 left out what no page shows (answers that changed, change by position, seconds of parts and tasks), and memory
-on a CPU. Files of a newer version are refused.
+on a CPU. Version 9 added ``begins_with``. Files of a newer version are refused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .environment import Environment, collect, command_line
 from .errors import UserError
 from .files import parse
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 RESULTS = "results.json"
 """The report in a run's folder."""
 Kind = TypeVar("Kind", bound="Results")
@@ -113,7 +113,10 @@ class PerplexitySection:
 
     data: DataInfo  # the text
     context: int  # tokens per window
-    stride: int  # distance of two windows; less than ``context`` if they overlap
+    # Special tokens that every window begins with, because the tokenizer puts them before a text; part of ``context``.
+    # In files before version 9 only the first window has them.
+    begins_with: list[str] = field(default_factory=list)
+    stride: int  # distance of two windows; less than ``context`` without ``begins_with`` if they overlap
     batch_size: int  # windows per forward pass
     windows: int  # number of windows that were read
     windows_left: int = 0  # windows that an interruption left unread
@@ -291,6 +294,7 @@ class RetrievalSection:
     lengths: list[int]  # lengths of the prompts, in tokens
     depths: list[float]  # places of the answer
     samples: int  # samples per length and depth
+    begins_with: list[str] = field(default_factory=list)  # special tokens that every prompt begins with
     backends: Compared[RetrievalBackend]  # in the given order; the first is the reference
 
 
