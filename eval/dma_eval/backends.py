@@ -29,6 +29,9 @@ from .names import DMA, FORMAT_SUFFIXES, PEER_SUFFIXES, check_names, is_file, sp
 DEFAULT_PRESET = "balanced"
 """The preset of a plain ``dma_mxfp``, and the one that default comparisons combine with each cache format."""
 
+PAGED = "paged|"
+"""Prefix of the implementations of continuous batching."""
+
 
 @dataclass(frozen=True)
 class Backend:
@@ -133,9 +136,12 @@ def new_cache(model: PreTrainedModel, backend: Backend) -> Cache | None:
 
 
 def implementations() -> list[str]:
-    """Return the attention implementations that this version of Transformers knows, ``dma_mxfp`` included."""
-    known = (name for name in ALL_ATTENTION_FUNCTIONS.valid_keys() if not name.startswith((f"{DMA}:", f"{DMA}+")))
-    return sorted({"eager", *known})
+    """Return the attention implementations that this version of Transformers knows, ``dma_mxfp`` included.
+
+    Those of continuous batching are left out. Without its pages they apply no causal mask.
+    """
+    excluded = (f"{DMA}:", f"{DMA}+", PAGED)
+    return sorted({"eager", *(name for name in ALL_ATTENTION_FUNCTIONS.valid_keys() if not name.startswith(excluded))})
 
 
 def _parse_backend(name: str, option: str) -> Backend:
@@ -143,6 +149,11 @@ def _parse_backend(name: str, option: str) -> Backend:
     rest, suffix = split_suffix(name)
     implementation, colon, setting = rest.partition(":")
     if implementation not in implementations():
+        if implementation.startswith(PAGED):
+            valid = ", ".join(implementations())
+            raise UserError(
+                f"{option}: {name!r} needs continuous batching, which is not evaluated here; valid: {valid}"
+            )
         raise UserError(
             f"{option}: unknown backend {name!r}; valid: {', '.join(implementations())}, and {DMA}:PRESET with a "
             f"preset ({', '.join(dma_hf.PRESETS)}) or a TOML file"

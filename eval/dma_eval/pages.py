@@ -33,6 +33,8 @@ WORST = 5
 """Heads, and layers, that are listed."""
 IMPLAUSIBLE = 2.0
 """A perplexity below this triggers a warning: the text is hardly unseen prose. A table of contents had 1.83."""
+IMPLAUSIBLE_GAIN = 20.0
+"""A perplexity that is so many percent below the reference's triggers a warning: no rounding improves a model so."""
 TELLING = 0.05
 """A smaller share of keys in low tiles triggers a warning: prompts or windows lie within the band."""
 HELD = 43.0
@@ -161,7 +163,7 @@ FIDELITY_COLUMNS: Columns = dict(list(COLUMNS.items())[:5]) | {
 
 def warnings(section: PerplexitySection) -> list[str]:
     """Warn of failed backends, fallbacks to other attention, missing or short windows, and an implausible text."""
-    return _lines("perplexity_warnings", section, IMPLAUSIBLE) + too_short(section)
+    return _lines("perplexity_warnings", section, IMPLAUSIBLE, IMPLAUSIBLE_GAIN) + too_short(section)
 
 
 def too_short(section: PerplexitySection) -> list[str]:
@@ -346,7 +348,7 @@ def stress_page(section: StressSection) -> Page:
         *map(_threshold_table, section.thresholds),
     ]
     notes = _lines("stress", section, measured[0][1]) + [verdict(study) for study in section.thresholds]
-    said = _lines("stress_warnings", section, worst, HELD, IMPLAUSIBLE) + too_short(measured[0][1])
+    said = _lines("stress_warnings", section, worst, HELD, IMPLAUSIBLE, IMPLAUSIBLE_GAIN) + too_short(measured[0][1])
     return Page("Stress: twins of the model", tables, notes, said)
 
 
