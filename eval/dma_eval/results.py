@@ -7,14 +7,14 @@ Version 2 added ``tasks``, ``fidelity`` and ``retrieval``. Version 3 added ``ski
 ``spread`` and ``windows_left``. Version 4 added ``stress``, version 5 ``skipped`` and ``thresholds``, and version 6
 ``equal_share``. Version 7 renamed the twin ``as it is`` to ``unchanged``, and older files are read with the new name.
 Version 8 left out what no page shows (answers that changed, change by position, seconds of parts and tasks), and memory
-on a CPU. Version 9 added ``begins_with``. Files of a newer version are refused.
+on a CPU. Version 9 added ``begins_with`` and ``origin``. Files of a newer version are refused.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
@@ -71,6 +71,25 @@ class DataInfo:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Origin:
+    """How a section was measured. Sections of one report may come from several commands."""
+
+    created: str  # date and time in UTC, ISO 8601
+    command: str  # the command line, without the folders of the machine
+    seed: int  # seed of everything random
+    environment: Environment  # versions and devices
+    model: ModelInfo  # the model that was measured
+    request: str = ""  # hash of what was asked for; a new section with the same one replaces the section
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A section of a report."""
+
+    origin: Origin | None = None  # how it was measured; null in a section that is part of another
+
+
+@dataclass(frozen=True, kw_only=True)
 class BackendInfo:
     """One attention backend in a section. The reference is the section's first."""
 
@@ -108,7 +127,7 @@ class BackendResult(BackendInfo):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PerplexitySection:
+class PerplexitySection(Section):
     """Backends compared on the same windows of one text."""
 
     data: DataInfo  # the text
@@ -222,7 +241,7 @@ class GroupMetric:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskSection:
+class TaskSection(Section):
     """Backends compared on lm-eval tasks: the same samples in the same order."""
 
     asked: list[str]  # the given names, in order
@@ -287,7 +306,7 @@ class RetrievalKind(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RetrievalSection:
+class RetrievalSection(Section):
     """Backends compared at finding one passage in a long prompt."""
 
     kind: RetrievalKind  # ``needle`` (a sentence in prose) or ``kv`` (one pair among pairs of keys and values)
@@ -299,7 +318,7 @@ class RetrievalSection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FidelitySection:
+class FidelitySection(Section):
     """Backends against SDPA in fp32 on the same text."""
 
     tokens: PerplexitySection  # token by token; the first backend is SDPA with the weights in fp32
@@ -346,7 +365,7 @@ class ThresholdStudy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StressSection:
+class StressSection(Section):
     """Backends on the model and on twins of it with larger outlier channels."""
 
     range_tokens: int  # tokens over which ranges were measured
@@ -369,7 +388,7 @@ class Results:
 
 @dataclass(frozen=True, kw_only=True)
 class Report(Results):
-    """All results of one run."""
+    """All results in one folder. Its own date, command, seed, environment and model are those of the last command."""
 
     schema_version: int = SCHEMA_VERSION
     model: ModelInfo
@@ -384,6 +403,15 @@ class Report(Results):
     def sections(self) -> list[tuple[str, Any]]:
         """Every section, with the name of its field."""
         return [(name, section) for name in SECTIONS for section in getattr(self, name)]
+
+    @property
+    def own_origin(self) -> Origin:
+        """How the last command measured."""
+        return Origin(**{each.name: getattr(self, each.name) for each in fields(Origin) if each.name != "request"})
+
+    def origin_of(self, section: Section) -> Origin:
+        """Return how a section was measured: as it says, or as the last command did."""
+        return section.origin or self.own_origin
 
 
 SECTIONS = ("perplexity", "tasks", "fidelity", "retrieval", "stress")
@@ -408,16 +436,52 @@ def has_failures(section: Any) -> bool:
     return any(each.failures if isinstance(each, TaskBackend) else each.failure is not None for each in results)
 
 
+def is_complete(section: Any) -> bool:
+    """Whether all of a section was measured."""
+    return not has_failures(section) and not getattr(section, "windows_left", 0)
+
+
+def merged(previous: Report, new: Report) -> Report:
+    """Return a new report with the sections of a previous one that it does not measure again.
+
+    A section that was interrupted, or in which a backend failed, does not replace a complete one.
+    """
+
+    def is_replaced(old: Any, sections: Sequence[Any]) -> bool:
+        request = None if old.origin is None else old.origin.request
+        return any(
+            request and each.origin is not None and each.origin.request == request
+            for each in sections
+            if is_complete(each) or not is_complete(old)
+        )
+
+    sections = {name: getattr(new, name) for name in SECTIONS}
+    for name, own in sections.items():
+        sections[name] = [*(old for old in getattr(previous, name) if not is_replaced(old, own)), *own]
+    return replace(new, **sections, generations=new.generations or previous.generations)
+
+
 def backend_configs(report: Report) -> dict[str, dict[str, Any]]:
-    """The configuration of every ``dma_mxfp`` backend in a report, by label."""
-    groups = backend_groups(report)
-    return {backend.label: backend.config for group in groups for backend in group if backend.config is not None}
+    """The configuration of every ``dma_mxfp`` backend in a report, by label.
+
+    A file may have changed between two commands. The label of its second configuration ends in `` (2)``.
+    """
+    found: dict[str, list[dict[str, Any]]] = {}
+    for backend in (each for group in backend_groups(report) for each in group if each.config is not None):
+        configs = found.setdefault(backend.label, [])
+        if backend.config not in configs:
+            configs.append(backend.config)
+    return {
+        label if index == 1 else f"{label} ({index})": config
+        for label, configs in found.items()
+        for index, config in enumerate(configs, 1)
+    }
 
 
-def here_and_now() -> dict[str, Any]:
-    """Return the date, the command and the environment, as fields of :class:`Results`."""
+def here_and_now(environment: Environment | None = None) -> dict[str, Any]:
+    """Return the date, the command and the environment, by default this one, as fields of :class:`Results`."""
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    return {"created": created, "command": command_line(), "environment": collect()}
+    return {"created": created, "command": command_line(), "environment": environment or collect()}
 
 
 def read_report(path: Path) -> Report:
@@ -427,6 +491,16 @@ def read_report(path: Path) -> Report:
 
 def _refuse(constant: str) -> None:
     raise ValueError(f"it has {constant}")
+
+
+def _with_origins(values: dict[str, Any]) -> dict[str, Any]:
+    """Give every section of an older report the date, command, seed, environment and model of the report."""
+    origin = {each.name: values.get(each.name) for each in fields(Origin) if each.name != "request"}
+    lists = {name: values[name] for name in SECTIONS if isinstance(values.get(name), list)}
+    return values | {
+        name: [{"origin": origin, **each} if isinstance(each, dict) else each for each in sections]
+        for name, sections in lists.items()
+    }
 
 
 def read_results(kind: type[Kind], path: Path) -> Kind:
@@ -441,6 +515,8 @@ def read_results(kind: type[Kind], path: Path) -> Kind:
     newest: Any = next(each.default for each in fields(kind) if each.name == "schema_version")
     if version not in range(1, newest + 1):
         raise UserError(f"{path}: expected schema_version {newest} or older, got {version!r}")
+    if issubclass(kind, Report) and version < 9:
+        values = _with_origins(values)
     try:
         return parse(kind, values | {"schema_version": newest})
     except ValueError as error:

@@ -220,6 +220,7 @@ def _evaluate(lm: Any, unit: Mapping[str, Any], backend: Backend, part: TasksPar
     record = None
     if PartialState().is_main_process:
         record = UnitRecord(
+            origin=session.origin(),
             fallbacks=dict(fallbacks),
             tasks=[task_record(name, results, task) for name, task in unit["tasks"].items()],
             groups={name: metric_values(values) for name, values in results.get("groups", {}).items()},
