@@ -38,6 +38,7 @@ Request = tuple[Any, list[int], list[int]]
 
 SHOWN_CHARACTERS = 40
 """Characters of a context and of a continuation that an error shows."""
+WAY_OUT = "change the sample, or its target_delimiter"
 
 
 class BackendFailure(RuntimeError):
@@ -132,7 +133,7 @@ class DMALM(HFLM):  # type: ignore[misc]
             if not continuation:
                 raise _nothing_to_score(*strings)
             if not context:
-                raise ValueError(_named(*strings, "has no token to read before the continuation"))
+                raise ValueError(f"{_named(*strings)} has no token to read before the continuation; {WAY_OUT}")
         collator = Collator(
             requests,
             sort_fn=lambda request: (-len(request[1]) - len(request[2]), tuple(request[1] + request[2])),
@@ -199,11 +200,11 @@ class DMALM(HFLM):  # type: ignore[misc]
 
 def _nothing_to_score(context: str, continuation: str) -> ValueError:
     """Return the error of a continuation without a token: it is empty, or merges with the end of its context."""
-    return ValueError(_named(context, continuation, "has no token of its own to score"))
+    return ValueError(f"{_named(context, continuation)} has no token of its own to score; {WAY_OUT}")
 
 
-def _named(context: str, continuation: str, what: str) -> str:
-    """Return a message about one sample, with the end of its context and the beginning of its continuation."""
+def _named(context: str, continuation: str) -> str:
+    """Name a sample by the end of its context and the beginning of its continuation."""
     end = context if len(context) <= SHOWN_CHARACTERS else f"…{context[-SHOWN_CHARACTERS:]}"
     start = continuation if len(continuation) <= SHOWN_CHARACTERS else f"{continuation[:SHOWN_CHARACTERS]}…"
-    return f"context {end!r} with continuation {start!r} {what}; change the sample, or its target_delimiter"
+    return f"context {end!r} with continuation {start!r}"

@@ -19,7 +19,6 @@ from .results import (
     MetricResult,
     MetricValue,
     PerplexitySection,
-    Report,
     RetrievalSection,
     StressSection,
     TaskSection,
@@ -389,8 +388,3 @@ PAGES: dict[str, Callable[[Any], Page]] = {
     "stress": stress_page,
 }
 """Functions that make a page, by the field of a report that holds such sections."""
-
-
-def all_pages(report: Report) -> list[Page]:
-    """Return the pages of all sections."""
-    return [PAGES[name](section) for name, section in report.sections]

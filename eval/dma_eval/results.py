@@ -147,6 +147,12 @@ class PerplexitySection(Section):
     position_edges: Edges  # bucket i holds positions ``position_edges[i]`` to ``position_edges[i + 1] - 1``
     backends: Compared[BackendResult]  # in the given order; the first is the reference
 
+    @property
+    def is_of_whole_text(self) -> bool:
+        """Whether the windows reach from the text's first token to its last, which may be too few for a window."""
+        reach = self.context + (self.windows - 1) * self.stride
+        return not (self.skip_windows or self.windows_left) and reach >= self.data.tokens - 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
@@ -467,10 +473,9 @@ def backend_configs(report: Report) -> dict[str, dict[str, Any]]:
     A file may have changed between two commands. The label of its second configuration ends in `` (2)``.
     """
     found: dict[str, list[dict[str, Any]]] = {}
-    for backend in (each for group in backend_groups(report) for each in group if each.config is not None):
-        configs = found.setdefault(backend.label, [])
-        if backend.config not in configs:
-            configs.append(backend.config)
+    for backend in (each for group in backend_groups(report) for each in group):
+        if backend.config is not None and backend.config not in found.setdefault(backend.label, []):
+            found[backend.label].append(backend.config)
     return {
         label if index == 1 else f"{label} ({index})": config
         for label, configs in found.items()
@@ -515,7 +520,7 @@ def read_results(kind: type[Kind], path: Path) -> Kind:
     newest: Any = next(each.default for each in fields(kind) if each.name == "schema_version")
     if version not in range(1, newest + 1):
         raise UserError(f"{path}: expected schema_version {newest} or older, got {version!r}")
-    if issubclass(kind, Report) and version < 9:
+    if issubclass(kind, Report) and version in range(1, 9):
         values = _with_origins(values)
     try:
         return parse(kind, values | {"schema_version": newest})

@@ -103,8 +103,13 @@ def measure_stress(session: Session, text: Text, part: StressPart) -> StressSect
         if backend.config is not None and not backend.reads_cache
         if backend.config.skip_threshold is not None and backend.config.skip_threshold < math.inf
     ]
-    ranges = {"key_ranges": key_ranges, "query_ranges": query_ranges}
-    return StressSection(range_tokens=len(sample), twins=twins, thresholds=thresholds, **ranges)
+    return StressSection(
+        range_tokens=len(sample),
+        key_ranges=key_ranges,
+        query_ranges=query_ranges,
+        twins=twins,
+        thresholds=thresholds,
+    )
 
 
 def study_thresholds(session: Session, reading: Reading, backend: Backend) -> ThresholdStudy:

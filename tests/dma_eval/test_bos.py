@@ -11,7 +11,7 @@ import pytest
 import torch
 from dma_eval.data import tokenize
 from dma_eval.models import load_model
-from dma_eval.pages import all_pages
+from dma_eval.render import section_pages
 from dma_eval.results import read_report
 
 Run = Callable[..., Any]
@@ -40,7 +40,7 @@ def test_perplexity(measured: Run, bos_model: Path, prose: str, stride: int | No
     assert (section.begins_with, section.context) == (["<s>"], 128)
     assert section.tokens_scored == section.data.tokens - 1  # all except BOS
     how = "stride 96" if stride == 96 else "non-overlapping"
-    (page,) = all_pages(report)
+    (page,) = section_pages(report)
     assert f"windows of 128 tokens ({how}, each beginning with `<s>`)" in page.notes[1]
     loaded = load_model(str(bos_model), dtype="float32", device="cpu")
     ids, losses, step = tokenize(loaded.tokenizer, prose), [], min(stride or 127, 127)
@@ -75,7 +75,7 @@ def test_stress(measured: Run) -> None:
 def test_retrieval(measured: Run) -> None:
     _, report = measured("retrieval", "--kind", "needle", "kv", "--lengths", 200, "--samples", 1, "--depths", 0.5)
     assert [section.begins_with for section in report.retrieval] == [["<s>"]] * 2
-    assert all(page.notes[0].endswith("; every prompt begins with `<s>`.") for page in all_pages(report))
+    assert all(page.notes[0].endswith("; every prompt begins with `<s>`.") for page in section_pages(report))
 
 
 def test_equalize(run: Run, bos_folder: Path, text_file: Path, rows_read: Rows, tmp_path: Path) -> None:

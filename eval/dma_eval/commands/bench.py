@@ -213,8 +213,8 @@ def time_generate(args: GenerateOptions) -> int:
         results=[],
         longest=[],
     )
-    prompts = {"text": text, "prefix": len(begins_with)}
-    found = generate.measure(model, contexts, runs, batch=args.batch, new_tokens=args.new_tokens, **prompts)
+    how = {"batch": args.batch, "new_tokens": args.new_tokens, "prefix": len(begins_with)}
+    found = generate.measure(model, contexts, runs, text=text, **how)
     _record(args, report, report.results, found)
     if args.longest:
         _record(args, report, report.longest, generate.longest_contexts(model, runs, args.batch))
