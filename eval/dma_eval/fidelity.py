@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from dma_hf import NAME as DMA
 from dma_hf import counted_tiles
 
-from .backends import Backend, activate
+from .backends import Backend, activate, in_chunks, needs_chunks
 from .data import Text
 from .errors import UserError, one_line
 from .parts import FidelityPart, PerplexityPart
@@ -45,10 +45,12 @@ def measure_fidelity(session: Session, text: Text, part: FidelityPart) -> Fideli
     if part.prompts:
         loaded.check_positions(prompt_tokens + part.new_tokens, "half of --context with --new-tokens")
     reference_model = in_fp32(loaded.model)
-    runs = [REFERENCE, *session.backends]
-    tokens = compare(session, reading, runs, place=("fidelity",), reference_model=reference_model)
-    results = tokens.backends
-    working = [run for run, result in zip(runs, results, strict=True) if run is not REFERENCE and not result.failure]
+    chunked = [in_chunks(REFERENCE)] if needs_chunks(loaded.model, session.backends) else []
+    runs = [REFERENCE, *chunked, *session.backends]
+    in_full = {"reference_model": reference_model, "references": 1 + len(chunked)}
+    tokens = compare(session, reading, runs, place=("fidelity",), **in_full)
+    results = tokens.backends[1 + len(chunked) :]
+    working = [run for run, result in zip(session.backends, results, strict=True) if not result.failure]
     full = [window for window in windows if window.length == context]
     measured = [window.of(reading.input_ids) for window in full[: part.head_windows]] if working else []
     heads = head_errors(session, reference_model, measured, working) if measured else []

@@ -131,6 +131,7 @@ def templates(*, html: bool = False) -> jinja2.Environment:
         "share": share,
         "cell": lambda text: str(text).replace("|", "\\|"),
         "quote": lambda text: "\n".join(f"> {line}".rstrip() for line in text.strip().splitlines()),
+        "quoted": lambda text: f"`{text}`",
         "code": lambda text: Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text)))),
     }
     return environment
@@ -200,10 +201,11 @@ def task_page(section: TaskSection) -> Page:
 
 
 def _task_summary(section: TaskSection) -> Table:
-    base = section.backends[0].mean_accuracy
+    means = {backend.label: backend.mean_accuracy for backend in section.backends}
     rows = []
     for index, backend in enumerate(section.backends):
         label, mean = backend.label, backend.mean_accuracy
+        base = means[backend.reference or section.backends[0].label]
         pairs = [(task, metric, metric.of(label)) for task in section.tasks if (metric := task.accuracy) is not None]
         compared = [(task, value) for task, _, value in pairs if value.flips is not None]
         flips = sum(value.flips or 0 for _, value in compared)
@@ -255,10 +257,12 @@ def fidelity_page(section: FidelitySection) -> Page:
     parts = [part for part in np.array_split(np.arange(len(edges) - 1), BUCKETS) if len(part)]
     positions = [f"{edges[part[0]]:,}–{edges[part[-1] + 1] - 1:,}" for part in parts]
     rows = []
+    results = {each.label: each for each in section.tokens.backends}
     for result in others:
         cells = [MISSING] * len(parts)
-        if result.position_nll and reference.position_nll:
-            change = np.array(result.position_nll, float) - np.array(reference.position_nll, float)
+        base = results[result.reference or reference.label].position_nll
+        if result.position_nll and base:
+            change = np.array(result.position_nll, float) - np.array(base, float)
             means = (change[part][np.isfinite(change[part])] for part in parts)  # nothing predicts the first token
             cells = [f"{100 * np.expm1(each.mean()):+.2f} %" if len(each) else MISSING for each in means]
         rows.append([result.label, *cells])

@@ -13,7 +13,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 import dma_hf
 
-from .backends import Backend, activate
+from .backends import Backend, activate, reference_of
 from .data import Text, Window, leading_tokens, make_windows, tokenize
 from .errors import UserError, one_line
 from .files import Piece
@@ -121,19 +121,21 @@ def compare(
     seed: int | None = None,
     keeps_partial: bool = False,
     reference_model: PreTrainedModel | None = None,
+    references: int = 1,
 ) -> PerplexitySection:
-    """Run every backend on every window. The first one is the reference.
+    """Run every backend on every window. The first one is the reference, or what :func:`reference_of` returns.
 
     Finished batches are saved under the names ``place``. If the model depends on a seed, they are reused only for the
     same ``seed``.
 
     A backend that raises or gives logits that are not finite is stopped and marked as failed. The others continue. If
-    the reference fails, KL and agreement of the others are meaningless. The reference runs on ``reference_model`` if
-    given, which has the same weights in another dtype. ``keeps_partial`` returns partial results of an interrupted run.
+    the reference fails, KL and agreement of the others are meaningless. The first ``references`` backends run on
+    ``reference_model`` if given, which has the same weights in another dtype. ``keeps_partial`` returns partial results
+    of an interrupted run.
     """
     part, context, input_ids = reading.part, reading.context, reading.input_ids
     model, store = session.loaded.model, session.store
-    models = [reference_model or model, *[model] * (len(backends) - 1)]
+    models = [*[reference_model or model] * references, *[model] * (len(backends) - references)]
     for running, backend in zip(models, backends, strict=True):
         activate(running, backend)
     loaded_bytes = allocated(model)
@@ -203,7 +205,9 @@ def _read_batch(
     progress: Progress,
 ) -> list[Pass]:
     """Run every backend that has not failed on ``ids``, ``[B, T]``."""
-    reference: Tensor | None = None
+    backends = [backend for _, backend, _ in runs]
+    references = [reference_of(backends, backend) for backend in backends]
+    logits_of: dict[str, Tensor] = {}  # of references, by label
     passes = []
     for index, (model, backend, has_failed) in enumerate(runs):
         made = Pass(failure="failed before" if has_failed else None)
@@ -211,12 +215,13 @@ def _read_batch(
             if has_failed:
                 continue
             logits = _forward(model, backend, ids, made, loaded_bytes)
+            expected = logits_of.get(references[index].label)
             made.scores = [
-                score(row, window_ids, window, None if reference is None else reference[i])
+                score(row, window_ids, window, None if expected is None else expected[i])
                 for i, (row, window_ids, window) in enumerate(zip(logits, ids, batch, strict=True))
             ]
-            if index == 0:
-                reference = logits
+            if backend in references:
+                logits_of[backend.label] = logits
             del logits
         except NonFiniteLogitsError as error:
             made.failure = f"{error}{origin(model, lambda: read(model, backend, ids))}"  # noqa: B023 (called at once)
@@ -289,12 +294,15 @@ def position_edges(context: int) -> list[int]:
 def summarize(
     backends: Sequence[Backend], batches: Sequence[Sequence[Pass]], windows: Sequence[Window], context: int
 ) -> list[BackendResult]:
-    """Return the statistics of each backend against the first one, over batches of windows in order."""
-    passes = list(zip(*batches, strict=True))
-    reference = passes[0] if all(each.failure is None for each in passes[0]) else None
-    return [
-        _summarize(backend, own, reference, windows, context) for backend, own in zip(backends, passes, strict=True)
-    ]
+    """Return the statistics of each backend against its reference, over batches of windows in order."""
+    passes = dict(zip((backend.label for backend in backends), zip(*batches, strict=True), strict=True))
+    results = []
+    for backend in backends:
+        label = reference_of(backends, backend).label
+        reference = passes[label] if all(each.failure is None for each in passes[label]) else None
+        result = _summarize(backend, passes[backend.label], reference, windows, context)
+        results.append(result if label == backends[0].label else replace(result, reference=label))
+    return results
 
 
 def _summarize(

@@ -15,7 +15,7 @@ import tomli_w
 from .environment import Environment
 from .errors import UserError, one_line
 from .files import make_folder, slug
-from .names import reads_cache
+from .names import DYNAMIC, reads_cache
 from .pages import MISSING, PAGES, Page, Table, can_retrieve, templates
 from .results import ModelInfo, Origin, Report, backend_configs, backend_groups
 
@@ -190,6 +190,8 @@ def cache_of(label: str, config: dict[str, Any] | None) -> str:
     """Return the cache that a backend used."""
     if config is not None and config.get("cache"):
         return f"DMACache, {config['cache']}"
+    if label.endswith(DYNAMIC):
+        return "DynamicCache of Transformers"
     return f"QuantizedCache of Transformers, {label.rpartition('+')[2]}" if reads_cache(label) else "none"
 
 

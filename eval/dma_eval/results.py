@@ -7,7 +7,7 @@ Version 2 added ``tasks``, ``fidelity`` and ``retrieval``. Version 3 added ``ski
 ``spread`` and ``windows_left``. Version 4 added ``stress``, version 5 ``skipped`` and ``thresholds``, and version 6
 ``equal_share``. Version 7 renamed the twin ``as it is`` to ``unchanged``, and older files are read with the new name.
 Version 8 left out what no page shows (answers that changed, change by position, seconds of parts and tasks), and memory
-on a CPU. Version 9 added ``begins_with`` and ``origin``. Files of a newer version are refused.
+on a CPU. Version 9 added ``begins_with``, ``origin`` and ``reference``. Files of a newer version are refused.
 """
 
 from __future__ import annotations
@@ -96,6 +96,8 @@ class BackendInfo:
     label: str  # its name in tables and plots, unique in the section
     implementation: str  # its name in Transformers
     config: dict[str, Any] | None  # its resolved configuration; null for any implementation but ``dma_mxfp``
+    # What it is compared with, if that is not the section's first: a 16-bit cache read in the same chunks.
+    reference: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ import torch
 from accelerate.state import PartialState
 
 from . import console
-from .backends import Backend
+from .backends import Backend, with_references
 from .environment import Environment, collect, source_hash
 from .errors import UserError
 from .files import Store
@@ -61,11 +61,15 @@ class Session:
     """One model under several backends."""
 
     loaded: LoadedModel  # the model and its tokenizer
-    backends: Sequence[Backend]  # the first is the reference
+    backends: Sequence[Backend]  # the first is the reference; caches of hybrid models have another
     store: Store = field(default_factory=Store)  # where finished pieces are saved
     progress: Progress = field(default_factory=Progress)
     seed: int = 0  # seed of everything random
     environment: Environment = field(default_factory=lambda: collect())  # versions and devices of this process
+
+    def __post_init__(self) -> None:
+        """Add what caches of a hybrid model are compared with."""
+        object.__setattr__(self, "backends", with_references(self.loaded.model, self.backends))
 
     def origin(self) -> Origin:
         """Return how this process measures."""
