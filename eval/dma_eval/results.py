@@ -79,7 +79,7 @@ class Origin:
     seed: int  # seed of everything random
     environment: Environment  # versions and devices
     model: ModelInfo  # the model that was measured
-    request: str = ""  # hash of what was asked for; a new section with the same one replaces the section
+    request: str = ""  # hash of what was requested; a new section with the same one replaces the section
 
 
 @dataclass(frozen=True, kw_only=True)

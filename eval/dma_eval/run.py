@@ -133,7 +133,7 @@ class Run:
         return section
 
     def _request(self, name: str, settings: dict[str, Any]) -> str:
-        """Return a hash of what is asked for: the part and its settings, the model and the backends."""
+        """Return a hash of what is requested: the part and its settings, the model and the backends."""
         model = self.session.loaded.info
         part = {key: value for key, value in settings["part"].items() if key != "batch_size"}
         asked = {
