@@ -19,6 +19,8 @@ FORMAT_SUFFIXES = {"+int8": "int8", "+int4": "int4"}
 """Suffixes of ``dma_mxfp`` and their cache formats."""
 PEER_SUFFIXES = ("+quanto4", "+quanto2", "+hqq8", "+hqq4", "+hqq2", "+fp8")
 """Suffixes of other implementations, which select a ``QuantizedCache`` of Transformers."""
+DYNAMIC = "+dynamic"
+"""Suffix that selects the ``DynamicCache`` of Transformers, in 16 bits."""
 SIMULATED = "sim_"
 """Prefix of the names of simulated kernels."""
 API_KEY_VARIABLE = "DMA_HF_API_KEY"
@@ -29,7 +31,7 @@ TILE = 128
 
 def split_suffix(name: str) -> tuple[str, str]:
     """Split a name into the part before its cache and ``+CACHE``. The latter is empty if it has none."""
-    suffix = next((suffix for suffix in (*FORMAT_SUFFIXES, *PEER_SUFFIXES) if name.endswith(suffix)), "")
+    suffix = next((suffix for suffix in (*FORMAT_SUFFIXES, *PEER_SUFFIXES, DYNAMIC) if name.endswith(suffix)), "")
     return name.removesuffix(suffix), suffix
 
 
@@ -47,7 +49,7 @@ def check_names(names: Iterable[str], option: str = "--attn") -> None:
     """Check every name of ``dma_mxfp``. Transformers knows the valid names of other implementations."""
     for name in names:
         rest, suffix = split_suffix(name)
-        implementation, colon, setting = (name if suffix in PEER_SUFFIXES else rest).partition(":")
+        implementation, colon, setting = (name if suffix in (*PEER_SUFFIXES, DYNAMIC) else rest).partition(":")
         if implementation.partition("+")[0] != DMA or setting in PRESETS or (implementation == DMA and not colon):
             continue
         if setting.endswith(".toml") and not Path(setting).is_file():

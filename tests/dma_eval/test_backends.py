@@ -118,6 +118,13 @@ class TestParse:
         with pytest.raises(UserError, match=message):
             parse_backends(["sdpa", name])
 
+    @pytest.mark.parametrize("name", ["paged|eager", "paged|sdpa+hqq4"])
+    def test_attention_of_continuous_batching_is_refused(self, name: str) -> None:
+        """It expects pages and their masks. Here it has neither, and every token would see those after it."""
+        with pytest.raises(UserError, match=r"--attn: 'paged\|.*' needs continuous batching.*; valid: .*sdpa"):
+            parse_backends(["sdpa", name])
+        assert not any("paged" in each for each in implementations())
+
     def test_none(self) -> None:
         with pytest.raises(UserError, match="--attn needs at least one backend, for example"):
             parse_backends([])

@@ -131,11 +131,12 @@ def measure(
     batch: int,
     new_tokens: int,
     text: Tensor | None = None,
+    prefix: int = 0,
 ) -> Iterator[GenerateResult]:
     """Generate from prompts of every length with every run, and yield each result at once.
 
-    ``speedup`` is relative to the first run. The prompts are windows of the tokens of ``text``; without it they are
-    random.
+    ``speedup`` is relative to the first run. The prompts are windows of the tokens of ``text``, each with its
+    ``prefix`` special tokens in front; without a text they are random.
 
     Raises:
         UserError: The text is too short.
@@ -143,7 +144,7 @@ def measure(
     prompts = {
         context: torch.randint(model.config.vocab_size, (batch, context))
         if text is None
-        else text_windows(text, batch, context, "--context")
+        else text_windows(text, batch, context, "--context", prefix)
         for context in contexts
     }
     return measure_each(

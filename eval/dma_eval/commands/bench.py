@@ -180,6 +180,7 @@ def time_generate(args: GenerateOptions) -> int:
     with console.starting():
         from dma_eval.bench import generate
         from dma_eval.bench.shown import generate_tables
+        from dma_eval.data import leading_tokens
 
     runs = generate.parse_runs(args.runs or generate.DEFAULT_RUNS)
     device, dtype, facts = _look(args)
@@ -187,6 +188,7 @@ def time_generate(args: GenerateOptions) -> int:
         raise UserError("--longest needs a CUDA device, because a CPU has no clear limit of memory")
     contexts = args.contexts_on(device)
     name, text = args.name_on(device), None
+    begins_with: list[str] = []
     if args.model is None:
         with console.working(f"Making {name}"):
             model = generate.build_model(name, device, dtype)
@@ -195,6 +197,7 @@ def time_generate(args: GenerateOptions) -> int:
         for context in contexts:
             loaded.check_positions(context + args.new_tokens, "--context with --new-tokens")
         model = generate.never_stopping(loaded.model)
+        begins_with = loaded.tokenizer.convert_ids_to_tokens(leading_tokens(loaded.tokenizer))
     parameters = model.num_parameters()
     if args.weights is not None:
         with console.working("Quantizing the weights"):
@@ -203,13 +206,15 @@ def time_generate(args: GenerateOptions) -> int:
         **facts,
         model=portable(name),
         data=None if args.data is None else portable(args.data),
+        begins_with=begins_with,
         **{key: getattr(args, key) for key in ("yarn", "weights", "batch", "new_tokens")},
         parameters=parameters,
         weight_bytes=generate.weight_bytes(model),
         results=[],
         longest=[],
     )
-    found = generate.measure(model, contexts, runs, batch=args.batch, new_tokens=args.new_tokens, text=text)
+    how = {"batch": args.batch, "new_tokens": args.new_tokens, "prefix": len(begins_with)}
+    found = generate.measure(model, contexts, runs, text=text, **how)
     _record(args, report, report.results, found)
     if args.longest:
         _record(args, report, report.longest, generate.longest_contexts(model, runs, args.batch))

@@ -41,15 +41,18 @@ def equalize(args: EqualizeOptions) -> int:
     options.check_inputs(args.model, args.data)
     with console.starting():
         import dma_hf
-        from dma_eval.data import load_text, tokenize
+        from dma_eval.data import full_windows, leading_tokens, load_text, tokenize
         from dma_eval.session import load
         from dma_eval.stress import channel_ranges
-        from dma_hf.equalize import MIN_TOKENS
+        from dma_hf.equalize import MIN_TOKENS, WINDOW
     text = load_text(args.data, split=args.split, column=args.column)
     loaded = load(args)
     ids = tokenize(loaded.tokenizer, text.content)[: args.tokens]
     if len(ids) < MIN_TOKENS:
         raise UserError(f"--data: the text has {len(ids):,} tokens, too few to equalize; at least {MIN_TOKENS:,}")
+    if prefix := len(leading_tokens(loaded.tokenizer)):  # every window must begin with them
+        length = min(WINDOW, loaded.max_context or WINDOW)
+        ids = full_windows(ids, len(ids) // length, length, prefix)
     with console.working("Equalizing"):
         try:
             before = channel_ranges(loaded.model, ids)
@@ -60,7 +63,7 @@ def equalize(args: EqualizeOptions) -> int:
     for index, of in enumerate(("key", "query")):
         first, then = (max(each.ratio for each in ranges[index]) for ranges in (before, after))
         console.print_line(f"Largest {of} channel over the median one: {first:,.1f} before, {then:,.1f} after")
-    console.print_line(f"Ranges are measured over {len(ids):,} tokens of the text")
+    console.print_line(f"Ranges are measured over {ids.numel():,} tokens of the text")
     save(loaded.model, loaded.tokenizer, args.out)
     console.print_wrote("the model", folder=args.out)
     return 0
