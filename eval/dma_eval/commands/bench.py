@@ -69,8 +69,9 @@ def time_prefill(args: PrefillOptions) -> int:
         from dma_eval.bench import prefill
         from dma_eval.bench.capture import captured_calls
         from dma_eval.bench.shown import plot_prefill, prefill_tables
+        from dma_eval.models import parse_device
 
-    backends = prefill.parse_implementations(args.attn or prefill.default_names())
+    backends = prefill.parse_implementations(args.attn or prefill.default_names(parse_device(args.device)))
     reader = None if args.inputs is None else _load_reader(args, "inputs")
     device, dtype, facts = _look(args)
     if reader is not None:
@@ -147,14 +148,16 @@ def time_decode(args: DecodeOptions) -> int:
     with console.starting():
         from dma_eval.bench import decode
         from dma_eval.bench.shown import decode_tables
+        from dma_eval.bench.timing import copy_bandwidth
 
     backends = decode.parse_implementations(args.cache or decode.default_names())
     device, dtype, facts = _look(args)
     shapes = args.shapes_on(device)
     found = (decode.measure_shape(shape, backends, device, dtype, seconds=args.seconds) for shape in shapes)
-    report = DecodeReport(**facts, results=[])
+    copy = copy_bandwidth(device) if device.type == "cuda" else None
+    report = DecodeReport(**facts, copy_bytes_per_second=copy, results=[])
     _record(args, report, report.results, chain.from_iterable(found))
-    return _finish(args, report, "", decode_tables(report.results))
+    return _finish(args, report, "", decode_tables(report.results, copy))
 
 
 def time_generate(args: GenerateOptions) -> int:
@@ -342,6 +345,23 @@ def _record(args: BenchOptions, report: Results, results: list[Any], found: Iter
             write_json(report, args.json, indent=1)
 
 
+def _reference_runs(args: BenchOptions, report: Report) -> list[str]:
+    """Return a warning that names what the PyTorch reference computed: its speed is not that of the kernels."""
+    import torch
+    from dma_kernels.runtime.chip import resolve_backend
+
+    from dma_eval.models import parse_device
+
+    device, dtype = parse_device(args.device), getattr(torch, args.dtype)
+    ran = [result for result in report.results if result.config is not None and result.failure is None]
+    labels = dict.fromkeys(r.label for r in ran if resolve_backend(r.config["backend"], device, dtype) == "reference")
+    if not labels:
+        return []
+    where = f"{device.type}, {args.dtype}"
+    way_out = "kernels need a CUDA device, and bfloat16 or float16"
+    return [f"{', '.join(labels)} ran in the PyTorch reference, not in the kernels ({where}); {way_out}"]
+
+
 def _finish(args: BenchOptions, report: Report, title: str, tables: list[Table], plot: Plot | None = None) -> int:
     """Show tables and failures, write and draw them, and name the files. Return 1 if nothing ran somewhere, else 0."""
     from dma_eval.bench.shown import failures, place_of
@@ -349,7 +369,7 @@ def _finish(args: BenchOptions, report: Report, title: str, tables: list[Table],
     from dma_eval.render import page_to_markdown
 
     files = _files(args)
-    page = Page(title, tables, warnings=failures(report.results))
+    page = Page(title, tables, warnings=failures(report.results) + _reference_runs(args, report))
     if files["markdown"] is not None:
         text = page_to_markdown(replace(page, notes=[f"Command: `{report.command}`."]))
         files["markdown"].write_text(text, encoding="utf-8")

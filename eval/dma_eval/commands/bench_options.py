@@ -21,7 +21,7 @@ SHAPES = [
     *("1x16384:32/8:64", "1x16384:32/32:128", "1x16384:32/8:128:full"),
 ]
 CPU_SHAPES = ["1x256:4/2:64", "1x1024:4/2:64"]
-SIZES, CPU_SIZES = ["1x4096", "1x32768", "1x131072", "8x4096", "8x32768", "64x4096"], ["1x300"]
+SIZES, CPU_SIZES = ["1x4096", "1x32768", "1x131072", "8x4096", "8x32768", "64x4096"], ["1x4096"]
 CONTEXTS, CPU_CONTEXTS = [8192, 32768, 65536, 131072], [256, 512]
 MIN_NEW_TOKENS = 8
 REQUESTS, CPU_REQUESTS = ["32x2048+64", "8x16384+32"], ["8x64-512+16-32"]
@@ -70,7 +70,7 @@ class PrefillOptions(BenchOptions):
         [],
         "-a",
         metavar="IMPLEMENTATION...",
-        shown="all that need no other package, with every preset",
+        shown="all that the device runs without other packages, with every preset",
         help="What to compare; the first is the reference. PyTorch: sdpa (its own choice), sdpa:flash, sdpa:cudnn, "
         "flex (FlexAttention). This package: dma_mxfp:PRESET, dma_mxfp:FILE.toml. Other packages: fa3, fa3:fp8 "
         "(fa3-fwd); fa4 (flash-attn-4); cudnn:fp8 (nvidia-cudnn-frontend); flashinfer, flashinfer:t5 to t8, "
@@ -118,7 +118,8 @@ class DecodeOptions(BenchOptions):
         [],
         "-c",
         metavar="CACHE...",
-        shown="sdpa sdpa:flash sdpa:dynamic sdpa+quanto4 dma_mxfp:balanced+int8 dma_mxfp:balanced+int4",
+        shown="sdpa sdpa:flash sdpa:dynamic, sdpa+quanto4 if optimum-quanto is installed, dma_mxfp:balanced+int8 "
+        "dma_mxfp:balanced+int4",
         help="What to compare; the first is the reference. PyTorch on preallocated keys and values: sdpa (its own "
         "choice), sdpa:flash. After the concatenation of a DynamicCache: sdpa:dynamic. After a QuantizedCache: "
         "sdpa+quanto4, sdpa+hqq8 and others. FlashAttention-3 (the package fa3-fwd): fa3, fa3:fp8. This "
