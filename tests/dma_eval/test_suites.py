@@ -14,6 +14,7 @@ import pytest
 import torch
 from dma_eval import console, fidelity
 from dma_eval.backends import default_names
+from dma_eval.data import load_text
 from dma_eval.errors import UserError
 from dma_eval.parts import PARTS, load_suite, parse_suite, suite_names
 from dma_eval.results import read_report
@@ -238,6 +239,19 @@ class TestRun:
         assert result.exit_code == 0, result.output
         assert left == [None]
 
+    def test_a_text_of_several_parts_is_loaded_once(
+        self, run: Run, model_folder: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        load = mock.Mock(wraps=load_text)
+        monkeypatch.setattr("dma_eval.run.load_text", load)
+        part = f'data = "{text_file}"\nmax_windows = 1\n'
+        perplexity, fidelity = f"[perplexity]\ncontexts = [128]\n{part}", f"[fidelity]\ncontext = 128\n{part}"
+        (tmp_path / "mine.toml").write_text(f"{perplexity}{fidelity}head_windows = 0\nprompts = 0\n", encoding="utf-8")
+        common = ("-m", model_folder, "--device", "cpu", "--attn", "sdpa", "--out", tmp_path / "run")
+        result = run("suite", "--suite", tmp_path / "mine.toml", *common)
+        assert result.exit_code == 0, result.output
+        assert load.call_count == 1
+
     def test_default_is_every_preset(self, suite: Run, tmp_path: Path) -> None:
         (tmp_path / "mine.toml").write_text('[tasks]\nnames = ["tiny_choice"]\n', encoding="utf-8")
         assert suite("--limit", 1).exit_code == 0
@@ -289,7 +303,7 @@ class TestRun:
         ]
         assert "Wrote results.json" in result.stdout
 
-    @pytest.mark.parametrize("change", [("--max-windows", 2), ("--attn", "sdpa", "dma_mxfp:paper")])
+    @pytest.mark.parametrize("change", [("--dtype", "bfloat16"), ("--attn", "sdpa", "dma_mxfp:paper")])
     def test_other_settings_are_measured_anew(self, suite: Run, tmp_path: Path, change: tuple[object, ...]) -> None:
         (tmp_path / "mine.toml").write_text("[perplexity]\ncontexts = [128]\nmax_windows = 1\n", encoding="utf-8")
         suite("--attn", "sdpa")
@@ -308,8 +322,10 @@ class TestRun:
     def test_half_a_file_is_measured_anew(self, suite: Run, tmp_path: Path) -> None:
         (tmp_path / "mine.toml").write_text("[perplexity]\ncontexts = [128]\nmax_windows = 1\n", encoding="utf-8")
         suite("--attn", "sdpa")
-        (file,) = (tmp_path / "run/parts").glob("*.json")
-        file.write_text(file.read_text(encoding="utf-8")[:300], encoding="utf-8")
+        files = list((tmp_path / "run/parts").rglob("*.json"))
+        assert len(files) == 2  # the part, and its window
+        for file in files:
+            file.write_text(file.read_text(encoding="utf-8")[:300], encoding="utf-8")
         result = suite("--attn", "sdpa")
         assert (result.exit_code, "taken from" in result.stderr) == (0, False)
 
