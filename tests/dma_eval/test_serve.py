@@ -719,7 +719,7 @@ def test_a_port_in_use(run, refused):
 
 
 def test_a_model_without_chat_template_triggers_a_warning(run, monkeypatch):
-    monkeypatch.setattr("dma_eval.serving.serve", lambda *arguments, **options: None)
+    monkeypatch.setattr("dma_eval.serving.app.serve", lambda *arguments, **options: None)
     result = run("serve", DEMO_MODEL, "--device", "cpu", "--port", "0")
     assert result.exit_code == 0
     assert "has no chat template, which /v1/chat/completions needs" in " ".join(result.stderr.split())

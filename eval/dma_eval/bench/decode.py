@@ -20,7 +20,7 @@ from dma_eval import console
 from dma_eval.backends import DEFAULT_PRESET, Backend, parse_compared
 from dma_eval.baselines import quantized_cache
 from dma_eval.errors import UserError, one_line
-from dma_eval.names import DMA, FORMAT_SUFFIXES, PEER_SUFFIXES
+from dma_eval.names import DECODE_PEERS, DMA, FORMAT_SUFFIXES, PEER_SUFFIXES
 from dma_hf import DMAConfig
 
 from .peers import FLASH_3, flash_attention_3_step, sdpa
@@ -132,7 +132,7 @@ def parse_implementations(names: Sequence[str]) -> list[Backend]:
     Raises:
         UserError: A configuration has no cache.
     """
-    backends = parse_compared(names, "--cache", (*PREALLOCATED, DYNAMIC, *FLASH_3, *QUANTIZED))
+    backends = parse_compared(names, "--cache", DECODE_PEERS)
     for backend in backends:
         if backend.config is not None and backend.config.cache is None:
             raise UserError(f"--cache: {backend.label!r} has no cache; add {' or '.join(FORMAT_SUFFIXES)}")
@@ -157,9 +157,13 @@ def measure_shape(
         except FAILURES as error:
             results[each.label] = replace(result, failure=one_line(error))
             continue
-        ratio = step.cache_bytes / shape.cache_bytes(dtype.itemsize)
-        found = {"cache_bytes": step.cache_bytes, "bytes_ratio": ratio, "read_bytes": step.read_bytes}
-        results[each.label], runs[each.label] = replace(result, **found), step.run
+        runs[each.label] = step.run
+        results[each.label] = replace(
+            result,
+            cache_bytes=step.cache_bytes,
+            bytes_ratio=step.cache_bytes / shape.cache_bytes(dtype.itemsize),
+            read_bytes=step.read_bytes,
+        )
     replays, refusals = captured(runs, device)
     # Half the rounds each: a packed cache has spare room for ROOM tokens only.
     limit = min(100, ROOM // 2 - 8)

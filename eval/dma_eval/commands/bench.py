@@ -29,7 +29,7 @@ from dma_eval.commands.bench_options import (
 from dma_eval.environment import need_transformers, portable
 from dma_eval.errors import UserError
 from dma_eval.files import parse, write_json
-from dma_eval.names import check_names
+from dma_eval.names import DECODE_PEERS, PREFILL_PEERS, SERVE_PEERS, check_compared, check_names, check_runs
 from dma_eval.results import Results, here_and_now
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def time_prefill(args: PrefillOptions) -> int:
     dma-hf bench prefill --device cpu --shape 1x256:4/2:64
     """
     options.prepare_files(**_files(args))
-    check_names(args.attn)
+    check_compared(args.attn, "--attn", PREFILL_PEERS)
     _check_dtype(args)
     _check_inputs(args)
     options.check_inputs(args.inputs, args.data, "--inputs")
@@ -143,7 +143,7 @@ def time_decode(args: DecodeOptions) -> int:
     dma-hf bench decode --device cpu --size 2x300 --heads 4/2 --head-dim 64
     """
     options.prepare_files(**_files(args))
-    check_names(args.cache, "--cache")
+    check_compared(args.cache, "--cache", DECODE_PEERS)
     _check_dtype(args)
     with console.starting():
         from dma_eval.bench import decode
@@ -174,7 +174,7 @@ def time_generate(args: GenerateOptions) -> int:
     dma-hf bench generate --device cpu --shape tiny --dtype float32 --run sdpa+dynamic dma_mxfp+int4
     """
     options.prepare_files(**_files(args))
-    check_names((each.rpartition("+")[0] for each in args.runs), "--run")
+    check_runs(args.runs)
     if args.model is None and (args.data or args.yarn):
         raise UserError("--data and --yarn need --model; without it prompts are random")
     if args.model is not None and (args.shape or not args.data):
@@ -245,7 +245,7 @@ def time_serve(args: ServeOptions) -> int:
         return _time_url(args)
     if given := _given(args, "rate", "tokenizer", "extra_body"):
         raise UserError(f"{', '.join(given)}: only with --url")
-    check_names(args.attn)
+    check_names(args.attn, others=SERVE_PEERS)
     if args.model is not None and (args.shape or args.layers):
         raise UserError("--model excludes --shape and --layers; give one or the other")
     options.check_inputs(args.model, None)
@@ -353,8 +353,12 @@ def _reference_runs(args: BenchOptions, report: Report) -> list[str]:
     from dma_eval.models import parse_device
 
     device, dtype = parse_device(args.device), getattr(torch, args.dtype)
-    ran = [result for result in report.results if result.config is not None and result.failure is None]
-    labels = dict.fromkeys(r.label for r in ran if resolve_backend(r.config["backend"], device, dtype) == "reference")
+    ran = {result.label: result.config for result in report.results if result.failure is None}
+    labels = [
+        label
+        for label, config in ran.items()
+        if config is not None and resolve_backend(config["backend"], device, dtype) == "reference"
+    ]
     if not labels:
         return []
     where = f"{device.type}, {args.dtype}"

@@ -8,10 +8,12 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from dma_eval.bench.requests import parse_requests
 from dma_eval.bench.results import DecodeShape, PrefillShape
 from dma_eval.bench.shapes import DOCUMENTS, parse_heads, parse_shape, parse_size
 from dma_eval.command import option
 from dma_eval.commands import options
+from dma_eval.names import check_yarn
 
 if TYPE_CHECKING:
     import torch
@@ -48,10 +50,8 @@ class BenchOptions(options.RunOptions):
 class ModelChoice(BenchOptions):
     """A model with random weights, or a real one."""
 
-    shape: str | None = option(
-        None,
-        shown=f"{DEFAULT_MODEL}; on a CPU {CPU_MODEL}",
-        help="Model with random weights: llama-3.1-8b, llama-3.2-1b or tiny.",
+    shape: Literal["llama-3.1-8b", "llama-3.2-1b", "tiny"] | None = option(
+        None, shown=f"{DEFAULT_MODEL}; on a CPU {CPU_MODEL}", help="Model with random weights."
     )
     model: str | None = option(
         None, "-m", metavar=options.MODEL["metavar"], help="Hub name, local folder, or GGUF file; instead of --shape."
@@ -105,6 +105,13 @@ class PrefillOptions(BenchOptions):
     markdown: Path | None = options.markdown_option()
     plot: Path | None = options.plot_option()
 
+    def __post_init__(self) -> None:
+        """Check what needs no imports."""
+        super().__post_init__()
+        check_yarn(self.yarn)
+        for value in self.shape:
+            parse_shape(value)
+
     def shapes_on(self, device: torch.device) -> list[PrefillShape]:
         """The shapes to measure, with the defaults for a device."""
         return [parse_shape(value) for value in self.shape or (SHAPES if device.type == "cuda" else CPU_SHAPES)]
@@ -134,6 +141,14 @@ class DecodeOptions(BenchOptions):
     heads: list[str] = option(["32/8"], metavar="QUERY/KV...", help="Query and kv heads.")
     head_dim: list[int] = option([128], metavar="DIM...", min=1, help="Head dimensions.")
     seconds: float = seconds_option(0.5)
+
+    def __post_init__(self) -> None:
+        """Check what needs no imports."""
+        super().__post_init__()
+        for heads in self.heads:
+            parse_heads(heads)
+        for size in self.size:
+            parse_size(size)
 
     def shapes_on(self, device: torch.device) -> list[DecodeShape]:
         """The shapes to measure, with the defaults for a device."""
@@ -171,6 +186,11 @@ class GenerateOptions(ModelChoice):
         help="Quantize the weights of linear layers after loading: fp8 (torchao, a scale per row and per token).",
     )
     longest: bool = option(False, help="Also find the longest context that fits; needs a GPU.")
+
+    def __post_init__(self) -> None:
+        """Check what needs no imports."""
+        super().__post_init__()
+        check_yarn(self.yarn)
 
     def contexts_on(self, device: torch.device) -> list[int]:
         """The contexts to measure, with the defaults for a device."""
@@ -224,3 +244,9 @@ class ServeOptions(ModelChoice):
         metavar="JSON",
         help="Further fields of every request; {} for servers without ignore_eos, where answers may end early.",
     )
+
+    def __post_init__(self) -> None:
+        """Check what needs no imports."""
+        super().__post_init__()
+        if self.requests:
+            parse_requests(self.requests)
