@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict
@@ -89,7 +90,7 @@ def assert_same(first: Any, second: Any, where: str) -> None:
 
 class TestFiles:
     def test_names(self) -> None:
-        assert suite_names() == ["local-quality", "long-context", "quick", "standard"]
+        assert suite_names() == ["gsm8k-local", "local-quality", "long-context", "quick", "standard"]
 
     def test_configs_show_those_of_the_package(self) -> None:
         assert sorted(path.stem for path in (ROOT / "configs/suites").glob("*.toml")) == suite_names()
@@ -104,7 +105,7 @@ class TestFiles:
     def test_tasks_exist(self) -> None:
         from dma_eval.tasks import find_tasks
 
-        names = [load_suite(name).tasks.names for name in suite_names() if name != "local-quality"]  # type: ignore[union-attr]
+        names = [load_suite(name).tasks.names for name in suite_names() if "local" not in name]  # type: ignore[union-attr]
         assert find_tasks([name for group in names for name in group]).names
 
     def test_defaults(self) -> None:
@@ -156,7 +157,7 @@ class TestFiles:
 
     def test_unknown(self) -> None:
         with pytest.raises(
-            UserError, match="unknown suite 'fast'; valid: local-quality, long-context, quick, standard"
+            UserError, match="unknown suite 'fast'; valid: gsm8k-local, local-quality, long-context, quick, standard"
         ):
             load_suite("fast")
 
@@ -251,6 +252,28 @@ class TestRun:
         result = run("suite", "--suite", tmp_path / "mine.toml", *common)
         assert result.exit_code == 0, result.output
         assert load.call_count == 1
+
+    def test_gsm8k_of_a_local_file(self, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """With a model that gives the same answer to both questions."""
+        asked: list[str] = []
+
+        def answer(lm: Any, requests: list[Any], **_: Any) -> list[str]:
+            asked.extend(request.args[0] for request in requests)
+            return ["1 and 0 make 1. The answer is 1."] * len(requests)
+
+        monkeypatch.setattr("dma_eval.harness.DMALM.generate_until", answer)
+        monkeypatch.chdir(tmp_path)
+        rows = [{"question": f"What is {n} + 1?", "answer": f"<<{n}+1={n + 1}>>\n#### {n + 1}"} for n in range(3)]
+        Path("gsm8k_test.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+        model = ("-m", ROOT / "eval/dma_eval/assets/demo_model", "--device", "cpu", "--dtype", "float32")
+        options = ("--include-path", ROOT / "configs/suites/tasks", "--limit", 2, "--attn", "sdpa", "--out", "run")
+        result = run("suite", "--suite", "gsm8k-local", *model, *options)
+        assert result.exit_code == 0, result.output
+        (task,) = read_report(Path("run")).tasks[0].tasks
+        assert (task.name, task.samples, task.num_fewshot) == ("gsm8k_local", 2, 8)
+        assert [metric.of("sdpa").value for metric in task.metrics] == [0.5, 0.5]
+        assert all(prompt.count("The answer is") == 8 for prompt in asked)
+        assert asked[0].endswith("Q: What is 0 + 1?\nA:")
 
     def test_default_is_every_preset(self, suite: Run, tmp_path: Path) -> None:
         (tmp_path / "mine.toml").write_text('[tasks]\nnames = ["tiny_choice"]\n', encoding="utf-8")
