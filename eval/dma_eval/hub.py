@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import ssl
 import urllib.request
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -28,7 +29,8 @@ def prepare(model: str | None, option: str) -> None:
     reason = f"{variable} is set" if variable else _unreachable(os.environ.get("HF_ENDPOINT") or HUB)
     if reason is None:
         return
-    os.environ[OFFLINE[0]] = "1"
+    if variable is None:
+        os.environ[OFFLINE[0]] = "1"
     if model is not None and not _is_cached(model):
         raise UserError(
             f"{option}: cannot load {model!r}: no such folder here, the Hub's cache has no such model, and {reason}"
@@ -42,9 +44,9 @@ def _unreachable(endpoint: str) -> str | None:
     try:
         with urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=SECONDS):
             return None
-    except HTTPError:  # an answer
+    except (HTTPError, HTTPException):  # an answer
         return None
-    except OSError as error:
+    except (OSError, ValueError) as error:  # the latter for an address that is none
         cause: Any = error.reason if isinstance(error, URLError) else error
         if isinstance(cause, ssl.SSLError):  # the libraries may have other certificates
             return None

@@ -83,7 +83,10 @@ def _check_other(name: str, option: str, others: Sequence[str]) -> None:
     """Check the name of a backend other than ``dma_mxfp``."""
     rest, suffix = split_suffix(name)
     implementation, colon, _ = rest.partition(":")
-    if implementation not in IMPLEMENTATIONS and not implementation.startswith(PAGED):
+    if implementation.startswith(PAGED):
+        valid = ", ".join(IMPLEMENTATIONS)
+        raise UserError(f"{option}: {name!r} needs continuous batching, which is not evaluated here; valid: {valid}")
+    if implementation not in IMPLEMENTATIONS:
         raise unknown_backend(name, option, (*others, *IMPLEMENTATIONS))
     if colon or suffix in FORMAT_SUFFIXES:
         raise UserError(

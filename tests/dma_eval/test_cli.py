@@ -237,6 +237,7 @@ WRONG = {
     "ppl -m m -d none.txt --out file": "--out: cannot create the folder file: it is a file",
     "demo --out file": "--out: cannot create the folder file: it is a file",
     "ppl -m m -d none.txt --attn sdpa spda": "--attn: unknown backend 'spda'; valid: dma_mxfp, eager, ",
+    "ppl -m m -d none.txt --attn paged|eager": "--attn: 'paged|eager' needs continuous batching, which is ",
     "ppl -m m -d none.txt --attn sdpa:balanced": "--attn: 'sdpa' takes neither presets nor caches of dma_mxfp",
     "bench prefill --attn sdpa spda": "--attn: unknown name 'spda'; valid: sdpa, sdpa:flash, sdpa:cudnn, flex, ",
     "bench prefill --attn sdpa sdpa+int4": "--attn: unknown name 'sdpa+int4'; valid: sdpa, sdpa:flash, ",
