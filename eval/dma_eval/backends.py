@@ -137,7 +137,7 @@ def _parse_backend(name: str, option: str) -> Backend:
     check_names([name], option)
     rest, suffix = split_suffix(name)
     implementation, colon, setting = rest.partition(":")
-    if implementation not in implementations():  # of this version of Transformers
+    if implementation not in implementations():
         raise unknown_backend(name, option, implementations())
     if implementation != DMA:
         return Backend(name, implementation, peer_cache=suffix or None)

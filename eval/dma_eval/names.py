@@ -8,6 +8,7 @@ seconds.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,13 +81,16 @@ def check_names(names: Iterable[str], option: str = "--attn", others: Sequence[s
 
 
 def _check_other(name: str, option: str, others: Sequence[str]) -> None:
-    """Check the name of a backend other than ``dma_mxfp``."""
+    """Check the name of a backend other than ``dma_mxfp``.
+
+    If Transformers is loaded, it alone knows the implementations: some may have been registered.
+    """
     rest, suffix = split_suffix(name)
     implementation, colon, _ = rest.partition(":")
     if implementation.startswith(PAGED):
         valid = ", ".join(IMPLEMENTATIONS)
         raise UserError(f"{option}: {name!r} needs continuous batching, which is not evaluated here; valid: {valid}")
-    if implementation not in IMPLEMENTATIONS:
+    if implementation not in IMPLEMENTATIONS and "transformers" not in sys.modules:
         raise unknown_backend(name, option, (*others, *IMPLEMENTATIONS))
     if colon or suffix in FORMAT_SUFFIXES:
         raise UserError(

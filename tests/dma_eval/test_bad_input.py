@@ -305,5 +305,5 @@ class TestDebug:
         result = ppl("--attn", "flash", "--debug")
         assert result.exit_code == 2
         assert "Traceback" in result.stderr
-        assert "unknown_backend" in result.stderr
+        assert "parse_backends" in result.stderr
         assert "Error: --attn: unknown backend 'flash'" in result.stderr
