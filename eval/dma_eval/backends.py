@@ -25,14 +25,21 @@ from dma_hf.integrations.attention_name import attention_name
 
 from .baselines import quantized_cache
 from .errors import UserError, one_line
-from .names import DMA, DYNAMIC, FORMAT_SUFFIXES, PEER_SUFFIXES, check_names, is_file, split_suffix
+from .names import (
+    DMA,
+    DYNAMIC,
+    FORMAT_SUFFIXES,
+    PAGED,
+    check_compared,
+    check_names,
+    is_file,
+    refuse_repeats,
+    split_suffix,
+    unknown_backend,
+)
 
 DEFAULT_PRESET = "balanced"
 """The preset of a plain ``dma_mxfp``, and the one that default comparisons combine with each cache format."""
-
-PAGED = "paged|"
-"""Prefix of the implementations of continuous batching."""
-
 
 @dataclass(frozen=True)
 class Backend:
@@ -80,28 +87,14 @@ def parse_compared(names: Sequence[str], option: str, others: Sequence[str]) -> 
 
     Only the option ``--cache`` takes names with a cache.
     """
-    found = []
+    check_compared(names, option, others)
+    found: list[Backend] = []
     for name in names:
-        if name in others:
-            found.append(Backend(name, name))
-        elif name.partition(":")[0].partition("+")[0] == DMA:
-            found += parse_backends([name], option)
-        else:
-            known = [*others, *(f"{DMA}:{preset}" for preset in dma_hf.PRESETS), f"{DMA}:FILE.toml"]
-            raise UserError(f"{option}: unknown name {name!r}; valid: {', '.join(known)}")
+        found += [Backend(name, name)] if name in others else parse_backends([name], option)
         if found[-1].reads_cache and option != "--cache":
             raise UserError(f"{option}: {name!r} reads through a cache, which is not timed here; leave out +CACHE")
     refuse_repeats(option, [backend.label for backend in found])
     return found
-
-
-def refuse_repeats(option: str, labels: Sequence[str]) -> None:
-    """Refuse an option with no values, or with a value twice."""
-    if not labels:
-        raise UserError(f"{option} needs at least one value")
-    repeated = {label for label in labels if labels.count(label) > 1}
-    if repeated:
-        raise UserError(f"{option}: {', '.join(sorted(repeated))} is given more than once")
 
 
 def activate(model: PreTrainedModel, backend: Backend) -> None:
@@ -192,21 +185,8 @@ def _parse_backend(name: str, option: str) -> Backend:
     rest, suffix = split_suffix(name)
     implementation, colon, setting = rest.partition(":")
     if implementation not in implementations():
-        if implementation.startswith(PAGED):
-            valid = ", ".join(implementations())
-            raise UserError(
-                f"{option}: {name!r} needs continuous batching, which is not evaluated here; valid: {valid}"
-            )
-        raise UserError(
-            f"{option}: unknown backend {name!r}; valid: {', '.join(implementations())}, and {DMA}:PRESET with a "
-            f"preset ({', '.join(dma_hf.PRESETS)}) or a TOML file"
-        )
+        raise unknown_backend(name, option, implementations())
     if implementation != DMA:
-        if colon or suffix in FORMAT_SUFFIXES:
-            raise UserError(
-                f"{option}: {implementation!r} takes neither presets nor caches of {DMA}, got {name!r}; valid: "
-                f"{implementation}{'|'.join(PEER_SUFFIXES)}, {DMA}:PRESET{'|'.join(FORMAT_SUFFIXES)}"
-            )
         return Backend(name, implementation, peer_cache=suffix or None)
     changes = {"cache": FORMAT_SUFFIXES[suffix]} if suffix else {}
     setting = setting or DEFAULT_PRESET

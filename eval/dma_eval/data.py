@@ -88,8 +88,8 @@ def load_text(data: str, *, split: str | None = None, column: str = "text") -> T
             raise UserError(f"--data: expected NAME, NAME:CONFIG or NAME:CONFIG:SPLIT, got {data!r}")
         name, config, named_split = (*parts, "", "")[:3]
         text = _load_dataset(data, name, config or None, named_split or split or "test", column)
-    elif path.suffix in BUILDERS:
-        text = _load_dataset(data, BUILDERS[path.suffix], None, split or "train", column, data_files=str(path))
+    elif (suffix := path.suffix.lower()) in BUILDERS:
+        text = _load_dataset(data, BUILDERS[suffix], None, split or "train", column, data_files=str(path))
     else:
         if split is not None or column != "text":
             raise UserError(f"--split, --column: {data} is plain text, which has neither; leave them out")
@@ -113,7 +113,7 @@ def text_file(data: str) -> Path | None:
         raise UserError(f"--data: {data} is a folder; name a file in it, or a dataset of the Hub")
     if path.is_file():
         return path
-    if path.suffix in TEXT_SUFFIXES | BUILDERS.keys() or path.is_absolute() or data.startswith((".", "~")):
+    if path.suffix.lower() in TEXT_SUFFIXES | BUILDERS.keys() or path.is_absolute() or data.startswith((".", "~")):
         raise UserError(f"--data: no such file: {data}")
     return None
 

@@ -81,7 +81,11 @@ def low_share(lengths: Sequence[int], config: Mapping[str, Any]) -> float:
 
 
 def number(value: float | None, form: str, unit: str = "", *, factor: float = 1.0) -> str:
-    """Format a number times ``factor`` with its unit, or the mark of a missing one."""
+    """Format a number times ``factor`` with its unit, or the mark of a missing one.
+
+    What rounds to zero has no minus.
+    """
+    form = f"+z{form[1:]}" if form.startswith("+") else f"z{form}"
     return MISSING if value is None else format(value * factor, form) + unit
 
 
@@ -211,7 +215,7 @@ def _task_summary(section: TaskSection) -> Table:
         flips = sum(value.flips or 0 for _, value in compared)
         asked = sum(task.samples for task, _ in compared)
         drops = [task.name for task, metric, value in pairs if _direction(metric, value) < 0]
-        points = MISSING if not index or mean is None or base is None else f"{100 * (mean - base):+.2f}"
+        points = MISSING if not index or mean is None or base is None else number(mean - base, "+.2f", factor=100)
         listed = (", ".join(drops) or "none") if index and pairs else MISSING
         rows.append([label, share(mean), points, share(flips / asked if asked else None), listed])
     return Table(("backend", "mean accuracy", "points", "flips", "significant drops"), rows)
@@ -264,7 +268,7 @@ def fidelity_page(section: FidelitySection) -> Page:
         if result.position_nll and base:
             change = np.array(result.position_nll, float) - np.array(base, float)
             means = (change[part][np.isfinite(change[part])] for part in parts)  # nothing predicts the first token
-            cells = [f"{100 * np.expm1(each.mean()):+.2f} %" if len(each) else MISSING for each in means]
+            cells = [share(np.expm1(each.mean()) if len(each) else None, "+.2f") for each in means]
         rows.append([result.label, *cells])
     tables.append(Table(("position", *positions), rows, "Change of perplexity by position in the window"))
     if section.heads:

@@ -30,13 +30,12 @@ from .data import Text, Window, leading_tokens, make_windows, tokenize
 from .errors import UserError, one_line
 from .files import Piece
 from .models import LoadedModel
-from .parts import PerplexityPart
+from .parts import DEFAULT_CONTEXT, PerplexityPart
 from .progress import Progress
 from .reading import NonFiniteLogitsError, origin, read
 from .results import BackendResult, PerplexitySection
 from .session import Session
 
-DEFAULT_CONTEXT = 2048
 CHUNK_ELEMENTS = 2**24  # logits converted to fp32 at a time: 64 MiB
 MAX_POSITION_BUCKETS = 64
 Array = NDArray[np.float64]

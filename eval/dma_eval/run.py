@@ -58,7 +58,7 @@ class Run:
         if self._data is None and suite.needs_text:
             raise UserError(f"--data: suite {suite.name} names no text of its own; name one")
         self._texts: dict[str, Text] = {}
-        for name in [part.data for part in suite.readers] if self._data is None else [self._data]:
+        for name in dict.fromkeys([part.data for part in suite.readers] if self._data is None else [self._data]):
             with console.working(f"Reading {name}"):
                 self._texts[name] = load_text(name, **how)
         if suite.tasks is not None:
@@ -129,7 +129,6 @@ class Run:
         section = replace(section, origin=replace(origin, request=self._request(name, settings)))
         if is_saved and is_complete(section):  # so that the next run tries again
             store.save(kind, Piece(identity=identity, content=section), "parts", name)
-            store.drop("parts", name)
         return section
 
     def _request(self, name: str, settings: dict[str, Any]) -> str:

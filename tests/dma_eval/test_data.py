@@ -44,6 +44,12 @@ class TestLoadText:
         assert (text.name, text.split, text.column) == (str(rows_file), "train", "content")
         assert capfd.readouterr() == ("", ""), "no progress bars"
 
+    def test_the_case_of_a_suffix_does_not_matter(self, rows_file: Path) -> None:
+        upper = rows_file.rename(rows_file.with_suffix(".JSONL"))
+        assert load_text(str(upper), column="content").content.startswith("First row.\n\nSecond")
+        with pytest.raises(UserError, match=r"no such file: missing\.TXT"):
+            load_text("missing.TXT")
+
     def test_csv(self, tmp_path: Path) -> None:
         path = tmp_path / "rows.csv"
         path.write_text('text\n"a, b"\nc\n', encoding="utf-8")

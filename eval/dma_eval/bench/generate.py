@@ -22,10 +22,10 @@ from transformers.generation.streamers import BaseStreamer
 
 import dma_hf
 from dma_eval import console
-from dma_eval.backends import Backend, activate, parse_backends, refuse_repeats
+from dma_eval.backends import Backend, activate, parse_backends
 from dma_eval.errors import UserError, one_line
 from dma_eval.models import head_dim_of
-from dma_eval.names import DMA, FORMAT_SUFFIXES
+from dma_eval.names import DMA, FORMAT_SUFFIXES, GENERATE_CACHES, check_runs, refuse_repeats
 from dma_hf.integrations.cache_argument import CACHE_ARGUMENT
 
 from .capture import text_windows
@@ -33,8 +33,7 @@ from .results import GenerateResult, LongestContext
 from .timing import FAILURES, Timing, measure_each, stored_bytes
 
 PACKED = tuple(FORMAT_SUFFIXES.values())
-CACHES = ("dynamic", "static", *PACKED, *(f"{format}-static" for format in PACKED))
-DEFAULT_RUNS = ("sdpa+dynamic", "sdpa+static", *(f"{DMA}+{cache}" for cache in CACHES[2:]))
+DEFAULT_RUNS = ("sdpa+dynamic", "sdpa+static", *(f"{DMA}+{cache}" for cache in GENERATE_CACHES[2:]))
 LLAMA_3 = {
     "vocab_size": 128256,
     "num_attention_heads": 32,
@@ -85,11 +84,10 @@ def parse_runs(names: Sequence[str]) -> list[GenerateRun]:
         UserError: There are none, two are the same, or an attention or a cache is unknown; the message lists the valid
             ones.
     """
+    check_runs(names)
     runs = []
     for name in names:
         attention, _, cache = name.rpartition("+")
-        if cache not in CACHES:
-            raise UserError(f"--run: expected ATTENTION+CACHE with a cache of {', '.join(CACHES)}, got {name!r}")
         format = cache.removesuffix("-static")
         packed = f"+{format}" if format in PACKED else ""
         (backend,) = parse_backends([f"{attention}{packed}"], "--run")

@@ -160,7 +160,10 @@ class DecodeResult(SpeedResult):
     repeats: int | None = None  # timed calls from Python
     cache_bytes: int | None = None  # of the cache of the layer, with its room for more tokens
     bytes_ratio: float | None = None  # ``cache_bytes`` over the bytes of 16-bit keys and values
-    bytes_per_second: float | None = None  # ``cache_bytes`` over the time as a graph (of a call, where there is none)
+    # Stored keys and values that a step attends to, each counted once; since version 3.
+    read_bytes: int | None = None
+    # ``read_bytes`` over the time as a graph (of a call, where there is none). Before version 3 it was ``cache_bytes``.
+    bytes_per_second: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,7 +252,9 @@ class PrefillReport(SpeedReport):
 class DecodeReport(SpeedReport):
     """What ``dma-hf bench decode`` measured."""
 
-    schema_version: int = 2
+    schema_version: int = 3
+    # Bytes per second that a copy within the device reads and writes; null on a CPU. Since version 3.
+    copy_bytes_per_second: float | None = None
     results: list[DecodeResult]  # by shape, then in the given order
 
 

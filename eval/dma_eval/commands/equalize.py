@@ -1,4 +1,4 @@
-"""``dma-hf equalize``: balance the ranges of keys and queries in the weights of a model, and save it."""
+"""``dma-hf equalize``: balance key channels against query channels in the weights of a model, and save it."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ class EqualizeOptions(options.ModelOptions, options.TextOptions):
 
 
 def equalize(args: EqualizeOptions) -> int:
-    """Balance the ranges of the model's keys and queries, without changing its function, and save it.
+    """Balance each key channel against its query channel, without changing the model's function, and save it.
 
     Each pair of channels that the rotary embedding rotates together gets a power of two, which is folded into the
-    weights. The logits stay bit-identical, and every low-bit attention or cache loses less. Exit code 2 for a model
-    that cannot be equalized; then nothing is written.
+    weights. The logits stay bit-identical. Outlier key channels shrink, and query channels can grow. The command shows
+    both. It helps low-bit attention if the model's keys have large outliers, which `dma-hf stress` shows; otherwise it
+    may change nothing. Exit code 2 for a model that cannot be equalized; then nothing is written.
 
     Examples:
     dma-hf equalize -m Qwen/Qwen2.5-0.5B --data Salesforce/wikitext:wikitext-2-raw-v1:train --out qwen-equalized
