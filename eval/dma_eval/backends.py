@@ -41,6 +41,7 @@ from .names import (
 DEFAULT_PRESET = "balanced"
 """The preset of a plain ``dma_mxfp``, and the one that default comparisons combine with each cache format."""
 
+
 @dataclass(frozen=True)
 class Backend:
     """One attention backend with its settings."""

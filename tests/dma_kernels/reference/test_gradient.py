@@ -148,7 +148,9 @@ TRANSFORMS: dict[str, Any] = {
     )(*leaves),
     "vmap of grad": lambda loss, leaves: [
         grad[0]
-        for grad in torch.func.vmap(torch.func.grad(loss, argnums=tuple(range(len(leaves)))))(*(x[None] for x in leaves))
+        for grad in torch.func.vmap(torch.func.grad(loss, argnums=tuple(range(len(leaves)))))(
+            *(x[None] for x in leaves)
+        )
     ],
 }
 
