@@ -606,7 +606,7 @@ def test_a_checked_call_does_not_make_an_unchecked_one_valid() -> None:
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("offset", [2**32 + 5, 2**31, -(2**32) - 5])
 def test_positions_on_the_device_are_clipped_to_the_valid_range(offset: int, backend: str) -> None:
-    """Not taken modulo 2^32: queries far behind all keys see all of them in low precision, those far before them none."""
+    """Not taken modulo 2^32: queries far after all keys see all of them in low precision, those before them none."""
     query, key, value = random_qkv(q_len=20, kv_len=300, head_dim=32, dtype=torch.float16)
     recipe = Recipe(low="mxfp4", sink_tiles=0)
     limit = 2**30 if offset > 0 else -(2**30)
