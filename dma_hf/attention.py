@@ -127,9 +127,8 @@ def dma_attention_forward(
                     options = {"is_causal": geometry.is_causal, "window": geometry.window, **offsets}
                     compute = prompt(call, settings.recipe, query, step.key, step.value, **options)
                 if compute is not None:
-                    states = (query, step.key, step.value)
                     given = (attention_mask, is_causal, sliding_window, kwargs, compute)
-                    let_repeat(module, states, step.kv_len, True, *given)
+                    let_repeat(module, (query,), step.kv_len, True, *given)
             return out.transpose(1, 2).contiguous(), None
         key, value = layer.dense(step)
     recipe = settings.cross_recipe if geometry.two_sequences else settings.recipe
@@ -353,7 +352,7 @@ def _attend_with_candidates(
 def _mask(layer: DMALayer, new: Step, geometry: MaskGeometry) -> Tensor | None:
     """Return the part of the mask that positions do not imply, boolean ``[B, H, T, kv_len]``, usually ``None``."""
     hidden, visible = geometry.pattern, geometry.kv_range
-    if visible is None and layer.is_padded and layer.window is None:
+    if visible is None and layer.is_padded and layer.window is None and layer.owner.capture is None:
         _refuse_shown_padding(layer, new, 0)
     if visible is None or (hidden is None and _is_plain(layer, new, visible)):
         return hidden

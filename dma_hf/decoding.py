@@ -119,7 +119,8 @@ class DecodingSteps:
         if graph is not None and graph.model == state and graph.fits(signature, layers):
             self.checked = graph
             return _replay(self.model, graph, cache, layers, inputs)
-        if self.steps <= EAGER_STEPS and self.checked is None:
+        is_warm = graph is not None and (graph.model, graph.signature) == (state, signature)  # the cache has grown
+        if self.steps <= EAGER_STEPS and not is_warm:
             return self.model(**inputs)
         owner.graph = self.checked = None  # frees its memory first
         if signature is None:

@@ -9,7 +9,7 @@ Only masks that are causal, perhaps with a sliding window, are kept. Padding and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from dma_kernels.api import PreparedAttention
 from dma_kernels.cache.api import cache_options, repeat_attention
 from torch import Tensor, nn
 
-from .arguments import Call
+from .arguments import HARMLESS, OF_GENERATION, Call
 from .cache_layers import DECODED_AT_ONCE, DMALayer, Step
 from .compact_mask import CompactMask, MaskGeometry
 from .stats import counted
@@ -35,9 +35,10 @@ class RepeatedCall:
     Attributes:
         config: Configuration of the layer's model.
         is_causal: The argument of :func:`dma_hf.dma_attention_forward`.
-        kinds: Shape, dtype and device of queries, keys and values.
+        kinds: Shape, dtype and device of queries, and of plain keys and values. A cache compares its own.
         kv_len: Keys that the mask covers.
-        arguments: Keyword arguments of the call.
+        names: Names of all keyword arguments of the call.
+        arguments: Those that may change its result.
         compute: Computes a call like it.
     """
 
@@ -45,26 +46,28 @@ class RepeatedCall:
     is_causal: bool | None
     kinds: tuple[Any, ...]
     kv_len: int
+    names: Set[str]
     arguments: Mapping[str, Any]
     compute: Compute
 
     def covers(
         self,
         module: nn.Module,
-        states: tuple[Tensor, Tensor, Tensor],
+        states: tuple[Tensor, ...],
         kv_len: int,
         is_causal: bool | None,
         arguments: Mapping[str, Any],
     ) -> bool:
         """Return whether the call of another layer has the same arguments, except sink logits of the same shape."""
-        known = self.arguments
         return (
-            module.config is self.config
+            kv_len == self.kv_len
+            and module.config is self.config
             and is_causal is self.is_causal
-            and kv_len == self.kv_len
             and tuple(map(_kind, states)) == self.kinds
-            and len(arguments) == len(known)
-            and all(value is known.get(name, self) or _alike(name, value, known) for name, value in arguments.items())
+            and arguments.keys() == self.names
+            and all(
+                arguments[name] is value or _alike(value, arguments[name]) for name, value in self.arguments.items()
+            )
         )
 
 
@@ -72,12 +75,11 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, tensor.device
 
 
-def _alike(name: str, value: Any, known: Mapping[str, Any]) -> bool:
-    """Return whether an argument is the same number as a known one, or sink logits of the same shape."""
-    other = known.get(name)
-    if isinstance(value, (int, float)):
-        return bool(value == other)
-    return name == "s_aux" and isinstance(other, Tensor) and _kind(value) == _kind(other)
+def _alike(known: Any, value: Any) -> bool:
+    """Return whether arguments are the same number, or tensors (sink logits) of the same shape."""
+    if isinstance(known, Tensor):
+        return isinstance(value, Tensor) and _kind(value) == _kind(known)
+    return isinstance(value, (int, float)) and bool(value == known)
 
 
 def repeat(
@@ -95,13 +97,17 @@ def repeat(
     repeated: RepeatedCall | None = mask.dma_calls.get((sliding_window, update is None))
     if repeated is None:
         return None
-    layer, step, kv_len = None, None, key.shape[2] if update is None else update[1].kv_len
-    if update is not None:
+    layer = step = None
+    states: tuple[Tensor, ...] = (query, key, value)
+    if update is None:
+        kv_len = key.shape[2]
+    else:
         layer, step = update
         if step.is_stored or not (layer.is_settled or step.is_first):
             return None
-        key, value = step.key, step.value
-    if not repeated.covers(module, (query, key, value), kv_len, is_causal, arguments):
+        key, value, kv_len = step.key, step.value, step.kv_len
+        states = (query,)
+    if not repeated.covers(module, states, kv_len, is_causal, arguments):
         return None
     sinks: Tensor | None = arguments.get("s_aux")
     return repeated.compute(module, layer, step, query, key, value, None if sinks is None else sinks.reshape(-1))
@@ -118,7 +124,7 @@ def may_repeat(mask: Any) -> bool:
 
 def let_repeat(
     module: nn.Module,
-    states: tuple[Tensor, Tensor, Tensor],
+    states: tuple[Tensor, ...],
     kv_len: int,
     is_cached: bool,
     mask: CompactMask,
@@ -128,8 +134,11 @@ def let_repeat(
     compute: Compute,
 ) -> None:
     """Let the next layers with the same mask, see :func:`may_repeat`, repeat a call."""
+    others = {name: value for name, value in arguments.items() if name not in HARMLESS and name not in OF_GENERATION}
+    if any(isinstance(value, Tensor) for name, value in others.items() if name != "s_aux"):
+        return
     kinds = tuple(map(_kind, states))
-    repeated = RepeatedCall(module.config, is_causal, kinds, kv_len, arguments, compute)
+    repeated = RepeatedCall(module.config, is_causal, kinds, kv_len, frozenset(arguments), others, compute)
     mask.dma_calls[sliding_window, not is_cached] = repeated
 
 

@@ -17,7 +17,7 @@ from .numerics.arguments import check_call, check_options, is_int, of_four_dimen
 from .numerics.call import AttentionCall
 from .numerics.formats import MAX_POSITION
 from .numerics.recipe import RECIPE_FIELDS, Recipe
-from .prefill.plan import plan
+from .prefill.plan import SDPAPlan, plan
 from .reference.attention import EXACT, attention_gradient
 from .runtime.chip import check_backend
 
@@ -150,6 +150,8 @@ class PreparedAttention:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Return the output for other tensors of the same shapes and dtypes, ``[B, Hq, Tq, Dv]``."""
+        if isinstance(self._plan, SDPAPlan):
+            return self._plan.attend(query, key, value, self._call.scale)
         sinks = None if sinks is None else sinks.contiguous()
         call = self._call._replace(query=query, key=key, value=value, sinks=sinks)
         layouts = call.layouts()

@@ -126,9 +126,15 @@ def repeat_attention(
         key: New keys ``[B, Hkv, T, D]``.
         value: New values ``[B, Hkv, T, Dv]``.
         storage: The cache of the layer; written in place.
-        options: The options of the checked call.
+        options: Options like those of the checked call: causal, and without a mask.
         backend: As for :func:`cached_attention`.
     """
+    if storage.repeated_step is not None and backend != "reference":
+        from .decode import repeat_step
+
+        out = repeat_step(query, key, value, storage, options)
+        if out is not None:
+            return out
     return _attend(query, key, value, storage, options, backend)
 
 

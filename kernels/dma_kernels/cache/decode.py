@@ -91,7 +91,8 @@ def _run(
             (*given, *cache), format=storage.format, diagonal_tiles=storage.diagonal_tiles,
             max_tiles=storage.max_tiles, scale=options.scale, window=options.window, softcap=options.softcap,
         )  # fmt: skip
-        step = storage.repeated_step = RepeatedStep(signature, plan, cache, tuple(addresses_of(cache)))
+        step = RepeatedStep(signature, plan, cache, tuple(addresses_of(cache)), storage.room)
+        storage.repeated_step = step
     out, lse = step.plan.run((*given, *step.cache), (*addresses_of(given), *step.addresses))
     return out, lse
 
@@ -103,6 +104,29 @@ class RepeatedStep(NamedTuple):
     plan: LaunchPlan
     cache: CacheInputs
     addresses: tuple[int, ...]  # of the tensors of the cache
+    room: int  # tokens that the storage has room for
+
+
+def repeat_step(
+    query: Tensor, key: Tensor, value: Tensor, storage: LayerStorage, options: CacheOptions
+) -> Tensor | None:
+    """Do the last :func:`decode_step` over a storage again, with other tensors.
+
+    Returns:
+        The output. ``None`` if layouts or options differ, or the host does not know whether there is room.
+    """
+    step: RepeatedStep | None = storage.repeated_step
+    count = key.shape[2]
+    if step is None or storage.appended + count > step.room:
+        return None
+    given = (query, key, value, None if options.sinks is None else options.sinks.contiguous())
+    numbers = (options.scale, options.window, options.softcap)
+    if (tuple(map(layout_of, given)), numbers) != step.signature:
+        return None
+    report("decode")
+    out, _ = step.plan.run((*given, *step.cache), (*addresses_of(given), *step.addresses))
+    storage.count_appended(count)
+    return out
 
 
 @Planned

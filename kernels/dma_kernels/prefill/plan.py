@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ..numerics.arguments import check_call, of_four_dimensions
 from ..numerics.call import AttentionCall
+from ..numerics.formats import UNQUANTIZED
 from ..numerics.geometry import AttentionGeometry
 from ..numerics.layout import TensorLayout
 from ..numerics.recipe import Recipe
@@ -64,16 +65,25 @@ class ShortPlan:
         return out, others[0] if others else None
 
 
+@dataclass(frozen=True)
 class SDPAPlan:
-    """PyTorch's attention, for short calls that it computes as fast and with less host time: one query, no options."""
+    """PyTorch's attention, for exact calls that it computes as fast and with less host time."""
 
+    is_causal: bool  # whether there are as many queries as keys; else there is one query
     kernel = "sdpa"
 
     def run(self, call: AttentionCall) -> tuple[Tensor, None]:
         """Compute a call; see :meth:`PrefillPlan.run`."""
+        return self.attend(call.query, call.key, call.value, call.scale), None
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        """Compute a call with these tensors and this scale."""
         report(self.kernel)
-        out = scaled_dot_product_attention(call.query, call.key, call.value, scale=call.scale, enable_gqa=True)
-        return out.transpose(1, 2).contiguous().transpose(1, 2), None
+        has_groups = query.shape[1] != key.shape[1]
+        out = scaled_dot_product_attention(
+            query, key, value, is_causal=self.is_causal, scale=scale, enable_gqa=has_groups
+        )
+        return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 class ReferencePlan:
@@ -100,8 +110,10 @@ def plan(call: AttentionCall) -> PrefillPlan | ShortPlan | SDPAPlan | ReferenceP
     device, q_len = call.query.device, call.query.shape[2]
     if chip.resolve_backend(call.backend, device, call.query.dtype) == "reference":
         return ReferencePlan()
+    if call.backend == "auto" and _suits_sdpa(call):
+        return SDPAPlan(is_causal=q_len > 1)
     if call.is_short and call.key.numel():
-        return SDPAPlan() if call.backend == "auto" and _suits_sdpa(call) else _plan_short(call)
+        return _plan_short(call)
     from ..runtime.plan import make_plan  # the reference needs no Triton
 
     info = TensorLayout.dense((call.key.shape[0], 4), torch.int32, device) if call.has_seq_info else None
@@ -131,18 +143,25 @@ def plan(call: AttentionCall) -> PrefillPlan | ShortPlan | SDPAPlan | ReferenceP
 
 
 def _suits_sdpa(call: AttentionCall) -> bool:
-    """Whether one query attends to all keys, without options, so that PyTorch runs FlashAttention's split-KV kernel."""
+    """Whether PyTorch's attention computes an exact call: a decoding step, or a prompt without low tiles.
+
+    One query attends to all keys, so that PyTorch runs FlashAttention's split-KV kernel. Or all tiles of a short prompt
+    are high, and there are as many queries as keys.
+    """
     q_len, kv_len = call.query.shape[2], call.key.shape[2]
-    options = (call.kv_range, call.mask, call.softcap, call.sinks)
-    return (
-        q_len == 1
-        and not call.needs_lse
-        and not call.has_seq_info
-        and call.first_query - call.kv_offset >= kv_len - 1
-        and (call.window is None or call.window > call.first_query - call.kv_offset)
-        and all(option is None for option in options)
-        and call.query.shape[3] == call.value.shape[3]
-    )
+    if call.needs_lse or call.has_seq_info or not call.is_causal or call.query.shape[3] != call.value.shape[3]:
+        return False
+    if any(option is not None for option in (call.kv_range, call.mask, call.softcap, call.sinks)):
+        return False
+    last = call.first_query - call.kv_offset + q_len - 1  # key that is at the position of the last query
+    if not 0 < kv_len <= last + 1 or (call.window is not None and call.window <= last):
+        return False
+    if q_len == 1 < kv_len:
+        return call.is_short
+    if q_len != kv_len or last != kv_len - 1 or call.recipe.high != UNQUANTIZED:
+        return False
+    geometry = AttentionGeometry.of(call)
+    return geometry.low_tiles(q_len, call.recipe.diagonal_tiles, call.recipe.sink_tiles) == range(0)
 
 
 def _plan_short(call: AttentionCall) -> ShortPlan:

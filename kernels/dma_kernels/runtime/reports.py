@@ -12,8 +12,7 @@ Without a listener that costs one lookup.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 
 Listener = Callable[[str], None]
@@ -28,11 +27,16 @@ def report(kernel: str) -> None:
         listener(kernel)
 
 
-@contextmanager
-def kernel_reports(listener: Listener) -> Iterator[None]:
+class kernel_reports:  # noqa: N801 (a context manager; a generator would take the host longer in each call)
     """Report the kernels that this thread launches in a ``with`` block to ``listener``; the innermost block wins."""
-    token = _listener.set(listener)
-    try:
-        yield
-    finally:
-        _listener.reset(token)
+
+    __slots__ = ("_listener", "_token")
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+
+    def __enter__(self) -> None:
+        self._token = _listener.set(self._listener)
+
+    def __exit__(self, *error: object) -> None:
+        _listener.reset(self._token)
