@@ -385,7 +385,7 @@ def _broken_values(seen: Tensor, problem: _Problem, columns: slice, high: list[_
             local = slice(part.start - columns.start, part.stop - columns.start)
             is_low[..., local].masked_fill_(is_high, False)
             parts.append((part, seen[..., local] & is_high, operands.v_high))
-    total: float | Tensor = 0.0
+    total = operands.v_high.new_zeros(())
     for part, reaches, value in parts:
         value = value[:, :, part]
         for number, is_there in ((math.inf, value == math.inf), (-math.inf, value == -math.inf), (math.nan, value != value)):
