@@ -386,10 +386,15 @@ def _broken_values(seen: Tensor, problem: _Problem, columns: slice, high: list[_
     total = operands.v_high.new_zeros(())
     for part, reaches, value in parts:
         value = value[:, :, part]
-        for number, is_there in ((math.inf, value == math.inf), (-math.inf, value == -math.inf), (math.nan, value != value)):
+        for number, is_there in (
+            (math.inf, value == math.inf),
+            (-math.inf, value == -math.inf),
+            (math.nan, value != value),
+        ):
             count = _weighted_sum(reaches.to(value.dtype), is_there.to(value.dtype))
             total = total + torch.where(count > 0, number, 0.0)
     return total
+
 
 def _exponentials(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return ``exp(scores - shift)`` and the finite shift of each row, ``[B, Hkv, G, R, 1]``; reuses ``scores``."""
@@ -413,4 +418,3 @@ def _weighted_sum(weights: Tensor, value: Tensor) -> Tensor:
     batch, kv_heads, group, rows, width = weights.shape
     flat = _matmul(weights.reshape(batch, kv_heads, group * rows, width), value)
     return flat.view(batch, kv_heads, group, rows, value.shape[-1])
-
