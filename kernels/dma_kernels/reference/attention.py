@@ -373,7 +373,9 @@ def _broken_values(seen: Tensor, problem: _Problem, columns: slice, high: list[_
     """Return the infinities and NaNs that the queries attend to, and zeros elsewhere.
 
     They are kept out of the products, where a weight of 0 would not hide them. So masked keys stay hidden, and a query
-    for which a tile is high does not get the NaN of its low precision. ``seen`` says which keys have a weight, ``[B, Hkv, G, R, C]``.
+    for which a tile is high does not get the NaN of its low precision.
+
+    ``seen`` says which keys have a weight, ``[B, Hkv, G, R, C]``.
     """
     operands = problem.operands
     is_low = seen.clone()

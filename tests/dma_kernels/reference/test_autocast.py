@@ -39,7 +39,9 @@ def test_attention_and_its_gradient_are_unchanged(recipe: str, dtype: torch.dtyp
 
 
 def test_compiled_attention_and_its_gradient_are_unchanged() -> None:
-    calls = (compute(RECIPES["balanced"], torch.float32, is_cast=is_cast, is_compiled=True) for is_cast in (True, False))
+    calls = (
+        compute(RECIPES["balanced"], torch.float32, is_cast=is_cast, is_compiled=True) for is_cast in (True, False)
+    )
     for each, plain in zip(*calls, strict=True):
         assert_bits_equal(each, plain)
 

@@ -59,9 +59,7 @@ def test_a_launch_with_tensors_uses_tritons_launch(monkeypatch: pytest.MonkeyPat
     arguments = (torch.ones(64), torch.zeros(64), 2, 10, 0.5)
     launcher(GRID, *arguments)
     launcher((0, 1, 1), *arguments)  # launches nothing
-    assert calls == [
-        {"grid": GRID, "arguments": arguments, "num_warps": 8, "enable_fp_fusion": True, **CONSTANTS}
-    ]
+    assert calls == [{"grid": GRID, "arguments": arguments, "num_warps": 8, "enable_fp_fusion": True, **CONSTANTS}]
 
 
 def test_the_supported_range_of_triton_is_the_tested_one() -> None:

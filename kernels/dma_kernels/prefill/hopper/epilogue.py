@@ -9,6 +9,7 @@ from ...device.arithmetic import narrow as _narrow_triton
 
 narrow = gluon.jit(_narrow_triton.fn)
 
+
 @gluon.jit
 def row_indices(row, q_len, LAYOUT: gl.constexpr):
     """Return the indices of 64 queries starting at ``row``, int32 ``[64]``, and which of them exist."""
