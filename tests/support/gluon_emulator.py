@@ -256,7 +256,7 @@ def language() -> SimpleNamespace:
     none = lambda *arguments, **options: None  # noqa: E731
     return SimpleNamespace(
         int32=torch.int32, int64=torch.int64, int16=torch.int16, int8=torch.int8, float32=torch.float32,
-        uint8=torch.uint8, bfloat16=torch.bfloat16,
+        uint8=torch.uint8, bfloat16=torch.bfloat16, float16=torch.float16,
         float8e4nv=torch.float8_e4m3fn, constexpr=gl.constexpr,
         arange=lambda start, end, layout=None: tile(torch.arange(start, end, dtype=torch.int32)),
         zeros=lambda shape, dtype, layout=None: tile(torch.zeros(list(shape), dtype=dtype)),

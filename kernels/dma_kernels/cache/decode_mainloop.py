@@ -11,7 +11,7 @@ Codes are multiplied as 8-bit integers, exactly, by 16-bit integers split into t
 
 ``scale`` is per channel of a tile of keys, or per token and 64 channels of values. ``mid`` is the middle of the codes.
 ``descale_q`` is per query and tile, ``descale_p`` per query, tile and 64 channels. So the 16 bits count from the
-largest number that an integer is added to, and lose less than bfloat16 would.
+largest number of a sum, and lose less than bfloat16 would.
 """
 
 from __future__ import annotations

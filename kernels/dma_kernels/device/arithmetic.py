@@ -28,23 +28,22 @@ _INT8_ROUNDING = tl.constexpr(1.5 * 2.0**23 * formats.MXINT8_UNIT)
 _TANH_COEFFICIENTS = (-0.040036991238594055, 0.001918970374390483, -8.532182255294174e-05)
 _TANH_1, _TANH_2, _TANH_3 = map(tl.constexpr, _TANH_COEFFICIENTS)
 _SOFTCAP_ASM = tl.constexpr(
-    """{{
-        .reg .f32 u, z, small, large;
-        .reg .pred is_small;
-        mul.rn.f32 u, $1, $2;
-        mul.rn.f32 z, u, u;
-        fma.rn.f32 small, z, {2}, {1};
-        fma.rn.f32 small, z, small, {0};
-        mul.rn.f32 small, z, small;
-        fma.rn.f32 small, $1, small, $1;
-        ex2.approx.ftz.f32 large, u;
-        fma.rn.f32 large, large, 0f3F000000, 0f3F000000;
-        rcp.approx.ftz.f32 large, large;
-        neg.f32 large, large;
-        fma.rn.f32 large, large, $3, $3;
-        setp.lt.f32 is_small, z, 0f3F800000;
-        selp.f32 $0, small, large, is_small;
-    }}""".format(*(f"0f{struct.pack('>f', each).hex().upper()}" for each in _TANH_COEFFICIENTS))
+    "{{ .reg .f32 u, z, small, large; .reg .pred is_small; "
+    "mul.rn.f32 u, $1, $2; "
+    "mul.rn.f32 z, u, u; "
+    "fma.rn.f32 small, z, {2}, {1}; "
+    "fma.rn.f32 small, z, small, {0}; "
+    "mul.rn.f32 small, z, small; "
+    "fma.rn.f32 small, $1, small, $1; "
+    "ex2.approx.ftz.f32 large, u; "
+    "fma.rn.f32 large, large, 0f3F000000, 0f3F000000; "
+    "rcp.approx.ftz.f32 large, large; "
+    "neg.f32 large, large; "
+    "fma.rn.f32 large, large, $3, $3; "
+    "setp.lt.f32 is_small, z, 0f3F800000; "
+    "selp.f32 $0, small, large, is_small; }}".format(
+        *(f"0f{struct.pack('>f', each).hex().upper()}" for each in _TANH_COEFFICIENTS)
+    )
 )
 
 

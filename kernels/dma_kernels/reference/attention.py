@@ -373,8 +373,8 @@ def _softmax_times_value(
 def _broken_values(seen: Tensor, problem: _Problem, columns: slice, high: list[_HighPart]) -> Tensor:
     """Return the infinities and NaNs that the queries attend to, and zeros elsewhere.
 
-    They are kept out of the products, where a weight of 0 would not hide them: neither those of masked keys, nor a
-    low-precision NaN in a tile that is high for a query.
+    They are kept out of the products, where a weight of 0 would not hide them. So masked keys stay hidden, and a query
+    for which a tile is high does not get the NaN of its low precision.
 
     ``seen`` says which keys have a weight, ``[B, Hkv, G, R, C]``.
     """
@@ -386,7 +386,7 @@ def _broken_values(seen: Tensor, problem: _Problem, columns: slice, high: list[_
             local = slice(part.start - columns.start, part.stop - columns.start)
             is_low[..., local].masked_fill_(is_high, False)
             parts.append((part, seen[..., local] & is_high, operands.v_high))
-    total: float | Tensor = 0.0
+    total = operands.v_high.new_zeros(())
     for part, reaches, value in parts:
         value = value[:, :, part]
         for number, is_there in (

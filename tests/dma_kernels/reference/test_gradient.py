@@ -147,10 +147,8 @@ TRANSFORMS: dict[str, Any] = {
         lambda *args: torch.func.vmap(loss)(*(x[None] for x in args)).sum(), argnums=tuple(range(len(leaves)))
     )(*leaves),
     "vmap of grad": lambda loss, leaves: [
-        grad[0]
-        for grad in torch.func.vmap(torch.func.grad(loss, argnums=tuple(range(len(leaves)))))(
-            *(x[None] for x in leaves)
-        )
+        gradient[0]
+        for gradient in torch.func.vmap(torch.func.grad(loss, tuple(range(len(leaves)))))(*(x[None] for x in leaves))
     ],
 }
 
