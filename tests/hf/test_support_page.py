@@ -9,7 +9,7 @@ import pytest
 import transformers
 from hf_architectures import Architecture, architectures
 from hf_outcomes import FAILS, FALLBACK, REFUSED, UPSTREAM, WORKS, Outcome, Record
-from hf_page import KIND_TITLES, cells_of, cells_on, key_of, page
+from hf_page import KIND_TITLES, OF_CACHES, cells_of, cells_on, key_of, page
 
 PAGE = Path(__file__).parents[2] / "docs" / "support.md"
 
@@ -35,9 +35,15 @@ def test_the_page_lists_every_architecture(text):
 def test_no_fewer_architectures_work_than_before(kind, text):
     counts = Counter()
     for (title, _), cells in cells_on(text).items():
-        statuses = {cell for cell in cells.values() if cell}
+        statuses = {cell for name, cell in cells.items() if cell and name not in OF_CACHES}
         counts[title] += "yes" in statuses and statuses <= {"yes", "upstream"}
     assert counts[KIND_TITLES[kind]] >= WORKING_AT_LEAST[kind]
+
+
+def test_no_fewer_decoders_use_packed_caches_and_batches_than_before(text):
+    title = KIND_TITLES["decoder"]
+    counts = Counter(name for (kind, _), cells in cells_on(text).items() for name in OF_CACHES if kind == title and cells[name] == "yes")
+    assert {name: counts[name] for name in OF_CACHES} == PACKED_DECODERS
 
 
 def test_no_cell_is_a_failure(text):
