@@ -79,11 +79,12 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
 HARMLESS = frozenset(
     {
         # Passed down from the model's forward. They concern other layers, the output or the caches.
-        *("position_ids", "cache_position", "use_cache", "past_key_values", "return_dict", "training"),
+        *("cache_position", "use_cache", "past_key_values", "return_dict", "training"),
         *("output_hidden_states", "output_router_logits", "num_items_in_batch", "logits_to_keep"),
         *("labels", "shift_labels"),
         *("input_ids", "inputs_embeds", "token_type_ids", "mm_token_type_ids", "position_embeddings"),
-        # Hints for FlashAttention. The packing that they describe is checked in `find_unsupported`.
+        # Hints for FlashAttention, and positions. `dma_hf.packing` reads the packed rows that they describe.
+        "position_ids",
         *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "deterministic"),
         *("kernel_options", "target_dtype", "implementation"),
     }
@@ -122,9 +123,7 @@ class Refusal:
         return ValueError(f"dma_mxfp attention does not support {self.option}: {self.asked}; {self.way_out}{hint}")
 
 
-def find_unsupported(
-    call: Call, query: Tensor, value: Tensor, bias: Tensor | None = None, *, is_packed_elsewhere: bool
-) -> Refusal | None:
+def find_unsupported(call: Call, query: Tensor, value: Tensor, bias: Tensor | None = None) -> Refusal | None:
     """Return why a call cannot be computed, or ``None`` if it can.
 
     Args:
@@ -132,10 +131,9 @@ def find_unsupported(
         query: ``[B, Hq, Tq, D]``.
         value: ``[B, Hkv, Tk, Dv]``.
         bias: The mask, if it is floating point.
-        is_packed_elsewhere: Whether the mask or the caller separates packed sequences.
     """
     can = call.softcap is None and call.sinks is None
-    refusal = _find_argument(call.others, is_packed_elsewhere)
+    refusal = _find_argument(call.others)
     if refusal is not None:
         return refusal
     if call.position_bias is not None:
@@ -154,7 +152,7 @@ def find_unsupported(
     return None
 
 
-def _find_argument(others: Mapping[str, Any], is_packed_elsewhere: bool) -> Refusal | None:
+def _find_argument(others: Mapping[str, Any]) -> Refusal | None:
     for name, value in others.items():
         if value is None or name in HARMLESS or name in OF_GENERATION:
             continue
@@ -171,11 +169,6 @@ def _find_argument(others: Mapping[str, Any], is_packed_elsewhere: bool) -> Refu
         return Refusal(f"the argument {name!r}", asked, "leave it out, or " + WAY_OUT)
     if not torch.compiler.is_compiling() and is_collecting_attentions():  # not every model passes output_attentions
         note_missing_weights()
-    lengths = others.get("cu_seq_lens_q")
-    if isinstance(lengths, Tensor) and lengths.numel() > 2 and not is_packed_elsewhere:
-        asked = f"cu_seq_lens_q packs {lengths.numel() - 1} sequences that the mask does not separate"
-        way_out = "pass position_ids that restart at each sequence, no attention_mask, and use_cache=False"
-        return Refusal("packing by cu_seq_lens_q", asked, way_out)
     return None
 
 

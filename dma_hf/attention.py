@@ -22,7 +22,8 @@ from .arguments import Call, autocast_dtype, find_unsupported, note_other_cache
 from .cache_layers import DECODED_AT_ONCE, DMALayer, Step, update_of
 from .compact_mask import GEOMETRY, CompactMask, MaskGeometry
 from .masking import read_mask
-from .repeated_calls import cached_step, exact_step, is_exact_step, is_step, let_repeat, prompt, repeat
+from .packing import attend_documents, separate_documents
+from .repeated_calls import cached_step, is_step, let_repeat, may_repeat, prompt, repeat
 from .stats import count_fallback, counted, note_fallback, tile_counts_of
 
 
@@ -90,8 +91,11 @@ def dma_attention_forward(
         geometry = _select(geometry, indices, query, key)
         if bias is not None and geometry.pattern is not None:
             bias = bias.masked_fill(~geometry.pattern, torch.finfo(bias.dtype).min)
-    is_packed = geometry.pattern is not None and geometry.pattern.shape[2] > 1
-    refusal = find_unsupported(call, query, value, bias, is_packed_elsewhere=is_packed)
+    is_users_mask = attention_mask is not None and not hasattr(attention_mask, GEOMETRY)
+    geometry = separate_documents(
+        module, geometry, call.others, is_cached=update is not None, is_users_mask=is_users_mask
+    )
+    refusal = find_unsupported(call, query, value, bias)
     settings = call.settings
     if refusal is not None:
         if settings.config.on_unsupported != "sdpa" or not refusal.sdpa_can:
@@ -100,8 +104,11 @@ def dma_attention_forward(
         count_fallback(module, refusal.option)
         options = {"dropout": call.dropout, "scaling": call.scaling, "position_bias": call.position_bias}
         sdpa: Callable[..., tuple[Tensor, None]] = AttentionInterface()["sdpa"]
-        dense = geometry.dense(query.device) if bias is None else bias
+        dense = geometry.dense(query.device) if bias is None or geometry.documents is not None else bias
         return sdpa(module, query, key, value, dense, is_causal=False, **options)
+    if geometry.documents is not None:
+        packed = (query, key, value, geometry, settings.recipe, tile_counts_of(module, query, settings.recipe))
+        return counted(module, settings.name, "none", attend_documents, *packed, **call.options), None
     cache = settings.config.cache
     if update is None and cache is not None and geometry.is_causal and query.shape[2] < key.shape[2]:
         note_other_cache(module, cache)
@@ -111,7 +118,7 @@ def dma_attention_forward(
             counts = tile_counts_of(module, query, settings.recipe)
             inputs = (layer, step, query, geometry, settings.recipe, counts)
             out = counted(module, settings.name, layer.cache, attend, *inputs, **call.options)
-            if indices is None and counts is None:
+            if indices is None and counts is None and may_repeat(attention_mask):
                 compute = None
                 if is_step(step):
                     compute = cached_step(call, query, layer, geometry.window or layer.window)
@@ -127,17 +134,6 @@ def dma_attention_forward(
         key, value = layer.dense(step)
     recipe = settings.cross_recipe if geometry.two_sequences else settings.recipe
     counts = tile_counts_of(module, query, recipe)
-    if indices is None and bias is None and counts is None:
-        options = {"is_causal": geometry.is_causal, "q_offset": geometry.q_offset, "kv_offset": geometry.kv_offset}
-        is_exact = is_exact_step(query, key, call, geometry)
-        compute = exact_step(call) if is_exact else None
-        if compute is None and geometry.kv_range is None and geometry.pattern is None:
-            compute = prompt(call, recipe, query, key, value, window=geometry.window, **options)
-        if compute is not None:
-            given = (attention_mask, is_causal, sliding_window, kwargs, compute)
-            let_repeat(module, (query, key, value), key.shape[2], False, *given)
-            if is_exact:
-                return compute(module, None, None, query, key, value, None), None
     out = counted(
         module,
         settings.name,
@@ -156,6 +152,12 @@ def dma_attention_forward(
         tile_counts=counts,
         **call.options,
     )
+    if indices is None and counts is None and may_repeat(attention_mask):
+        options = {"is_causal": geometry.is_causal, "q_offset": geometry.q_offset, "kv_offset": geometry.kv_offset}
+        compute = prompt(call, recipe, query, key, value, window=geometry.window, **options)
+        if compute is not None:
+            given = (attention_mask, is_causal, sliding_window, kwargs, compute)
+            let_repeat(module, (query, key, value), key.shape[2], False, *given)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -46,6 +46,8 @@ class MaskGeometry:
             recompile every step.
         pattern: Boolean, broadcastable to ``[B, Hq, Tq, Tk]``: a further mask.
         two_sequences: Whether queries and keys belong to two sequences that share no positions (cross-attention).
+        documents: Where the documents of packed rows begin, and the number of tokens: integer ``[documents + 1]``,
+            counted over all rows. ``None`` if each row is one document.
     """
 
     batch: int
@@ -59,16 +61,19 @@ class MaskGeometry:
     is_unpadded: bool = False
     pattern: Tensor | None = None
     two_sequences: bool = False
+    documents: Tensor | None = None
 
     @property
     def hides_nothing(self) -> bool:
         """Whether the kind of mask implies that every query sees every key."""
-        return not (self.is_causal or self.window) and self.kv_range is None and self.pattern is None
+        is_plain = self.kv_range is None and self.pattern is None and self.documents is None
+        return is_plain and not (self.is_causal or self.window)
 
     @property
     def broadcasts_queries(self) -> bool:
         """Whether every query sees the same keys."""
-        return not (self.is_causal or self.window) and (self.pattern is None or self.pattern.shape[2] == 1)
+        is_plain = (self.pattern is None or self.pattern.shape[2] == 1) and self.documents is None
+        return is_plain and not (self.is_causal or self.window)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -106,7 +111,15 @@ class MaskGeometry:
         if self.kv_range is not None:
             seen = seen & ((index >= self.kv_range[:, :1]) & (index < self.kv_range[:, 1:]))[:, None]
         mask = seen[:, None]
+        if self.documents is not None:
+            mask = mask & self.same_document(self.documents.to(device))
         return mask if self.pattern is None else mask & self.pattern
+
+    def same_document(self, documents: Tensor) -> Tensor:
+        """Return which query and key are of the same document, boolean ``[B, 1, T, T]``."""
+        tokens = torch.arange(self.batch * self.q_len, device=documents.device).view(self.batch, self.q_len)
+        number = torch.bucketize(tokens, documents, right=True)
+        return (number[:, :, None] == number[:, None])[:, None]
 
 
 class CompactMask(Tensor):
@@ -205,6 +218,15 @@ def has_no_values(tensor: Tensor) -> bool:
     is_traced = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or tensor.is_meta
     is_captured = tensor.is_cuda and torch.cuda.is_current_stream_capturing()
     return is_traced or is_captured or isinstance(tensor, (FakeTensor, Proxy))
+
+
+def documents_starting_at(is_start: Tensor) -> Tensor:
+    """Return ``MaskGeometry.documents``, on the CPU.
+
+    ``is_start``, boolean ``[B, T - 1]``, says which tokens begin a document besides the first of each row.
+    """
+    starts = torch.nn.functional.pad(is_start, (1, 0), value=True)
+    return torch.nn.functional.pad(starts.flatten().nonzero()[:, 0], (0, 1), value=starts.numel()).cpu()
 
 
 def _column(offset: int | Tensor) -> int | Tensor:

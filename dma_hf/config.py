@@ -281,21 +281,19 @@ class Settings:
         cross_recipe: Numerics of cross-attention. Every tile is in high precision, because two sequences have no
             diagonal.
         name: The preset with these numerics, or ``custom``.
-        is_exact_when_short: Whether short calls over plain keys are exact, because high tiles are in 16 bits.
     """
 
     config: DMAConfig
     recipe: Recipe
     cross_recipe: Recipe
     name: str
-    is_exact_when_short: bool
 
     @classmethod
     def of(cls, config: DMAConfig) -> Settings:
         """Return the settings of a configuration."""
         recipe = config.recipe
         name = next((name for name, preset in PRESETS.items() if preset.recipe == recipe), "custom")
-        return cls(config, recipe, replace(recipe, diagonal_tiles=EVERY_TILE), name, recipe.high == "bf16")
+        return cls(config, recipe, replace(recipe, diagonal_tiles=EVERY_TILE), name)
 
 
 _DEFAULT = Settings.of(DMAConfig())

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from .architectures import built_in_attention, lacks_attention, refuse_model
 from .cache import DMACache
 from .config import IMPLEMENTATIONS, NAME, DMAConfig, config_of, is_dma, settings_of
+from .decoding import release
 from .integrations.attention_name import attention_name, decoder_attention, distinct_configs, rename
 
 
@@ -96,4 +97,5 @@ def configure(
         setattr(each, NAME, config.to_section())
     # A preset in the name would override the section.
     rename(model, lambda name: NAME if name in IMPLEMENTATIONS else name)
+    release(model)
     return config

@@ -27,7 +27,7 @@ from transformers.utils import ModelOutput
 from .cache import DMACache
 from .cache_layers import Capture, DMALayer, Owner
 from .config import is_ours, settings_of
-from .integrations.cache_argument import CACHE_ARGUMENT
+from .integrations.cache_argument import CACHE_ARGUMENT, CACHE_ARGUMENTS
 from .integrations.output_capturing import is_output_hook
 from .stats import Use, count_replay, note_eager_decoding, recorded_uses
 
@@ -243,7 +243,7 @@ def _captured(
         for layer, (appended, rolled_back) in zip(layers, counters, strict=True):
             layer.pending = None
             layer.storage.appended, layer.storage.rolled_back = appended, rolled_back
-    kept = {name: value for name, value in output.items() if value is not cache}
+    kept = {name: value for name, value in output.items() if name not in CACHE_ARGUMENTS}
     tables = [layer.storage.page_table for layer in layers]
     return DecodingGraph(signature, state, tables, room, static, position, tokens, type(output)(**kept), uses, replay)
 

@@ -38,7 +38,8 @@ def equalize(model: PreTrainedModel, tokens: Tensor) -> dict[str, Tensor]:
 
     Args:
         model: A model with rotary embeddings, in FP32 or BF16.
-        tokens: Token ids of ordinary text, ``[T]`` or ``[B, T]``, at least 1,024 in all.
+        tokens: Token ids of ordinary text, ``[T]`` or ``[B, T]``, at least 1,024 in all. If the tokenizer puts BOS
+            before a text, give rows of at most 1,024 tokens that begin with it. Longer rows are read in windows.
 
     Returns:
         For each attention layer, by name, exponents of powers of two, ``[Hkv, D]``. Keys were multiplied by these

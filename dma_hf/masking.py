@@ -5,7 +5,8 @@ function of indices, the 2-D padding mask and the offsets of the cache. The resu
 
 Flags of Transformers tell which patterns are plain. ``allow_is_causal_skip`` means a causal or local mask without
 anything else, ``allow_is_bidirectional_skip`` the same for bidirectional attention, and ``local_size`` is the window or
-chunk. Any other pattern (prefix-LM, packed sequences, chunks, blocks) becomes a dense boolean mask from ``sdpa_mask``.
+chunk. The documents of packed rows are taken out of a pattern (:mod:`dma_hf.packing`). Any other pattern (prefix-LM,
+chunks, blocks) becomes a dense boolean mask from ``sdpa_mask``.
 
 A padding mask costs one device synchronization, as in ``sdpa_mask``, and a second one if it hides keys. There is none
 while tracing, where the padding remains a ``[B, 1, 1, Tk]`` pattern.
@@ -30,7 +31,15 @@ from transformers.masking_utils import (
 )
 
 from .architectures import ADDS_THE_MASK, refuse_model
-from .compact_mask import MASKED_BELOW, PLAIN_STEP, CompactMask, MaskGeometry, has_no_values
+from .compact_mask import (
+    MASKED_BELOW,
+    PLAIN_STEP,
+    CompactMask,
+    MaskGeometry,
+    documents_starting_at,
+    has_no_values,
+)
+from .integrations.packed_masks import split_packed
 
 
 class _Kind(NamedTuple):
@@ -121,8 +130,12 @@ def dma_mask(
     if config is not None and config.model_type in ADDS_THE_MASK:
         additive: Tensor = eager_mask(**asked, dtype=kwargs.get("dtype", torch.float32))
         return additive
+    pattern_function, documents = mask_function, None
+    packed = None if torch.compiler.is_dynamo_compiling() else split_packed(mask_function)
+    if packed is not None and not has_no_values(packed[1]):
+        pattern_function, documents = packed[0], documents_starting_at(packed[1].diff() != 0)
     kind = _recognise(
-        mask_function, local_size, kv_length, kv_offset, config, allow_is_causal_skip, allow_is_bidirectional_skip
+        pattern_function, local_size, kv_length, kv_offset, config, allow_is_causal_skip, allow_is_bidirectional_skip
     )
     if not torch.compiler.is_dynamo_compiling() and getattr(q_offset, PLAIN_STEP, False):
         if attention_mask is not None or kind.needs_pattern or not kind.is_causal:
@@ -158,6 +171,7 @@ def dma_mask(
         is_unpadded=padding is None or padding.unpadded >= q_length,
         pattern=pattern,
         two_sequences=two_sequences,
+        documents=documents,
     )
     return CompactMask.of(geometry, device)
 

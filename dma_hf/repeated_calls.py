@@ -18,12 +18,11 @@ from dma_kernels import Recipe
 from dma_kernels.api import PreparedAttention
 from dma_kernels.cache.api import cache_options, repeat_attention
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
 from .arguments import Call
 from .cache_layers import DECODED_AT_ONCE, DMALayer, Step
 from .compact_mask import CompactMask, MaskGeometry
-from .stats import Use, count_use, counted
+from .stats import counted
 
 Compute = Callable[[nn.Module, DMALayer | None, Step | None, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """Takes a module, its cache layer and update, queries, keys, values and sink logits. Returns ``[B, T, Hq, Dv]``."""
@@ -108,25 +107,30 @@ def repeat(
     return repeated.compute(module, layer, step, query, key, value, None if sinks is None else sinks.reshape(-1))
 
 
+def may_repeat(mask: Any) -> bool:
+    """Return whether layers with this mask may repeat a call: it is causal, and hides nothing else but a window."""
+    if type(mask) is not CompactMask or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    geometry: MaskGeometry = mask.dma_geometry
+    is_plain = geometry.kv_range is None and geometry.pattern is None and geometry.documents is None
+    return geometry.is_causal and is_plain and not geometry.two_sequences
+
+
 def let_repeat(
     module: nn.Module,
     states: tuple[Tensor, Tensor, Tensor],
     kv_len: int,
     is_cached: bool,
-    mask: Any,
+    mask: CompactMask,
     is_causal: bool | None,
     sliding_window: int | None,
     arguments: Mapping[str, Any],
     compute: Compute,
 ) -> None:
-    """Let the next layers with the same mask repeat a call, unless something in it may differ between layers."""
-    if type(mask) is not CompactMask or torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return
-    geometry: MaskGeometry = mask.dma_geometry
-    if geometry.is_causal and geometry.kv_range is None and geometry.pattern is None and not geometry.two_sequences:
-        kinds = tuple(map(_kind, states))
-        repeated = RepeatedCall(module.config, is_causal, kinds, kv_len, arguments, compute)
-        mask.dma_calls[sliding_window, not is_cached] = repeated
+    """Let the next layers with the same mask, see :func:`may_repeat`, repeat a call."""
+    kinds = tuple(map(_kind, states))
+    repeated = RepeatedCall(module.config, is_causal, kinds, kv_len, arguments, compute)
+    mask.dma_calls[sliding_window, not is_cached] = repeated
 
 
 def cached_step(call: Call, query: Tensor, layer: DMALayer, window: int | None) -> Compute:
@@ -147,7 +151,7 @@ def cached_step(call: Call, query: Tensor, layer: DMALayer, window: int | None) 
 
 
 def prompt(call: Call, recipe: Recipe, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Compute | None:
-    """Return what computes a prompt, with or without a cache, or ``None`` if it must be seen as one operation."""
+    """Return what computes a call over plain keys, or a prompt, or ``None`` if it must be seen as one operation."""
     settings = call.settings
     prepared = PreparedAttention.of(query, key, value, recipe, **options, **call.options)
     if prepared is None:
@@ -164,42 +168,6 @@ def prompt(call: Call, recipe: Recipe, query: Tensor, key: Tensor, value: Tensor
         return out.transpose(1, 2).contiguous()
 
     return compute
-
-
-def exact_step(call: Call) -> Compute:
-    """Return what computes one query per row over plain keys and values, by PyTorch's kernels."""
-    scale, use = call.scaling, Use("sdpa", call.settings.name, "none")
-
-    def compute(module: Any, layer: Any, step: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Any) -> Tensor:
-        has_groups = query.shape[1] != key.shape[1]
-        out = scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=has_groups)
-        count_use(module, use)
-        return out.transpose(1, 2).contiguous()
-
-    return compute
-
-
-def is_exact_step(query: Tensor, key: Tensor, call: Call, geometry: MaskGeometry) -> bool:
-    """Return whether a call is a decoding step over plain 16-bit keys that PyTorch's kernels compute exactly.
-
-    Such a step has no low tile (:func:`dma_kernels.attention`). Other short calls are left to :mod:`dma_kernels`.
-    """
-    return (
-        query.shape[2] == 1 < key.shape[2]
-        and query.is_cuda
-        and query.dtype in (torch.bfloat16, torch.float16)
-        and geometry.is_causal
-        and geometry.kv_range is None
-        and geometry.pattern is None
-        and not geometry.two_sequences
-        and isinstance(geometry.q_offset, int)
-        and (geometry.window is None or geometry.window >= key.shape[2])
-        and call.softcap is None
-        and call.sinks is None
-        and call.settings.is_exact_when_short
-        and call.settings.config.backend == "auto"
-        and not torch.compiler.is_compiling()
-    )
 
 
 def is_step(step: Step) -> bool:

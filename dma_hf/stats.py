@@ -25,7 +25,8 @@ class Use(NamedTuple):
 
     Attributes:
         kernel: ``warp-specialized``, ``multi-CTA``, ``portable`` or ``reference`` (prompts, and later chunks over a
-            cache), ``decode`` (steps over a packed cache), or several in one call, joined by " + ".
+            cache), ``split-KV`` or ``sdpa``, PyTorch's (short calls over plain keys), ``decode`` (steps over a packed
+            cache), or several in one call, joined by " + ".
         recipe: The preset with these numerics, or ``custom``.
         cache: Where the keys came from: ``int8``, ``int4``, ``pages`` (16-bit pages), or ``none`` for plain tensors,
             including those of Transformers' caches.

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from dma_eval.data import Window, load_text, tokenize
+from dma_eval.data import Window, full_windows, leading_tokens, load_text, tokenize
 from dma_eval.environment import portable
 from dma_eval.models import load_model
 from dma_eval.perplexity import score
@@ -36,8 +36,9 @@ class Study:
         loaded = load_model(model, dtype="float32", device=device, yarn=yarn)
         tokens = tokenize(loaded.tokenizer, load_text(data).content[: 8 * length * windows])
         assert len(tokens) >= length * windows, f"the text has {len(tokens)} tokens, {windows} x {length} are needed"
+        prefix = len(leading_tokens(loaded.tokenizer))
         self.model: PreTrainedModel = loaded.model
-        self.windows = tokens[: length * windows].view(windows, length).to(self.model.device)
+        self.windows = full_windows(tokens, windows, length, prefix).to(self.model.device)
         self.layers = attention_layers(self.model, tokens[:RANGE_TOKENS])
 
     def read(self, attention: Callable[..., Any] | None = None, windows: Tensor | None = None) -> list[Tensor]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from dma_eval.pages import MISSING, fidelity_page, format_kl
+from dma_eval.pages import MISSING, fidelity_page, format_kl, number
 from dma_eval.render import table
 from dma_eval.results import read_report
 
@@ -79,7 +79,7 @@ def read(path: Path | str) -> Any:
 
 def show(values: pd.Series, form: str, unit: str = "") -> pd.Series:
     """Return cells; what is missing is a dash."""
-    return values.map(lambda value: MISSING if pd.isna(value) else f"{value:{form}}{unit}")
+    return values.map(lambda value: number(None if pd.isna(value) else value, form, unit))
 
 
 def pivot(frame: pd.DataFrame, values: str, rows: str = "case", columns: str = "label") -> pd.DataFrame:
@@ -433,7 +433,7 @@ def results() -> pd.DataFrame:
     peers = served("serve-vllm-h200").set_index("label")["tokens_per_second"]
     over, over_fp8 = (peers[INT4] / peers[peer] for peer in ("vllm", "vllm:fp8"))
     compared = f"{over:.2f}x the tokens/s, {over_fp8:.2f}x with its FP8 cache"
-    changes = ", ".join(f"{round(loss[label], 2) + 0.0:+.2f} %" for label in (BALANCED, INT4))
+    changes = ", ".join(number(loss[label], "+.2f", " %") for label in (BALANCED, INT4))
     rows = [
         ["Prefill of 32K tokens", "prefill", "`balanced`", flash, long],
         ["Prefill of 1K tokens", "prefill", "`balanced`", flash, f"{prefill['1K']:.2f}x as fast"],

@@ -127,6 +127,16 @@ def test_an_installed_package_stays_registered(hub):
     assert ALL_MASK_ATTENTION_FUNCTIONS[dma_hf.NAME] is dma_hf.dma_mask
 
 
+def test_it_computes_packed_documents_alone(hub, kernel):
+    """Through the attention function. A ``flash_attn_varlen_func`` would replace it, without the configuration."""
+    assert not hasattr(kernel, "flash_attn_varlen_func")
+    model = DECODERS["llama"].build(HUB)
+    ids = _ids(1, LENGTH)
+    positions = torch.cat((torch.arange(128), torch.arange(LENGTH - 128)))[None]
+    packed = model(ids, position_ids=positions, attention_mask=torch.ones_like(ids)).logits
+    assert _error(packed[:, 128:], model(ids[:, 128:]).logits) < 1e-5
+
+
 @pytest.mark.parametrize("preset", [None, "fp4", "paper"])
 @pytest.mark.parametrize("padding", [0, 37])
 def test_it_computes_what_the_installed_package_computes(hub, preset, padding):

@@ -140,7 +140,7 @@ def dma_paged_attention_forward(
             "dma_hf.continuous_batching(model)"
         )
     call = Call.of(module, **{name: each for name, each in kwargs.items() if name not in _OF_THE_BATCH})
-    refusal = find_unsupported(call, query, value, is_packed_elsewhere=True)
+    refusal = find_unsupported(call, query, value)
     if attention_mask is not None and refusal is None:
         asked = f"{type(module).__name__} passed one of shape {list(attention_mask.shape)}"
         refusal = Refusal("an attention_mask of its own in generate_batch", asked, "call generate, or " + WAY_OUT)

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import dma_hf
@@ -24,7 +25,18 @@ from dma_hf.integrations.attention_name import attention_name
 
 from .baselines import quantized_cache
 from .errors import UserError, one_line
-from .names import DMA, FORMAT_SUFFIXES, PEER_SUFFIXES, check_names, is_file, split_suffix
+from .names import (
+    DMA,
+    DYNAMIC,
+    FORMAT_SUFFIXES,
+    PAGED,
+    check_compared,
+    check_names,
+    is_file,
+    refuse_repeats,
+    split_suffix,
+    unknown_backend,
+)
 
 DEFAULT_PRESET = "balanced"
 """The preset of a plain ``dma_mxfp``, and the one that default comparisons combine with each cache format."""
@@ -37,7 +49,7 @@ class Backend:
     label: str  # its name in tables and plots, unique in a run
     implementation: str  # its name in Transformers (``attn_implementation``)
     config: DMAConfig | None = None  # settings of ``dma_mxfp``; ``None`` for every other implementation
-    peer_cache: str | None = None  # suffix of the ``QuantizedCache`` that it reads through
+    peer_cache: str | None = None  # suffix of the cache of Transformers that it reads through
 
     @property
     def reads_cache(self) -> bool:
@@ -76,28 +88,14 @@ def parse_compared(names: Sequence[str], option: str, others: Sequence[str]) -> 
 
     Only the option ``--cache`` takes names with a cache.
     """
-    found = []
+    check_compared(names, option, others)
+    found: list[Backend] = []
     for name in names:
-        if name in others:
-            found.append(Backend(name, name))
-        elif name.partition(":")[0].partition("+")[0] == DMA:
-            found += parse_backends([name], option)
-        else:
-            known = [*others, *(f"{DMA}:{preset}" for preset in dma_hf.PRESETS), f"{DMA}:FILE.toml"]
-            raise UserError(f"{option}: unknown name {name!r}; valid: {', '.join(known)}")
+        found += [Backend(name, name)] if name in others else parse_backends([name], option)
         if found[-1].reads_cache and option != "--cache":
             raise UserError(f"{option}: {name!r} reads through a cache, which is not timed here; leave out +CACHE")
     refuse_repeats(option, [backend.label for backend in found])
     return found
-
-
-def refuse_repeats(option: str, labels: Sequence[str]) -> None:
-    """Refuse an option with no values, or with a value twice."""
-    if not labels:
-        raise UserError(f"{option} needs at least one value")
-    repeated = {label for label in labels if labels.count(label) > 1}
-    if repeated:
-        raise UserError(f"{option}: {', '.join(sorted(repeated))} is given more than once")
 
 
 def activate(model: PreTrainedModel, backend: Backend) -> None:
@@ -122,6 +120,8 @@ def new_cache(model: PreTrainedModel, backend: Backend) -> Cache | None:
     if not backend.reads_cache:
         return None
     try:
+        if backend.peer_cache == DYNAMIC:
+            return DynamicCache(config=model.config)
         if backend.peer_cache is not None:
             return quantized_cache(model.config, backend.peer_cache)
         cache = dma_hf.DMACache(model.config)
@@ -132,10 +132,53 @@ def new_cache(model: PreTrainedModel, backend: Backend) -> Cache | None:
     return cache
 
 
+def with_references(model: PreTrainedModel, backends: Sequence[Backend]) -> tuple[Backend, ...]:
+    """Return backends with what those that read through a cache are compared with, on a hybrid model.
+
+    Such a model keeps a recurrent state, and some compute it differently when they read in chunks. That is no loss of
+    the cache. So the first backend also reads in the same chunks, through the 16-bit cache of Transformers.
+    """
+    if not needs_chunks(model, backends) or backends[0].reads_cache:
+        return tuple(backends)
+    first = next(index for index, each in enumerate(backends) if each.reads_cache)
+    is_there = reference_of(backends, backends[first]) is not backends[0] or backends[first].peer_cache == DYNAMIC
+    return tuple(backends) if is_there else (*backends[:first], in_chunks(backends[0]), *backends[first:])
+
+
+def needs_chunks(model: PreTrainedModel, backends: Sequence[Backend]) -> bool:
+    """Return whether a model is a hybrid, and some backend reads it through a cache that is not the 16-bit one."""
+    if not any(each.reads_cache and each.peer_cache != DYNAMIC for each in backends):
+        return False
+    return any(isinstance(each, LinearAttentionCacheLayerMixin) for each in DynamicCache(config=model.config).layers)
+
+
+def in_chunks(backend: Backend) -> Backend:
+    """Return a backend that reads through the 16-bit cache of Transformers."""
+    return replace(backend, label=f"{backend.label}{DYNAMIC}", peer_cache=DYNAMIC)
+
+
+def reference_of(backends: Sequence[Backend], backend: Backend) -> Backend:
+    """Return what a backend is compared with: the first one, or for a cache the same in chunks, if it is there."""
+    first = backends[0]
+    if not backend.reads_cache or backend.peer_cache == DYNAMIC:
+        return first
+    return next(
+        (
+            each
+            for each in backends
+            if (each.peer_cache, each.implementation, each.config) == (DYNAMIC, first.implementation, first.config)
+        ),
+        first,
+    )
+
+
 def implementations() -> list[str]:
-    """Return the attention implementations that this version of Transformers knows, ``dma_mxfp`` included."""
-    known = (name for name in ALL_ATTENTION_FUNCTIONS.valid_keys() if not name.startswith((f"{DMA}:", f"{DMA}+")))
-    return sorted({"eager", *known})
+    """Return the attention implementations that this version of Transformers knows, ``dma_mxfp`` included.
+
+    Those of continuous batching are left out. Without its pages they apply no causal mask.
+    """
+    excluded = (f"{DMA}:", f"{DMA}+", PAGED)
+    return sorted({"eager", *(name for name in ALL_ATTENTION_FUNCTIONS.valid_keys() if not name.startswith(excluded))})
 
 
 def _parse_backend(name: str, option: str) -> Backend:
@@ -143,16 +186,8 @@ def _parse_backend(name: str, option: str) -> Backend:
     rest, suffix = split_suffix(name)
     implementation, colon, setting = rest.partition(":")
     if implementation not in implementations():
-        raise UserError(
-            f"{option}: unknown backend {name!r}; valid: {', '.join(implementations())}, and {DMA}:PRESET with a "
-            f"preset ({', '.join(dma_hf.PRESETS)}) or a TOML file"
-        )
+        raise unknown_backend(name, option, implementations())
     if implementation != DMA:
-        if colon or (suffix and suffix not in PEER_SUFFIXES):
-            raise UserError(
-                f"{option}: {implementation!r} takes neither presets nor caches of {DMA}, got {name!r}; valid: "
-                f"{implementation}{'|'.join(PEER_SUFFIXES)}, {DMA}:PRESET{'|'.join(FORMAT_SUFFIXES)}"
-            )
         return Backend(name, implementation, peer_cache=suffix or None)
     changes = {"cache": FORMAT_SUFFIXES[suffix]} if suffix else {}
     setting = setting or DEFAULT_PRESET

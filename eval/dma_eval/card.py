@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,16 @@ from huggingface_hub.errors import HfHubHTTPError
 from .errors import UserError, one_line
 from .files import parse
 from .names import DMA, PRESETS
-from .pages import all_pages, templates
-from .render import cache_of, measured, tidy, versions
-from .results import RESULTS, Report, backend_configs, backend_groups
+from .pages import Page, perplexity_page, task_page, templates
+from .render import cache_of, distinct_origins, machine, measured, section_pages, tidy, versions
+from .results import RESULTS, ModelInfo, Report, backend_configs, backend_groups
 
 TAGS = ["dma_mxfp", "quantized-attention", "low-bit-attention", "dma-hf"]
 TASK = "text-generation"
 RUNTIME = ("backend", "on_unsupported")
 """Fields of a configuration that are not saved with a model."""
+WARNED = ", with warnings"
+"""End of the name of a result whose section has warnings."""
 FILE_SUFFIXES = (".gguf", ".toml", ".txt", ".json", ".jsonl", ".csv", ".parquet", ".md", ".png", ".yaml")
 
 
@@ -49,7 +51,8 @@ def make_card(
 ) -> ModelCard:
     """Make the card of a model for one of the report's ``dma_mxfp`` backends, by default the first.
 
-    ``base_model`` and the licence are spelled as on the Hub. By default the base model is the measured one.
+    ``base_model`` and the licence are spelled as on the Hub. By default the base model is the measured one. Names of
+    results in the metadata say if they are of a part of the data, or have warnings.
     """
     configs = backend_configs(report)
     if not configs:
@@ -57,9 +60,15 @@ def make_card(
     label = next(iter(configs)) if backend is None else backend
     if label not in configs:
         raise UserError(f"--backend: the report has no {backend!r}; it has: {', '.join(configs)}")
-    base = _base_model(report, base_model)
+    if f"{label} (2)" in configs:
+        raise UserError(f"the report has several configurations named {label!r}; measure one in a folder of its own")
+    models = [each.model for each in distinct_origins(report)]
+    if len({(each.name, each.commit, each.dtype, each.quantization, each.yarn) for each in models}) > 1:
+        which = ", ".join(dict.fromkeys(map(measured, models)))
+        raise UserError(f"the report has sections of several models ({which}); measure one in a folder of its own")
+    base = _base_model(models[0], base_model)
     name = f"{base.rpartition('/')[2]} with {label}"
-    results = list(_eval_results(report, label))
+    results = list(_eval_results(_reduced(report, label), label))
     data = ModelCardData(
         base_model=base,
         library_name="transformers",
@@ -73,9 +82,9 @@ def make_card(
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{_text(report, label, base, name)}", ignore_metadata_errors=False)
 
 
-def _base_model(report: Report, base_model: str | None) -> str:
-    name = base_model or report.model.name
-    if base_model is None and report.model.commit is None:
+def _base_model(model: ModelInfo, base_model: str | None) -> str:
+    name = base_model or model.name
+    if base_model is None and model.commit is None:
         raise UserError(f"--base-model: {name} was measured from local files; give the model's Hub name, OWNER/NAME")
     if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is None or name.endswith(".gguf"):
         raise UserError(f"--base-model: {name!r} is not a Hub name; give the model's Hub name, OWNER/NAME")
@@ -94,20 +103,28 @@ def _eval_results(report: Report, label: str) -> Iterator[EvalResult]:
             **more,
         )
 
+    def mark(section: Any, page: Callable[[Any], Page], part: str = "") -> str:
+        """Return what the name of a result adds, so that it is not taken for one of all data, without a warning."""
+        return part + (WARNED if page(section).warnings else "")
+
     for section in report.perplexity:
+        part = "" if section.is_of_whole_text else f", {section.windows:,} window{'s' * (section.windows > 1)}"
+        marked = mark(section, perplexity_page, part)
         data, path = section.data, Path(section.data.name)
         is_file = data.column is None or path.suffix in FILE_SUFFIXES  # and no dataset of the Hub, OWNER/NAME
         dataset = {"dataset_config": data.config, "dataset_split": data.split}
         for each in section.backends:
             if each.label == label and each.perplexity is not None:
-                name, shown = f"perplexity, context {section.context:,}", path.name if is_file else data.name
+                name, shown = f"perplexity, context {section.context:,}{marked}", path.name if is_file else data.name
                 yield result(shown, "perplexity", name, round(each.perplexity, 4), **dataset)
-    for task in (task for section in report.tasks for task in section.tasks):
-        for metric in task.metrics:
-            value = next((each.value for each in metric.values if each.label == label), None)
-            if value is not None:
-                name = f"{metric.title}, {task.num_fewshot}-shot"
-                yield result(task.name, metric.name, name, round(value, 6))
+    for tasks in report.tasks:
+        marked = mark(tasks, task_page, "" if tasks.limit is None else f", first {tasks.limit:,} samples")
+        for task in tasks.tasks:
+            for metric in task.metrics:
+                value = next((each.value for each in metric.values if each.label == label), None)
+                if value is not None:
+                    name = f"{metric.title}, {task.num_fewshot}-shot{marked}"
+                    yield result(task.name, metric.name, name, round(value, 6))
 
 
 def _reduced(report: Report, label: str) -> Report:
@@ -130,6 +147,7 @@ def _text(report: Report, label: str, base: str, name: str) -> str:
     section = {key: value for key, value in config.items() if key not in RUNTIME}
     is_named = label.removeprefix(DMA).removeprefix(":").partition("+")[0] in ("", *PRESETS)
     report = _reduced(report, label)
+    origins = distinct_origins(report)
     content = {
         "name": name,
         "base": base,
@@ -138,12 +156,12 @@ def _text(report: Report, label: str, base: str, name: str) -> str:
         "attention": label if is_named else DMA,
         "arguments": "" if is_named else repr(section),
         "json": json.dumps({DMA: section}, indent=2),
-        "measured": measured(report.model),
-        "model": report.model,
-        "machine": report.environment,
-        "versions": versions(report.environment),
-        "date": report.created[:10],
-        "pages": all_pages(report),
-        "command": report.command,
+        "model": origins[0].model,
+        "origins": [
+            (each, measured(each.model), f"{machine(each.environment)}; {versions(each.environment)}")
+            for each in origins
+        ],
+        "pages": section_pages(report),
+        "warned": WARNED.removeprefix(", "),
     }
     return tidy(templates().get_template("card.md").render(content))

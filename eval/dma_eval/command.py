@@ -51,15 +51,31 @@ class Command(typer.core.TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Repeat the name of a list option before each of its values, and add the given value to errors."""
-        several = {name for each in self.params if getattr(each, "multiple", False) for name in each.opts}
+        known = {name: each for each in self.params for name in each.opts if name.startswith("-")}
+        valued = {name for name, each in known.items() if not getattr(each, "is_flag", False)}
+        several = {name for name in valued if getattr(known[name], "multiple", False)}
         spread: list[str] = []
-        name = None
-        for argument in args:
-            if argument.startswith("-") and not re.fullmatch(r"-\.?\d.*", argument):
+        name = None  # of the list option that further values belong to
+        waiting = None  # the option that the next argument is the value of
+        for argument in [*args, None]:
+            option, joined, value = (argument or "").partition("=")
+            joined = joined if option in valued and option.startswith("--") else ""
+            if waiting is not None and (argument is None or joined or argument in known):
+                raise UserError(f"Option {waiting!r} requires an argument (try: {ctx.command_path} --help)")
+            if argument is None:
+                break
+            if waiting is not None:
+                spread.append(argument)
+                waiting = None
+            elif joined:
+                spread += [option, value]
+                name = option if option in several else None
+            elif argument.startswith("-") and not re.fullmatch(r"-\.?\d.*", argument):
+                spread.append(argument)
                 name = argument if argument in several else None
-            elif name is not None and spread[-1] != name:
-                spread.append(name)
-            spread.append(argument)
+                waiting = argument if argument in valued else None
+            else:
+                spread += [argument] if name is None else [name, argument]
         try:
             return super().parse_args(ctx, [*spread])
         except typer.BadParameter as error:
@@ -69,6 +85,10 @@ class Command(typer.core.TyperCommand):
             error.message = error.message.removeprefix("Value error, ")
             if last and repr(last[0]) not in error.message:
                 error.message += f", got {' '.join(last)!r}"
+            raise
+        except typer.TyperException as error:  # of the parser, which names no command
+            if getattr(error, "ctx", None) is None:
+                vars(error)["ctx"] = ctx
             raise
 
 

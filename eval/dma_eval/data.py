@@ -45,21 +45,31 @@ class Text:
 
 @dataclass(frozen=True)
 class Window:
-    """Tokens ``begin`` to ``end`` of the text. Those from index ``first`` of the window on are scored."""
+    """The ``prefix`` first tokens of the text, then its tokens ``begin`` to ``end``.
+
+    Those from index ``first`` of the window on are scored. The prefix is what :func:`leading_tokens` returns.
+    """
 
     begin: int
     end: int
     first: int
+    prefix: int = 0
 
     @property
     def length(self) -> int:
         """Tokens that the model reads."""
-        return self.end - self.begin
+        return self.prefix + self.end - self.begin
 
     @property
     def scored(self) -> int:
         """Tokens that count."""
         return self.length - self.first
+
+    def of(self, tokens: Tensor) -> Tensor:
+        """Return the window's tokens ``[length]`` from those of the text ``[N]``."""
+        import torch
+
+        return torch.cat([tokens[: self.prefix], tokens[self.begin : self.end]])
 
 
 def load_text(data: str, *, split: str | None = None, column: str = "text") -> Text:
@@ -78,8 +88,8 @@ def load_text(data: str, *, split: str | None = None, column: str = "text") -> T
             raise UserError(f"--data: expected NAME, NAME:CONFIG or NAME:CONFIG:SPLIT, got {data!r}")
         name, config, named_split = (*parts, "", "")[:3]
         text = _load_dataset(data, name, config or None, named_split or split or "test", column)
-    elif path.suffix in BUILDERS:
-        text = _load_dataset(data, BUILDERS[path.suffix], None, split or "train", column, data_files=str(path))
+    elif (suffix := path.suffix.lower()) in BUILDERS:
+        text = _load_dataset(data, BUILDERS[suffix], None, split or "train", column, data_files=str(path))
     else:
         if split is not None or column != "text":
             raise UserError(f"--split, --column: {data} is plain text, which has neither; leave them out")
@@ -103,7 +113,7 @@ def text_file(data: str) -> Path | None:
         raise UserError(f"--data: {data} is a folder; name a file in it, or a dataset of the Hub")
     if path.is_file():
         return path
-    if path.suffix in TEXT_SUFFIXES | BUILDERS.keys() or path.is_absolute() or data.startswith((".", "~")):
+    if path.suffix.lower() in TEXT_SUFFIXES | BUILDERS.keys() or path.is_absolute() or data.startswith((".", "~")):
         raise UserError(f"--data: no such file: {data}")
     return None
 
@@ -139,20 +149,41 @@ def tokenize(tokenizer: Any, text: str) -> Tensor:
     return torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
 
 
-def make_windows(tokens: int, context: int, part: PerplexityPart) -> list[Window]:
+def leading_tokens(tokenizer: Any) -> list[int]:
+    """Return the special tokens that the tokenizer puts before a text: BOS, or none."""
+    plain: list[int] = tokenizer("x", add_special_tokens=False)["input_ids"]
+    whole: list[int] = tokenizer("x")["input_ids"]
+    return whole[: whole.index(plain[0])] if plain else whole
+
+
+def full_windows(tokens: Tensor, count: int, length: int, prefix: int) -> Tensor:
+    """Return the first ``count`` windows of ``length`` tokens of a text, ``[count, length]``.
+
+    Each begins with the ``prefix`` special tokens that the text begins with. The text must have enough tokens.
+    """
+    import torch
+
+    rows = tokens[prefix : prefix + count * (length - prefix)].view(count, length - prefix)
+    return torch.cat([tokens[:prefix].expand(count, -1), rows], 1)
+
+
+def make_windows(tokens: int, context: int, part: PerplexityPart, prefix: int = 0) -> list[Window]:
     """Cut a text of ``tokens`` tokens into windows of ``context``, as the perplexity guide of Transformers does.
 
-    Every token is scored once. Without a stride, windows do not overlap, and each scores all its tokens except the
-    first. With a stride below ``context``, each window after the first scores its last ``stride`` tokens. The last
-    window may be shorter. The first ``skip_windows`` windows are left out. At most ``max_windows`` are kept: the first
-    ones, or full ones that are spread over the text.
+    Every window begins with the ``prefix`` special tokens that the text begins with, because models are used with them.
+    Every other token is scored once. Without a stride, windows do not overlap. Each scores all its tokens, except the
+    first if there is no prefix to predict it from. With a stride below ``context``, each window after the first scores
+    its last ``stride`` tokens. The last window may be shorter. The first ``skip_windows`` windows are left out. At most
+    ``max_windows`` are kept: the first ones, or full ones that are spread over the text.
     """
-    stride = context if part.stride is None else part.stride
+    room = context - prefix
+    stride = room if part.stride is None else part.stride
     limit, skip = part.max_windows, part.skip_windows
-    if context < 2:
-        raise UserError(f"--context must be at least 2 tokens, got {context}")
+    if room < 2 - bool(prefix):
+        raise UserError(f"--context must be at least {max(2, prefix + 1)} tokens, got {context}")
     if not 1 <= stride <= context:
         raise UserError(f"--stride must be from 1 to the context, {context}, got {stride}")
+    stride = min(stride, room)  # as far as a window reaches
     if part.spread and limit is None:
         raise UserError("--spread needs --max-windows; without it all windows are read")
     if tokens < context:
@@ -160,8 +191,12 @@ def make_windows(tokens: int, context: int, part: PerplexityPart) -> list[Window
             f"--data: the text has {tokens:,} tokens, too few for one window of {context:,}; "
             "give more text or a smaller --context"
         )
-    begins = range(0, tokens - context + stride, stride)  # up to the first window that reaches the end
-    cut = [Window(begin, min(begin + context, tokens), max(1, context - stride) if begin else 1) for begin in begins]
+    first = max(1, prefix)
+    begins = range(prefix, tokens - room + stride, stride)  # up to the first window that reaches the end
+    cut = [
+        Window(begin, min(begin + room, tokens), first if begin == prefix else max(first, context - stride), prefix)
+        for begin in begins
+    ]
     windows = [window for window in cut if window.scored > 0]
     if skip >= len(windows):
         raise UserError(f"--skip-windows: the text has {len(windows):,} windows of {context:,}; {skip:,} are skipped")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import os
 import platform
 import re
@@ -11,6 +13,7 @@ import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -53,6 +56,21 @@ def collect() -> Environment:
         cuda=torch.version.cuda,
         commit=_commit(),
     )
+
+
+@cache
+def source_hash() -> str:
+    """Return a hash of the Python files of this project, because many edits are the same commit with ``-dirty``."""
+    digest = hashlib.sha256()
+    for name in ("dma_kernels", "dma_hf", "dma_eval"):
+        spec = importlib.util.find_spec(name)
+        assert spec is not None, name
+        assert spec.origin is not None, name
+        folder = Path(spec.origin).parent
+        for file in sorted(folder.rglob("*.py")):
+            digest.update(f"{name}/{file.relative_to(folder)}".encode())
+            digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
 
 
 def command_line() -> str:

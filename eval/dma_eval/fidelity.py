@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from dma_hf import NAME as DMA
 from dma_hf import counted_tiles
 
-from .backends import Backend, activate
+from .backends import Backend, activate, in_chunks, needs_chunks
 from .data import Text
 from .errors import UserError, one_line
 from .parts import FidelityPart, PerplexityPart
@@ -44,15 +45,22 @@ def measure_fidelity(session: Session, text: Text, part: FidelityPart) -> Fideli
     if part.prompts:
         loaded.check_positions(prompt_tokens + part.new_tokens, "half of --context with --new-tokens")
     reference_model = in_fp32(loaded.model)
-    runs = [REFERENCE, *session.backends]
-    tokens = compare(session, reading, runs, place=("fidelity",), reference_model=reference_model)
-    results = tokens.backends
-    working = [run for run, result in zip(runs, results, strict=True) if run is not REFERENCE and not result.failure]
-    full = [reading.input_ids[window.begin : window.end] for window in windows if window.length == context]
-    measured = full[: part.head_windows] if working else []
+    chunked = [in_chunks(REFERENCE)] if needs_chunks(loaded.model, session.backends) else []
+    runs = [REFERENCE, *chunked, *session.backends]
+    in_full = {"reference_model": reference_model, "references": 1 + len(chunked)}
+    tokens = compare(session, reading, runs, place=("fidelity",), **in_full)
+    results = tokens.backends[1 + len(chunked) :]
+    working = [run for run, result in zip(session.backends, results, strict=True) if not result.failure]
+    full = [window for window in windows if window.length == context]
+    measured = [window.of(reading.input_ids) for window in full[: part.head_windows]] if working else []
     heads = head_errors(session, reference_model, measured, working) if measured else []
-    halves = [ids[begin : begin + prompt_tokens] for begin in (0, prompt_tokens) for ids in full]
-    starts = halves[: part.prompts]  # also the second halves if there are few windows
+    room = prompt_tokens - len(reading.begins_with)
+    halves = [
+        replace(window, begin=window.begin + skipped, end=window.begin + skipped + room)
+        for skipped in (0, room)
+        for window in full
+    ]
+    starts = [half.of(reading.input_ids) for half in halves[: part.prompts]]  # second halves if there are few windows
     return FidelitySection(
         tokens=tokens,
         dtype=str(loaded.model.dtype).removeprefix("torch."),

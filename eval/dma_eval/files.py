@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,11 +133,6 @@ class Store:
         path = self._path(names)
         digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
         return None if path is None else path.with_suffix(f".{digest}.partial")
-
-    def drop(self, *names: str) -> None:
-        """Remove all pieces below these names."""
-        if self.folder is not None:
-            shutil.rmtree(self.folder.joinpath(*map(slug, names)), ignore_errors=True)
 
     def _path(self, names: tuple[str, ...]) -> Path | None:
         *folders, last = map(slug, names)

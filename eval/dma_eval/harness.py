@@ -36,6 +36,11 @@ Request = tuple[Any, list[int], list[int]]
 """The strings (or ``None``), the tokens of the context and those of the continuation."""
 
 
+SHOWN_CHARACTERS = 40
+"""Characters of a context and of a continuation that an error shows."""
+WAY_OUT = "change the sample, or its target_delimiter"
+
+
 class BackendFailure(RuntimeError):
     """The backend cannot finish these tasks. The message says why."""
 
@@ -96,9 +101,20 @@ class DMALM(HFLM):  # type: ignore[misc]
         self._reader = backend
         self.failure = None
 
-    # As lm-eval's own, without its progress bars.
-    loglikelihood = partialmethod(HFLM.loglikelihood, disable_tqdm=True)
     loglikelihood_rolling = partialmethod(HFLM.loglikelihood_rolling, disable_tqdm=True)
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        """Return the log-likelihood of each continuation after its context, and whether it is the greedy one.
+
+        Pairs are split into tokens as lm-eval does it.
+        """
+        for context, continuation in (request.args for request in requests):
+            # After an empty context, lm-eval looks at the first token of the continuation.
+            if context == "" and not self.tok_encode(continuation, add_special_tokens=False):
+                self._fail(_nothing_to_score(context, continuation))
+                return [(0.0, False)] * len(requests)
+        answers: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        return answers
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, override_bs: int | None = None
@@ -113,6 +129,11 @@ class DMALM(HFLM):  # type: ignore[misc]
         return [(0.0, False)] * len(requests)
 
     def _score(self, requests: Sequence[Request], batch_size: int) -> list[tuple[float, bool]]:
+        for strings, context, continuation in requests:
+            if not continuation:
+                raise _nothing_to_score(*strings)
+            if not context:
+                raise ValueError(f"{_named(*strings)} has no token to read before the continuation; {WAY_OUT}")
         collator = Collator(
             requests,
             sort_fn=lambda request: (-len(request[1]) - len(request[2]), tuple(request[1] + request[2])),
@@ -175,3 +196,15 @@ class DMALM(HFLM):  # type: ignore[misc]
         self.failure = one_line(error)
         if self.world_size == 1:
             raise BackendFailure(self.failure) from error
+
+
+def _nothing_to_score(context: str, continuation: str) -> ValueError:
+    """Return the error of a continuation without a token: it is empty, or merges with the end of its context."""
+    return ValueError(f"{_named(context, continuation)} has no token of its own to score; {WAY_OUT}")
+
+
+def _named(context: str, continuation: str) -> str:
+    """Name a sample by the end of its context and the beginning of its continuation."""
+    end = context if len(context) <= SHOWN_CHARACTERS else f"…{context[-SHOWN_CHARACTERS:]}"
+    start = continuation if len(continuation) <= SHOWN_CHARACTERS else f"{continuation[:SHOWN_CHARACTERS]}…"
+    return f"context {end!r} with continuation {start!r}"

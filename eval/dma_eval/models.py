@@ -28,9 +28,10 @@ from transformers.utils import cached_file
 
 from dma_hf.integrations.commit_hash import commit_of
 
+from . import console
 from .environment import portable
 from .errors import UserError, one_line
-from .names import ModelSource, parse_source
+from .names import ModelSource, check_device, check_loading, parse_source
 from .results import ModelInfo
 
 GIB = 1 << 30
@@ -116,13 +117,8 @@ def parse_device(name: str) -> torch.device:
     """Return the device of that name. ``auto`` is CUDA if present, else the CPU."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    wrong = UserError(f"--device: expected auto, cpu, cuda or cuda:N; got {name!r}")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise wrong from error
-    if device.type not in ("cpu", "cuda"):
-        raise wrong
+    check_device(name)
+    device = torch.device(name)
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
         raise UserError(f"--device: {name!r} does not exist: {count} CUDA devices found; --device cpu works everywhere")
@@ -147,12 +143,9 @@ def load_model(
     which gave the model.
     """
     source = parse_source(name, option)
-    if revision is not None and Path(source.path).is_dir():
-        raise UserError(f"--revision: {name} is a local model, which has none; leave it out")
+    check_loading(name, device=device, device_map=device_map, revision=revision)
     if dtype not in ("auto", *DTYPES):
         raise UserError(f"--dtype must be one of auto, {', '.join(DTYPES)}; got {dtype!r}")
-    if device_map is not None and device != "auto":
-        raise UserError("--device and --device-map exclude each other; give one of them")
     chosen_dtype, chosen_device = DTYPES.get(dtype), parse_device(device)
     is_spread = device_map is not None or tensor_parallel > 1
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
@@ -173,6 +166,11 @@ def load_model(
             model = model.to(chosen_device)
     except UNLOADABLE as error:
         raise UserError(f"{option}: cannot load {name!r}: {_damage(source) or one_line(error)}") from error
+    if dtype == "auto" and model.device.type == "cpu" and model.dtype in (torch.bfloat16, torch.float16):
+        console.print_note(
+            f"{name} has weights in {str(model.dtype).removeprefix('torch.')}, in which a CPU computes slowly; "
+            "--dtype float32 is several times faster"
+        )
     missing = sorted(loading["missing_keys"])
     if missing:  # Transformers initializes them at random
         raise UserError(

@@ -7,7 +7,9 @@ seconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +21,26 @@ FORMAT_SUFFIXES = {"+int8": "int8", "+int4": "int4"}
 """Suffixes of ``dma_mxfp`` and their cache formats."""
 PEER_SUFFIXES = ("+quanto4", "+quanto2", "+hqq8", "+hqq4", "+hqq2", "+fp8")
 """Suffixes of other implementations, which select a ``QuantizedCache`` of Transformers."""
+DYNAMIC = "+dynamic"
+"""Suffix that selects the ``DynamicCache`` of Transformers, in 16 bits."""
 SIMULATED = "sim_"
 """Prefix of the names of simulated kernels."""
+IMPLEMENTATIONS = (
+    *(DMA, "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention", "sdpa"),
+    *(f"{SIMULATED}{kernel}" for kernel in ("fa3_fp8", "fp8_cache", "sage")),
+)
+"""Attention implementations of the supported versions of Transformers, and simulated ones."""
+PREFILL_PEERS = (
+    *("sdpa", "sdpa:flash", "sdpa:cudnn", "flex", "fa3", "fa3:fp8", "fa3:fp8:prequantized", "fa4", "cudnn:fp8"),
+    *("cudnn:fp8:prequantized", "flashinfer", *(f"flashinfer:t{threshold}" for threshold in (5, 6, 7, 8)), "sage"),
+)
+DECODE_PEERS = ("sdpa", "sdpa:flash", "sdpa:dynamic", "fa3", "fa3:fp8", *(f"sdpa{suffix}" for suffix in PEER_SUFFIXES))
+SERVE_PEERS = ("vllm", "vllm:fp8")
+"""What benchmarks compare with, by names of the command line."""
+GENERATE_CACHES = ("dynamic", "static", "int8", "int4", "int8-static", "int4-static")
+"""Caches of ``dma-hf bench generate``."""
+PAGED = "paged|"
+"""Prefix of what continuous batching runs in place of an implementation."""
 API_KEY_VARIABLE = "DMA_HF_API_KEY"
 """Environment variable with the key that the requests to a server must carry."""
 TILE = 128
@@ -29,7 +49,7 @@ TILE = 128
 
 def split_suffix(name: str) -> tuple[str, str]:
     """Split a name into the part before its cache and ``+CACHE``. The latter is empty if it has none."""
-    suffix = next((suffix for suffix in (*FORMAT_SUFFIXES, *PEER_SUFFIXES) if name.endswith(suffix)), "")
+    suffix = next((suffix for suffix in (*FORMAT_SUFFIXES, *PEER_SUFFIXES, DYNAMIC) if name.endswith(suffix)), "")
     return name.removesuffix(suffix), suffix
 
 
@@ -43,12 +63,15 @@ def is_file(setting: str) -> bool:
     return setting not in PRESETS and (setting.endswith(".toml") or Path(setting).exists())
 
 
-def check_names(names: Iterable[str], option: str = "--attn") -> None:
-    """Check every name of ``dma_mxfp``. Transformers knows the valid names of other implementations."""
+def check_names(names: Iterable[str], option: str = "--attn", others: Sequence[str] = ()) -> None:
+    """Check the names of backends; ``others`` are valid too."""
     for name in names:
         rest, suffix = split_suffix(name)
-        implementation, colon, setting = (name if suffix in PEER_SUFFIXES else rest).partition(":")
-        if implementation.partition("+")[0] != DMA or setting in PRESETS or (implementation == DMA and not colon):
+        implementation, colon, setting = (name if suffix in (*PEER_SUFFIXES, DYNAMIC) else rest).partition(":")
+        if name in others or (setting in PRESETS and implementation == DMA) or (implementation == DMA and not colon):
+            continue
+        if implementation.partition("+")[0] != DMA:
+            _check_other(name, option, others)
             continue
         if setting.endswith(".toml") and not Path(setting).is_file():
             raise UserError(f"{option}: no such file: {setting}")
@@ -57,6 +80,81 @@ def check_names(names: Iterable[str], option: str = "--attn") -> None:
                 f"{option}: unknown preset {setting or name!r}; valid: {', '.join(PRESETS)}, or a TOML file "
                 f"({DMA}:FILE.toml), and after it a cache ({', '.join(FORMAT_SUFFIXES)})"
             )
+
+
+def _check_other(name: str, option: str, others: Sequence[str]) -> None:
+    """Check the name of a backend other than ``dma_mxfp``.
+
+    If Transformers is loaded, it alone knows the implementations: some may have been registered.
+    """
+    rest, suffix = split_suffix(name)
+    implementation, colon, _ = rest.partition(":")
+    if implementation.startswith(PAGED):
+        valid = ", ".join(IMPLEMENTATIONS)
+        raise UserError(f"{option}: {name!r} needs continuous batching, which is not evaluated here; valid: {valid}")
+    if implementation not in IMPLEMENTATIONS and "transformers" not in sys.modules:
+        raise unknown_backend(name, option, (*others, *IMPLEMENTATIONS))
+    if colon or suffix in FORMAT_SUFFIXES:
+        raise UserError(
+            f"{option}: {implementation!r} takes neither presets nor caches of {DMA}, got {name!r}; valid: "
+            f"{implementation}{'|'.join(PEER_SUFFIXES)}, {DMA}:PRESET{'|'.join(FORMAT_SUFFIXES)}"
+        )
+
+
+def unknown_backend(name: str, option: str, valid: Sequence[str]) -> UserError:
+    """Return the error of an unknown name."""
+    return UserError(
+        f"{option}: unknown backend {name!r}; valid: {', '.join(valid)}, and {DMA}:PRESET with a preset "
+        f"({', '.join(PRESETS)}) or a TOML file"
+    )
+
+
+def check_compared(names: Sequence[str], option: str, others: Sequence[str]) -> None:
+    """Check the names that a benchmark compares: of ``dma_mxfp``, and of ``others``."""
+    for name in names:
+        if name not in others and name.partition(":")[0].partition("+")[0] != DMA:
+            known = [*others, *(f"{DMA}:{preset}" for preset in PRESETS), f"{DMA}:FILE.toml"]
+            raise UserError(f"{option}: unknown name {name!r}; valid: {', '.join(known)}")
+    check_names(names, option, others)
+
+
+def check_runs(names: Sequence[str], option: str = "--run") -> None:
+    """Check the names that ``dma-hf bench generate`` compares: ``ATTENTION+CACHE``."""
+    for name in names:
+        attention, _, cache = name.rpartition("+")
+        if cache not in GENERATE_CACHES:
+            valid = ", ".join(GENERATE_CACHES)
+            raise UserError(f"{option}: expected ATTENTION+CACHE with a cache of {valid}, got {name!r}")
+        check_names([attention], option)
+
+
+def refuse_repeats(option: str, labels: Sequence[str]) -> None:
+    """Refuse an option with no values, or with a value twice."""
+    if not labels:
+        raise UserError(f"{option} needs at least one value")
+    repeated = {label for label in labels if labels.count(label) > 1}
+    if repeated:
+        raise UserError(f"{option}: {', '.join(sorted(repeated))} is given more than once")
+
+
+def check_device(name: str) -> None:
+    """Check the form of a device's name. Whether there is such a device only PyTorch knows."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
+        raise UserError(f"--device: expected auto, cpu, cuda or cuda:N; got {name!r}")
+
+
+def check_yarn(factor: float | None) -> None:
+    """Check the factor by which YaRN extends positions."""
+    if factor is not None and factor <= 1:
+        raise UserError(f"--yarn: expected a factor above 1, got {factor:g}")
+
+
+def check_loading(name: str, *, device: str, device_map: str | None, revision: str | None) -> None:
+    """Check options of loading a model that exclude each other."""
+    if revision is not None and Path(parse_source(name).path).is_dir():
+        raise UserError(f"--revision: {name} is a local model, which has none; leave it out")
+    if device_map is not None and device != "auto":
+        raise UserError("--device and --device-map exclude each other; give one of them")
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from .results import (
     MetricResult,
     MetricValue,
     PerplexitySection,
-    Report,
     RetrievalSection,
     StressSection,
     TaskSection,
@@ -33,6 +32,8 @@ WORST = 5
 """Heads, and layers, that are listed."""
 IMPLAUSIBLE = 2.0
 """A perplexity below this triggers a warning: the text is hardly unseen prose. A table of contents had 1.83."""
+IMPLAUSIBLE_GAIN = 20.0
+"""A perplexity that is so many percent below the reference's triggers a warning: no rounding improves a model so."""
 TELLING = 0.05
 """A smaller share of keys in low tiles triggers a warning: prompts or windows lie within the band."""
 HELD = 43.0
@@ -80,7 +81,11 @@ def low_share(lengths: Sequence[int], config: Mapping[str, Any]) -> float:
 
 
 def number(value: float | None, form: str, unit: str = "", *, factor: float = 1.0) -> str:
-    """Format a number times ``factor`` with its unit, or the mark of a missing one."""
+    """Format a number times ``factor`` with its unit, or the mark of a missing one.
+
+    What rounds to zero has no minus.
+    """
+    form = f"+z{form[1:]}" if form.startswith("+") else f"z{form}"
     return MISSING if value is None else format(value * factor, form) + unit
 
 
@@ -130,6 +135,7 @@ def templates(*, html: bool = False) -> jinja2.Environment:
         "share": share,
         "cell": lambda text: str(text).replace("|", "\\|"),
         "quote": lambda text: "\n".join(f"> {line}".rstrip() for line in text.strip().splitlines()),
+        "quoted": lambda text: f"`{text}`",
         "code": lambda text: Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text)))),
     }
     return environment
@@ -161,7 +167,7 @@ FIDELITY_COLUMNS: Columns = dict(list(COLUMNS.items())[:5]) | {
 
 def warnings(section: PerplexitySection) -> list[str]:
     """Warn of failed backends, fallbacks to other attention, missing or short windows, and an implausible text."""
-    return _lines("perplexity_warnings", section, IMPLAUSIBLE) + too_short(section)
+    return _lines("perplexity_warnings", section, IMPLAUSIBLE, IMPLAUSIBLE_GAIN) + too_short(section)
 
 
 def too_short(section: PerplexitySection) -> list[str]:
@@ -199,16 +205,17 @@ def task_page(section: TaskSection) -> Page:
 
 
 def _task_summary(section: TaskSection) -> Table:
-    base = section.backends[0].mean_accuracy
+    means = {backend.label: backend.mean_accuracy for backend in section.backends}
     rows = []
     for index, backend in enumerate(section.backends):
         label, mean = backend.label, backend.mean_accuracy
+        base = means[backend.reference or section.backends[0].label]
         pairs = [(task, metric, metric.of(label)) for task in section.tasks if (metric := task.accuracy) is not None]
         compared = [(task, value) for task, _, value in pairs if value.flips is not None]
         flips = sum(value.flips or 0 for _, value in compared)
         asked = sum(task.samples for task, _ in compared)
         drops = [task.name for task, metric, value in pairs if _direction(metric, value) < 0]
-        points = MISSING if not index or mean is None or base is None else f"{100 * (mean - base):+.2f}"
+        points = MISSING if not index or mean is None or base is None else number(mean - base, "+.2f", factor=100)
         listed = (", ".join(drops) or "none") if index and pairs else MISSING
         rows.append([label, share(mean), points, share(flips / asked if asked else None), listed])
     return Table(("backend", "mean accuracy", "points", "flips", "significant drops"), rows)
@@ -254,12 +261,14 @@ def fidelity_page(section: FidelitySection) -> Page:
     parts = [part for part in np.array_split(np.arange(len(edges) - 1), BUCKETS) if len(part)]
     positions = [f"{edges[part[0]]:,}–{edges[part[-1] + 1] - 1:,}" for part in parts]
     rows = []
+    results = {each.label: each for each in section.tokens.backends}
     for result in others:
         cells = [MISSING] * len(parts)
-        if result.position_nll and reference.position_nll:
-            change = np.array(result.position_nll, float) - np.array(reference.position_nll, float)
+        base = results[result.reference or reference.label].position_nll
+        if result.position_nll and base:
+            change = np.array(result.position_nll, float) - np.array(base, float)
             means = (change[part][np.isfinite(change[part])] for part in parts)  # nothing predicts the first token
-            cells = [f"{100 * np.expm1(each.mean()):+.2f} %" if len(each) else MISSING for each in means]
+            cells = [share(np.expm1(each.mean()) if len(each) else None, "+.2f") for each in means]
         rows.append([result.label, *cells])
     tables.append(Table(("position", *positions), rows, "Change of perplexity by position in the window"))
     if section.heads:
@@ -346,7 +355,7 @@ def stress_page(section: StressSection) -> Page:
         *map(_threshold_table, section.thresholds),
     ]
     notes = _lines("stress", section, measured[0][1]) + [verdict(study) for study in section.thresholds]
-    said = _lines("stress_warnings", section, worst, HELD, IMPLAUSIBLE) + too_short(measured[0][1])
+    said = _lines("stress_warnings", section, worst, HELD, IMPLAUSIBLE, IMPLAUSIBLE_GAIN) + too_short(measured[0][1])
     return Page("Stress: twins of the model", tables, notes, said)
 
 
@@ -387,8 +396,3 @@ PAGES: dict[str, Callable[[Any], Page]] = {
     "stress": stress_page,
 }
 """Functions that make a page, by the field of a report that holds such sections."""
-
-
-def all_pages(report: Report) -> list[Page]:
-    """Return the pages of all sections."""
-    return [PAGES[name](section) for name, section in report.sections]

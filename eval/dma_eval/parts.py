@@ -21,6 +21,8 @@ from .files import parse
 from .results import RetrievalKind
 
 SUITES = resources.files("dma_eval") / "suites"
+DEFAULT_CONTEXT = 2048
+"""Tokens per window, or the model's maximum if that is less."""
 window, task, piece, prompt = (partial(option, panel=name) for name in ("Windows", "Tasks", "Parts", "Prompts"))
 """Options in a section of the help."""
 context_option = partial(

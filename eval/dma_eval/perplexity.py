@@ -13,7 +13,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 import numpy as np
@@ -25,18 +25,17 @@ from transformers import PreTrainedModel
 
 import dma_hf
 
-from .backends import Backend, activate
-from .data import Text, Window, make_windows, tokenize
+from .backends import Backend, activate, reference_of
+from .data import Text, Window, leading_tokens, make_windows, tokenize
 from .errors import UserError, one_line
 from .files import Piece
 from .models import LoadedModel
-from .parts import PerplexityPart
+from .parts import DEFAULT_CONTEXT, PerplexityPart
 from .progress import Progress
 from .reading import NonFiniteLogitsError, origin, read
 from .results import BackendResult, PerplexitySection
 from .session import Session
 
-DEFAULT_CONTEXT = 2048
 CHUNK_ELEMENTS = 2**24  # logits converted to fp32 at a time: 64 MiB
 MAX_POSITION_BUCKETS = 64
 Array = NDArray[np.float64]
@@ -76,7 +75,8 @@ class Reading:
     """The part of a text that the model reads."""
 
     text: Text
-    input_ids: Tensor  # tokens of the whole text, int64 ``[N]``
+    input_ids: Tensor  # tokens of the whole text, int64 ``[N]``, special ones that the tokenizer adds included
+    begins_with: list[str]  # the special tokens that it and every window begin with
     context: int  # tokens of a full window
     windows: list[Window]  # which tokens to read and to score
     part: PerplexityPart  # how windows were chosen, and the batch size
@@ -102,13 +102,13 @@ def cut(loaded: LoadedModel, text: Text, part: PerplexityPart, context: int | No
     """Cut a text into windows of ``context`` tokens, by default :func:`default_context`."""
     context = default_context(loaded) if context is None else context
     loaded.check_positions(context, "--context")
-    input_ids = tokenize(loaded.tokenizer, text.content)
-    windows = make_windows(len(input_ids), context, part)
+    input_ids, leading = tokenize(loaded.tokenizer, text.content), leading_tokens(loaded.tokenizer)
+    windows = make_windows(len(input_ids), context, part, len(leading))
     vocabulary = loaded.model.get_input_embeddings().num_embeddings
     largest = int(input_ids.max())
     if largest >= vocabulary:
         raise UserError(f"the tokenizer gives token {largest:,}, but the model's vocabulary has {vocabulary:,} entries")
-    return Reading(text, input_ids, context, windows, part)
+    return Reading(text, input_ids, loaded.tokenizer.convert_ids_to_tokens(leading), context, windows, part)
 
 
 def compare(
@@ -120,19 +120,21 @@ def compare(
     seed: int | None = None,
     keeps_partial: bool = False,
     reference_model: PreTrainedModel | None = None,
+    references: int = 1,
 ) -> PerplexitySection:
-    """Run every backend on every window. The first one is the reference.
+    """Run every backend on every window. The first one is the reference, or what :func:`reference_of` returns.
 
     Finished batches are saved under the names ``place``. If the model depends on a seed, they are reused only for the
     same ``seed``.
 
     A backend that raises or gives logits that are not finite is stopped and marked as failed. The others continue. If
-    the reference fails, KL and agreement of the others are meaningless. The reference runs on ``reference_model`` if
-    given, which has the same weights in another dtype. ``keeps_partial`` returns partial results of an interrupted run.
+    the reference fails, KL and agreement of the others are meaningless. The first ``references`` backends run on
+    ``reference_model`` if given, which has the same weights in another dtype. ``keeps_partial`` returns partial results
+    of an interrupted run.
     """
     part, context, input_ids = reading.part, reading.context, reading.input_ids
     model, store = session.loaded.model, session.store
-    models = [reference_model or model, *[model] * (len(backends) - 1)]
+    models = [*[reference_model or model] * references, *[model] * (len(backends) - references)]
     for running, backend in zip(models, backends, strict=True):
         activate(running, backend)
     loaded_bytes = allocated(model)
@@ -145,7 +147,7 @@ def compare(
     reused = 0
     try:
         for index, batch in enumerate(batches):
-            identity["windows"] = [[window.begin, window.end, window.first] for window in batch]
+            identity["windows"] = [[window.begin, window.end, window.first, window.prefix] for window in batch]
             names = ("parts", *place, str(index))
             kept = store.load(list[Pass], identity, *names)
             if kept is not None:
@@ -153,7 +155,7 @@ def compare(
                 reused += len(batch)
                 session.progress.advance("from the folder", len(batch) * len(backends))
                 continue
-            ids = torch.stack([input_ids[window.begin : window.end] for window in batch]).to(model.device)
+            ids = torch.stack([window.of(input_ids) for window in batch]).to(model.device)
             runs = list(zip(models, backends, failed, strict=True))
             passes = _read_batch(runs, ids, batch, loaded_bytes, session.progress)
             failed = [each.failure is not None for each in passes]
@@ -172,7 +174,8 @@ def compare(
     return PerplexitySection(
         data=reading.text.info(len(input_ids)),
         context=context,
-        stride=part.stride or context,
+        begins_with=reading.begins_with,
+        stride=min(part.stride or context, context - len(reading.begins_with)),
         batch_size=part.batch_size,
         windows=len(read),
         windows_left=len(reading.windows) - len(read),
@@ -201,7 +204,9 @@ def _read_batch(
     progress: Progress,
 ) -> list[Pass]:
     """Run every backend that has not failed on ``ids``, ``[B, T]``."""
-    reference: Tensor | None = None
+    backends = [backend for _, backend, _ in runs]
+    references = [reference_of(backends, backend) for backend in backends]
+    logits_of: dict[str, Tensor] = {}  # of references, by label
     passes = []
     for index, (model, backend, has_failed) in enumerate(runs):
         made = Pass(failure="failed before" if has_failed else None)
@@ -209,12 +214,13 @@ def _read_batch(
             if has_failed:
                 continue
             logits = _forward(model, backend, ids, made, loaded_bytes)
+            expected = logits_of.get(references[index].label)
             made.scores = [
-                score(row, window_ids, window, None if reference is None else reference[i])
+                score(row, window_ids, window, None if expected is None else expected[i])
                 for i, (row, window_ids, window) in enumerate(zip(logits, ids, batch, strict=True))
             ]
-            if index == 0:
-                reference = logits
+            if backend in references:
+                logits_of[backend.label] = logits
             del logits
         except NonFiniteLogitsError as error:
             made.failure = f"{error}{origin(model, lambda: read(model, backend, ids))}"  # noqa: B023 (called at once)
@@ -287,12 +293,15 @@ def position_edges(context: int) -> list[int]:
 def summarize(
     backends: Sequence[Backend], batches: Sequence[Sequence[Pass]], windows: Sequence[Window], context: int
 ) -> list[BackendResult]:
-    """Return the statistics of each backend against the first one, over batches of windows in order."""
-    passes = list(zip(*batches, strict=True))
-    reference = passes[0] if all(each.failure is None for each in passes[0]) else None
-    return [
-        _summarize(backend, own, reference, windows, context) for backend, own in zip(backends, passes, strict=True)
-    ]
+    """Return the statistics of each backend against its reference, over batches of windows in order."""
+    passes = dict(zip((backend.label for backend in backends), zip(*batches, strict=True), strict=True))
+    results = []
+    for backend in backends:
+        label = reference_of(backends, backend).label
+        reference = passes[label] if all(each.failure is None for each in passes[label]) else None
+        result = _summarize(backend, passes[backend.label], reference, windows, context)
+        results.append(result if label == backends[0].label else replace(result, reference=label))
+    return results
 
 
 def _summarize(

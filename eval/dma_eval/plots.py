@@ -110,13 +110,13 @@ def plot_positions(section: PerplexitySection, title: str) -> Figure:
     has_kl = any(result.position_kl for result in others)
     axes = figure.subplots(1, 2 if has_kl else 1, squeeze=False)[0]
     centers = [(low + high - 1) / 2 for low, high in pairwise(section.position_edges)]
-    base = np.array(reference.position_nll, float) if others and reference.position_nll else np.zeros(len(centers))
+    losses = {result.label: np.array(result.position_nll or [0.0] * len(centers), float) for result in section.backends}
     changes: list[float] = []
     styles = line_styles(result.label for result in section.backends).values()
     for result, (color, line) in zip(section.backends, styles, strict=True):
         width = 2.4 if result is reference else 1.5
         if result.position_nll:
-            change = np.array(result.position_nll, float) - base
+            change = losses[result.label] - losses[result.reference or reference.label] * bool(others)
             changes += change[np.isfinite(change)].tolist()
             axes[0].plot(centers, change, line, color=color, linewidth=width, label=result.label)
         if has_kl and result.position_kl and result is not reference:

@@ -7,14 +7,14 @@ Version 2 added ``tasks``, ``fidelity`` and ``retrieval``. Version 3 added ``ski
 ``spread`` and ``windows_left``. Version 4 added ``stress``, version 5 ``skipped`` and ``thresholds``, and version 6
 ``equal_share``. Version 7 renamed the twin ``as it is`` to ``unchanged``, and older files are read with the new name.
 Version 8 left out what no page shows (answers that changed, change by position, seconds of parts and tasks), and memory
-on a CPU. Files of a newer version are refused.
+on a CPU. Version 9 added ``begins_with``, ``origin`` and ``reference``. Files of a newer version are refused.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
@@ -26,7 +26,7 @@ from .environment import Environment, collect, command_line
 from .errors import UserError
 from .files import parse
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 RESULTS = "results.json"
 """The report in a run's folder."""
 Kind = TypeVar("Kind", bound="Results")
@@ -71,12 +71,33 @@ class DataInfo:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Origin:
+    """How a section was measured. Sections of one report may come from several commands."""
+
+    created: str  # date and time in UTC, ISO 8601
+    command: str  # the command line, without the folders of the machine
+    seed: int  # seed of everything random
+    environment: Environment  # versions and devices
+    model: ModelInfo  # the model that was measured
+    request: str = ""  # hash of what was requested; a new section with the same one replaces the section
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A section of a report."""
+
+    origin: Origin | None = None  # how it was measured; null in a section that is part of another
+
+
+@dataclass(frozen=True, kw_only=True)
 class BackendInfo:
     """One attention backend in a section. The reference is the section's first."""
 
     label: str  # its name in tables and plots, unique in the section
     implementation: str  # its name in Transformers
     config: dict[str, Any] | None  # its resolved configuration; null for any implementation but ``dma_mxfp``
+    # What it is compared with, if that is not the section's first: a 16-bit cache read in the same chunks.
+    reference: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,12 +129,15 @@ class BackendResult(BackendInfo):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PerplexitySection:
+class PerplexitySection(Section):
     """Backends compared on the same windows of one text."""
 
     data: DataInfo  # the text
     context: int  # tokens per window
-    stride: int  # distance of two windows; less than ``context`` if they overlap
+    # Special tokens that every window begins with, because the tokenizer puts them before a text; part of ``context``.
+    # In files before version 9 only the first window has them.
+    begins_with: list[str] = field(default_factory=list)
+    stride: int  # distance of two windows; less than ``context`` without ``begins_with`` if they overlap
     batch_size: int  # windows per forward pass
     windows: int  # number of windows that were read
     windows_left: int = 0  # windows that an interruption left unread
@@ -124,6 +148,12 @@ class PerplexitySection:
     memory_kind: Literal["cuda_allocated", "process_rss"] = "cuda_allocated"
     position_edges: Edges  # bucket i holds positions ``position_edges[i]`` to ``position_edges[i + 1] - 1``
     backends: Compared[BackendResult]  # in the given order; the first is the reference
+
+    @property
+    def is_of_whole_text(self) -> bool:
+        """Whether the windows reach from the text's first token to its last, which may be too few for a window."""
+        reach = self.context + (self.windows - 1) * self.stride
+        return not (self.skip_windows or self.windows_left) and reach >= self.data.tokens - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +249,7 @@ class GroupMetric:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskSection:
+class TaskSection(Section):
     """Backends compared on lm-eval tasks: the same samples in the same order."""
 
     asked: list[str]  # the given names, in order
@@ -284,18 +314,19 @@ class RetrievalKind(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RetrievalSection:
+class RetrievalSection(Section):
     """Backends compared at finding one passage in a long prompt."""
 
     kind: RetrievalKind  # ``needle`` (a sentence in prose) or ``kv`` (one pair among pairs of keys and values)
     lengths: list[int]  # lengths of the prompts, in tokens
     depths: list[float]  # places of the answer
     samples: int  # samples per length and depth
+    begins_with: list[str] = field(default_factory=list)  # special tokens that every prompt begins with
     backends: Compared[RetrievalBackend]  # in the given order; the first is the reference
 
 
 @dataclass(frozen=True, kw_only=True)
-class FidelitySection:
+class FidelitySection(Section):
     """Backends against SDPA in fp32 on the same text."""
 
     tokens: PerplexitySection  # token by token; the first backend is SDPA with the weights in fp32
@@ -342,7 +373,7 @@ class ThresholdStudy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StressSection:
+class StressSection(Section):
     """Backends on the model and on twins of it with larger outlier channels."""
 
     range_tokens: int  # tokens over which ranges were measured
@@ -365,7 +396,7 @@ class Results:
 
 @dataclass(frozen=True, kw_only=True)
 class Report(Results):
-    """All results of one run."""
+    """All results in one folder. Its own date, command, seed, environment and model are those of the last command."""
 
     schema_version: int = SCHEMA_VERSION
     model: ModelInfo
@@ -380,6 +411,15 @@ class Report(Results):
     def sections(self) -> list[tuple[str, Any]]:
         """Every section, with the name of its field."""
         return [(name, section) for name in SECTIONS for section in getattr(self, name)]
+
+    @property
+    def own_origin(self) -> Origin:
+        """How the last command measured."""
+        return Origin(**{each.name: getattr(self, each.name) for each in fields(Origin) if each.name != "request"})
+
+    def origin_of(self, section: Section) -> Origin:
+        """Return how a section was measured: as it says, or as the last command did."""
+        return section.origin or self.own_origin
 
 
 SECTIONS = ("perplexity", "tasks", "fidelity", "retrieval", "stress")
@@ -404,16 +444,51 @@ def has_failures(section: Any) -> bool:
     return any(each.failures if isinstance(each, TaskBackend) else each.failure is not None for each in results)
 
 
+def is_complete(section: Any) -> bool:
+    """Whether all of a section was measured."""
+    return not has_failures(section) and not getattr(section, "windows_left", 0)
+
+
+def merged(previous: Report, new: Report) -> Report:
+    """Return a new report with the sections of a previous one that it does not measure again.
+
+    A section that was interrupted, or in which a backend failed, does not replace a complete one.
+    """
+
+    def is_replaced(old: Any, sections: Sequence[Any]) -> bool:
+        request = None if old.origin is None else old.origin.request
+        return any(
+            request and each.origin is not None and each.origin.request == request
+            for each in sections
+            if is_complete(each) or not is_complete(old)
+        )
+
+    sections = {name: getattr(new, name) for name in SECTIONS}
+    for name, own in sections.items():
+        sections[name] = [*(old for old in getattr(previous, name) if not is_replaced(old, own)), *own]
+    return replace(new, **sections, generations=new.generations or previous.generations)
+
+
 def backend_configs(report: Report) -> dict[str, dict[str, Any]]:
-    """The configuration of every ``dma_mxfp`` backend in a report, by label."""
-    groups = backend_groups(report)
-    return {backend.label: backend.config for group in groups for backend in group if backend.config is not None}
+    """The configuration of every ``dma_mxfp`` backend in a report, by label.
+
+    A file may have changed between two commands. The label of its second configuration ends in `` (2)``.
+    """
+    found: dict[str, list[dict[str, Any]]] = {}
+    for backend in (each for group in backend_groups(report) for each in group):
+        if backend.config is not None and backend.config not in found.setdefault(backend.label, []):
+            found[backend.label].append(backend.config)
+    return {
+        label if index == 1 else f"{label} ({index})": config
+        for label, configs in found.items()
+        for index, config in enumerate(configs, 1)
+    }
 
 
-def here_and_now() -> dict[str, Any]:
-    """Return the date, the command and the environment, as fields of :class:`Results`."""
+def here_and_now(environment: Environment | None = None) -> dict[str, Any]:
+    """Return the date, the command and the environment, by default this one, as fields of :class:`Results`."""
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    return {"created": created, "command": command_line(), "environment": collect()}
+    return {"created": created, "command": command_line(), "environment": environment or collect()}
 
 
 def read_report(path: Path) -> Report:
@@ -423,6 +498,16 @@ def read_report(path: Path) -> Report:
 
 def _refuse(constant: str) -> None:
     raise ValueError(f"it has {constant}")
+
+
+def _with_origins(values: dict[str, Any]) -> dict[str, Any]:
+    """Give every section of an older report the date, command, seed, environment and model of the report."""
+    origin = {each.name: values.get(each.name) for each in fields(Origin) if each.name != "request"}
+    lists = {name: values[name] for name in SECTIONS if isinstance(values.get(name), list)}
+    return values | {
+        name: [{"origin": origin, **each} if isinstance(each, dict) else each for each in sections]
+        for name, sections in lists.items()
+    }
 
 
 def read_results(kind: type[Kind], path: Path) -> Kind:
@@ -437,6 +522,8 @@ def read_results(kind: type[Kind], path: Path) -> Kind:
     newest: Any = next(each.default for each in fields(kind) if each.name == "schema_version")
     if version not in range(1, newest + 1):
         raise UserError(f"{path}: expected schema_version {newest} or older, got {version!r}")
+    if issubclass(kind, Report) and version in range(1, 9):
+        values = _with_origins(values)
     try:
         return parse(kind, values | {"schema_version": newest})
     except ValueError as error:

@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .backends import Backend, activate
-from .data import Text, tokenize
+from .data import Text, leading_tokens, tokenize
 from .errors import UserError, one_line
 from .parts import RetrievalPart
 from .reading import continuation_log_probs, log_likelihood
@@ -78,6 +78,7 @@ def measure_retrieval(
         lengths=lengths,
         depths=depths,
         samples=part.samples,
+        begins_with=loaded.tokenizer.convert_ids_to_tokens(leading_tokens(loaded.tokenizer)),
         backends=[
             RetrievalBackend(
                 **backend.info,
@@ -95,8 +96,7 @@ class _Prompts:
     def __init__(self, tokenizer: Any, kind: str, text: Text | None, longest: int) -> None:
         self._tokenizer = tokenizer
         self._kind = kind
-        first = tokenizer("x")["input_ids"][:1]
-        self._begin: list[int] = first if first == [tokenizer.bos_token_id] else []
+        self._begin = leading_tokens(tokenizer)
         self._prose: list[int] = []
         if kind == "needle":
             assert text is not None

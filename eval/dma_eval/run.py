@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -22,7 +24,7 @@ from .pages import PAGES
 from .parts import Suite
 from .perplexity import default_context, measure_perplexity
 from .render import write_run
-from .results import RESULTS, SECTIONS, PerplexitySection, Report, has_failures, here_and_now
+from .results import RESULTS, SECTIONS, Report, has_failures, here_and_now, is_complete, merged, read_report
 from .retrieval import measure_retrieval
 from .session import Session, join_processes, load
 from .stress import measure_stress
@@ -49,13 +51,14 @@ class Run:
         self._is_main = join_processes(args.device, args.seed).is_main_process
         if args.out is not None and self._is_main:
             make_folder(args.out)
+            _previous(args.out)  # an error at once if results of another kind are there
         self._suite = suite
         self._data = None if text is None else text.data
         how: dict[str, Any] = {} if text is None else {"split": text.split, "column": text.column}
         if self._data is None and suite.needs_text:
             raise UserError(f"--data: suite {suite.name} names no text of its own; name one")
         self._texts: dict[str, Text] = {}
-        for name in [part.data for part in suite.readers] if self._data is None else [self._data]:
+        for name in dict.fromkeys([part.data for part in suite.readers] if self._data is None else [self._data]):
             with console.working(f"Reading {name}"):
                 self._texts[name] = load_text(name, **how)
         if suite.tasks is not None:
@@ -68,8 +71,7 @@ class Run:
     def _parts(self, *, skips: bool) -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
         """Yield the name of each part, the function that measures it, and the settings that it depends on.
 
-        Contexts beyond the model's maximum are errors or skipped. Tasks, whose answers are saved one by one, have no
-        settings.
+        Contexts beyond the model's maximum are errors or skipped.
         """
         suite = self._suite
         limit = self.session.loaded.max_context if skips else None
@@ -88,13 +90,14 @@ class Run:
             for context in _fitting("perplexity", contexts, limit):
                 name = f"perplexity, {context:,}"
                 measure = partial(measure_perplexity, context=context, name=name)
-                yield piece(name, suite.perplexity, measure)
+                yield piece(name, replace(suite.perplexity, contexts=[context]), measure)
         if fits("fidelity", suite.fidelity):
             yield piece("fidelity", suite.fidelity, measure_fidelity)
         if suite.tasks is not None:
             from .tasks import measure_tasks
 
-            yield "tasks", partial(measure_tasks, tasks=self._names, part=suite.tasks), {}
+            settings = {"part": asdict(suite.tasks), "seed": self.session.seed}
+            yield "tasks", partial(measure_tasks, tasks=self._names, part=suite.tasks), settings
         if suite.retrieval is not None:
             lengths = _fitting("retrieval", suite.retrieval.lengths, limit)
             asked = replace(suite.retrieval, lengths=lengths)
@@ -105,9 +108,13 @@ class Run:
             yield piece("stress", suite.stress, measure_stress)
 
     def _section(self, name: str, measure: Callable[..., Any], settings: dict[str, Any]) -> Any:
-        """Read the section of a part from the run's folder, or measure and save it."""
+        """Read the section of a part from the run's folder, or measure and save it.
+
+        Tasks save their answers themselves, one by one.
+        """
         session, store = self.session, self.session.store
-        if settings:
+        is_saved = name != "tasks"
+        if is_saved:
             # The type of the elements of the report's field.
             (kind,) = get_args(get_type_hints(Report)[name.partition(",")[0]])
             identity = session.identity(*session.backends, **settings)
@@ -118,23 +125,38 @@ class Run:
         with session.progress.shown():
             section = measure(session)
         gc.collect()  # frees the fp32 copy of the model, which is a cycle once it is configured
-        is_complete = not (isinstance(section, PerplexitySection) and section.windows_left)
-        if settings and is_complete and not has_failures(section):  # so that the next run tries again
+        origin = section.origin or session.origin()
+        section = replace(section, origin=replace(origin, request=self._request(name, settings)))
+        if is_saved and is_complete(section):  # so that the next run tries again
             store.save(kind, Piece(identity=identity, content=section), "parts", name)
-            store.drop("parts", name)
         return section
+
+    def _request(self, name: str, settings: dict[str, Any]) -> str:
+        """Return a hash of what is requested: the part and its settings, the model and the backends."""
+        model = self.session.loaded.info
+        part = {key: value for key, value in settings["part"].items() if key != "batch_size"}
+        asked = {
+            **settings,
+            "part": part,
+            "name": name,
+            "model": [model.name, model.revision, model.dtype, model.yarn, model.device.partition(":")[0]],
+            "backends": [backend.info for backend in self.session.backends],
+        }
+        return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
 
     def measure(self, *, goes_on: bool, also: Callable[[Report], None]) -> int:
         """Measure all parts; write the report after each, and return the exit code.
 
+        Sections that other commands wrote to the folder stay in its report.
+
         With ``goes_on``, a failed part is reported and the others continue, and contexts that the model does not
-        support are skipped. ``also`` is called with the report at the end. Several processes measure the tasks
-        together, before the first one goes on alone.
+        support are skipped. ``also`` is called with this command's own report at the end. Several processes measure the
+        tasks together, before the first one goes on alone.
         """
         session, out = self.session, self.session.store.folder
         sections: dict[str, Any] = {name: [] for name in SECTIONS}
         facts: dict[str, Any] = {"seed": session.seed, "model": session.loaded.info} | sections
-        report = Report(**here_and_now(), **facts)
+        report = Report(**here_and_now(session.environment), **facts)
         failed = is_interrupted = False
         resume = f"interrupted; {'run it again' if out else 'use --out FOLDER'} to resume"
         parts = list(self._parts(skips=goes_on))
@@ -161,9 +183,9 @@ class Run:
                     console.err.print_exception()
                 console.print_error(f"{name} failed: {one_line(error)}")
                 failed = True
-            report = Report(**here_and_now(), **facts)
+            report = Report(**here_and_now(session.environment), **facts)
             if self._is_main and out is not None:
-                write_json(report, out / RESULTS)
+                write_json(_merged(report, out), out / RESULTS)
             is_interrupted = any(section.windows_left for section in report.perplexity)
             if is_interrupted:
                 console.print_error(resume)
@@ -171,11 +193,29 @@ class Run:
         if self._is_main:
             also(report)
             if out is not None:
-                console.print_wrote(*write_run(report, out), folder=out)
+                whole = _merged(report, out)
+                write_json(whole, out / RESULTS)
+                console.print_wrote(RESULTS, *write_run(whole, out), folder=out)
         PartialState().destroy_process_group()
         if is_interrupted:
             return console.INTERRUPTED
         return console.FAILED if failed or any(has_failures(section) for _, section in report.sections) else 0
+
+
+def _previous(folder: Path) -> Report | None:
+    """Return the report that is in a folder, if there is one."""
+    if not (folder / RESULTS).exists():
+        return None
+    try:
+        return read_report(folder)
+    except UserError as error:
+        raise UserError(f"--out: {folder} holds other results; name another folder ({error})") from error
+
+
+def _merged(report: Report, folder: Path) -> Report:
+    """Return the report with the sections of other commands in a folder."""
+    previous = _previous(folder)
+    return report if previous is None else merged(previous, report)
 
 
 def _fitting(part: str, lengths: Sequence[int], limit: int | None) -> list[int]:

@@ -15,12 +15,13 @@ import torch
 from accelerate.state import PartialState
 
 from . import console
-from .backends import Backend
-from .environment import versions
+from .backends import Backend, with_references
+from .environment import Environment, collect, source_hash
 from .errors import UserError
 from .files import Store
 from .models import LoadedModel, load_model
 from .progress import Progress
+from .results import Origin, here_and_now
 
 if TYPE_CHECKING:
     from .commands.options import LoadOptions
@@ -60,19 +61,30 @@ class Session:
     """One model under several backends."""
 
     loaded: LoadedModel  # the model and its tokenizer
-    backends: Sequence[Backend]  # the first is the reference
+    backends: Sequence[Backend]  # the first is the reference; caches of hybrid models have another
     store: Store = field(default_factory=Store)  # where finished pieces are saved
     progress: Progress = field(default_factory=Progress)
     seed: int = 0  # seed of everything random
+    environment: Environment = field(default_factory=lambda: collect())  # versions and devices of this process
+
+    def __post_init__(self) -> None:
+        """Add what caches of a hybrid model are compared with."""
+        object.__setattr__(self, "backends", with_references(self.loaded.model, self.backends))
+
+    def origin(self) -> Origin:
+        """Return how this process measures."""
+        return Origin(**here_and_now(self.environment), seed=self.seed, model=self.loaded.info)
 
     def identity(self, *backends: Backend, **settings: Any) -> dict[str, Any]:
-        """Return everything that a result depends on, as JSON values: model, versions, backends and settings."""
-        model = self.loaded.info
+        """Return everything that a result depends on, as JSON values: model, code, machine, backends and settings."""
+        model, machine = self.loaded.info, self.environment
         return {
             "model": [model.name, model.revision, model.commit, model.parameters, model.dtype, model.yarn],
             "files": self.loaded.files,
             "device": model.device.partition(":")[0],
-            "versions": versions(COMPUTING),
+            "machine": [machine.cpu, machine.threads, machine.gpus],
+            "versions": {name: machine.packages.get(name) for name in COMPUTING},
+            "code": [machine.commit, source_hash()],
             "backends": [backend.info | {"reads_cache": backend.reads_cache} for backend in backends],
             **settings,
         }

@@ -79,7 +79,7 @@ def measure_stress(session: Session, text: Text, part: StressPart) -> StressSect
     loaded = session.loaded
     how = PerplexityPart(max_windows=part.max_windows, batch_size=part.batch_size)
     reading = cut(loaded, text, how, part.context)
-    sample = reading.input_ids[:RANGE_TOKENS]
+    sample = reading.input_ids[: min(RANGE_TOKENS, loaded.max_context or RANGE_TOKENS)]
     try:
         key_ranges, query_ranges = channel_ranges(loaded.model, sample)
         layers = attention_layers(loaded.model, sample)
@@ -103,8 +103,13 @@ def measure_stress(session: Session, text: Text, part: StressPart) -> StressSect
         if backend.config is not None and not backend.reads_cache
         if backend.config.skip_threshold is not None and backend.config.skip_threshold < math.inf
     ]
-    ranges = {"key_ranges": key_ranges, "query_ranges": query_ranges}
-    return StressSection(range_tokens=len(sample), twins=twins, thresholds=thresholds, **ranges)
+    return StressSection(
+        range_tokens=len(sample),
+        key_ranges=key_ranges,
+        query_ranges=query_ranges,
+        twins=twins,
+        thresholds=thresholds,
+    )
 
 
 def study_thresholds(session: Session, reading: Reading, backend: Backend) -> ThresholdStudy:
@@ -120,7 +125,7 @@ def study_thresholds(session: Session, reading: Reading, backend: Backend) -> Th
     ]
     tokens = compare(session, reading, [session.backends[0], *backends], place=("stress", "thresholds", backend.label))
     first = reading.windows[0]
-    ids = reading.input_ids[None, first.begin : first.end].to(session.loaded.model.device)
+    ids = first.of(reading.input_ids)[None].to(session.loaded.model.device)
     shares = []
     for each in backends:
         activate(session.loaded.model, each)

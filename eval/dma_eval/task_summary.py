@@ -16,9 +16,10 @@ import numpy as np
 from accelerate.state import PartialState
 from numpy.typing import NDArray
 
+from .backends import reference_of
 from .environment import portable
 from .parts import TasksPart
-from .results import GroupMetric, MetricResult, MetricValue, TaskBackend, TaskResult, TaskSection
+from .results import GroupMetric, MetricResult, MetricValue, Origin, TaskBackend, TaskResult, TaskSection
 from .session import Session
 
 CONFIDENCE = 0.95
@@ -64,6 +65,7 @@ class TaskRecord:
 class UnitRecord:
     """One backend's answers to one given name, a task or a group."""
 
+    origin: Origin  # how it was measured
     fallbacks: dict[str, int]  # number of calls that ran another attention, by reason
     tasks: list[TaskRecord]  # the tasks of the name
     groups: dict[str, dict[str, float | None]]  # metrics of groups, by group and ``metric,filter``
@@ -111,13 +113,15 @@ def summarize_tasks(
 ) -> TaskSection:
     """Compare every backend's answers with the first one's. They are given by backend label and task name."""
     labels = [backend.label for backend in session.backends]
+    references = {each.label: reference_of(session.backends, each).label for each in session.backends}
     tasks: list[TaskResult] = []
     groups: list[GroupMetric] = []
     for name in names:
         done = {label: unit for label in labels if isinstance(unit := answers[label, name], UnitRecord)}
         for first in list(done.values())[:1]:
             for index in range(len(first.tasks)):
-                tasks.append(_task(labels, {label: unit.tasks[index] for label, unit in done.items()}, session.seed))
+                records = {label: unit.tasks[index] for label, unit in done.items()}
+                tasks.append(_task(references, records, session.seed))
             for group, key in ((group, key) for group, metrics in first.groups.items() for key in metrics):
                 values = {label: done[label].groups[group][key] if label in done else None for label in labels}
                 groups.append(GroupMetric(group=group, metric=key, values=values))
@@ -130,13 +134,16 @@ def summarize_tasks(
         is_complete = bool(numbers) and len(numbers) == len(accuracies) and len(own) == len(names)
         made = TaskBackend(
             **backend.info,
+            reference=None if references[backend.label] == labels[0] else references[backend.label],
             failures={portable(name): unit for name, unit in units.items() if isinstance(unit, str)},
             low_share={portable(name): each.low_share for name, each in own.items() if each.low_share is not None},
             fallbacks=dict(sum((Counter(record.fallbacks) for record in own.values()), Counter[str]())),
             mean_accuracy=float(np.mean(numbers)) if is_complete else None,
         )
         backends.append(made)
+    origins = [unit.origin for unit in answers.values() if isinstance(unit, UnitRecord)]
     return TaskSection(
+        origin=max(origins, key=lambda each: each.created, default=None),
         asked=[*map(portable, names)],
         limit=part.limit,
         batch_size=part.batch_size,
@@ -150,7 +157,7 @@ def summarize_tasks(
     )
 
 
-def _task(labels: Sequence[str], answers: Mapping[str, TaskRecord], seed: int) -> TaskResult:
+def _task(references: Mapping[str, str], answers: Mapping[str, TaskRecord], seed: int) -> TaskResult:
     task = next(iter(answers.values()))
     for label, record in answers.items():
         if record.asked != task.asked:
@@ -162,13 +169,14 @@ def _task(labels: Sequence[str], answers: Mapping[str, TaskRecord], seed: int) -
         output_type=task.output_type,
         num_fewshot=task.num_fewshot,
         samples=len({each["doc_id"] for each in task.samples}),
-        metrics=[_metric(task, key, labels, answers, seed) for key in keys],
+        metrics=[_metric(task, key, references, answers, seed) for key in keys],
     )
 
 
 def _metric(
-    task: TaskRecord, key: str, labels: Sequence[str], answers: Mapping[str, TaskRecord], seed: int
+    task: TaskRecord, key: str, references: Mapping[str, str], answers: Mapping[str, TaskRecord], seed: int
 ) -> MetricResult:
+    """Compare one metric. ``references`` has every backend with what it is compared with, the first with itself."""
     name, _, filter_name = key.partition(",")
     known = task.aggregations.get(name, "mean")  # lm-eval averages a metric without an aggregation
     arrays = {label: record.values(name, filter_name) for label, record in answers.items()}
@@ -177,15 +185,17 @@ def _metric(
     is_binary = bool(np.isin(answered[:, 0], (0, 1)).all() and (answered[:, 1] == 1).all())
     right_or_wrong = known == "mean" and bool(present) and is_binary
     values: list[MetricValue] = []
-    for label in labels:
-        value = answers[label].metrics[key] if label in answers else None
-        if label in present:  # summed in the order of documents, also with several processes
-            value = statistic(str(known), present[label])
+    first = next(iter(references))
+    numbers = {label: record.metrics[key] for label, record in answers.items()}
+    # Summed in the order of documents, also with several processes.
+    numbers |= {label: statistic(str(known), array) for label, array in present.items()}
+    for label, against in references.items():
+        value, base = numbers.get(label), numbers.get(against)
         paired: dict[str, Any] = {}
-        if values and value is not None and (base := values[0].value) is not None:
+        if label != first and value is not None and base is not None:
             paired["difference"] = value - base
-        if values and label in present and labels[0] in present:
-            reference, array = present[labels[0]], present[label]
+        if label != first and label in present and against in present:
+            reference, array = present[against], present[label]
             paired["low"], paired["high"] = paired_interval(str(known), reference, array, seed=seed)
             if right_or_wrong:
                 lost, gained = (int((sign * (reference - array)[:, 0] > 0).sum()) for sign in (1, -1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
 import itertools
 import logging
 import sqlite3
@@ -35,6 +34,7 @@ from .pages import low_share
 from .parts import TasksPart
 from .results import TaskSection
 from .session import Session
+from .task_files import fingerprint
 from .task_summary import UnitRecord, metric_values, summarize_tasks, task_record
 
 FOLDER = "samples"
@@ -54,12 +54,6 @@ class TaskNames:
 
     names: tuple[str, ...]
     manager: TaskManager = field(repr=False)
-
-    def file(self, name: str) -> Path | None:
-        """Return the YAML file of a task; ``None`` if lm-eval knows no file."""
-        entry = self.manager.task_index.get(name)
-        file = name if entry is None else entry.yaml_path
-        return None if file is None else Path(file)
 
 
 def find_tasks(names: Sequence[str], include_paths: Sequence[Path] = ()) -> TaskNames:
@@ -121,9 +115,9 @@ def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSe
     lm.on_answers = lambda count: progress.advance("answers", count)
     settings = {"limit": part.limit, "num_fewshot": part.num_fewshot, "chat_template": part.chat_template}
     settings["seed"] = session.seed
-    files = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name in tasks.names if (file := tasks.file(name))}
+    definitions = {name: fingerprint(name, tasks.manager.task_index) for name in tasks.names}
     identities = {
-        (backend.label, name): session.identity(backend, name=name, definition=files.get(name), **settings)
+        (backend.label, name): session.identity(backend, name=name, definition=definitions[name], **settings)
         for name, backend in itertools.product(tasks.names, backends)
     }
     answers: dict[tuple[str, str], UnitRecord | str] = {}  # records, and the reasons of missing ones
@@ -226,6 +220,7 @@ def _evaluate(lm: Any, unit: Mapping[str, Any], backend: Backend, part: TasksPar
     record = None
     if PartialState().is_main_process:
         record = UnitRecord(
+            origin=session.origin(),
             fallbacks=dict(fallbacks),
             tasks=[task_record(name, results, task) for name, task in unit["tasks"].items()],
             groups={name: metric_values(values) for name, values in results.get("groups", {}).items()},

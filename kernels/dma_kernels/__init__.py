@@ -9,6 +9,7 @@ from .numerics.quantize import QuantizedTensor, quantize
 from .numerics.recipe import Recipe
 from .numerics.saturation import saturated_values
 from .numerics.transforms import hadamard_rotate, key_mean
+from .varlen import attention_varlen
 
 __all__ = [
     "BLOCK_FORMATS",
@@ -20,6 +21,7 @@ __all__ = [
     "ScaleRounding",
     "SharedScale",
     "attention",
+    "attention_varlen",
     "attention_with_lse",
     "hadamard_rotate",
     "key_mean",

@@ -48,6 +48,9 @@ def attention(
     Position 0 is that of the first key that a batch row may see. Query ``i`` is at ``q_offset + i``, and key ``j`` at
     ``kv_offset + j``. Positions determine causality, the window and the high tiles.
 
+    A short call attends exactly: a causal one with fewer than 64 queries and with more keys than queries, if the
+    recipe's high tiles are unquantized (``high = "bf16"``). It has no low tiles.
+
     Args:
         query: ``[B, Hq, Tq, D]`` in bf16, fp16, fp32 or fp64, ``D <= 256``, any strides.
         key: ``[B, Hkv, Tk, D]``, the same dtype and device; ``Hkv`` divides ``Hq`` (GQA, MQA).
@@ -191,7 +194,7 @@ def _needs_op(given: list[Any]) -> bool:
         )
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return True
-    if torch._C._get_tracing_state() is not None or torch._C._functorch.peek_interpreter_stack() is not None:
+    if torch._C._get_tracing_state() is not None or _is_transformed():
         return True
     has_grad = torch.is_grad_enabled()
     for tensor in given:
@@ -200,6 +203,11 @@ def _needs_op(given: list[Any]) -> bool:
         if has_grad and tensor.requires_grad:
             return True
     return False
+
+
+def _is_transformed() -> bool:
+    """Whether a transform of ``torch.func`` is active; a compiler has its own ones."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _may_be_dual(tensor: Any) -> bool:
@@ -214,7 +222,8 @@ def _call_op(call: AttentionCall) -> tuple[Tensor, Tensor]:
     check_call(call)
     (q_offset, q_rows), (kv_offset, kv_rows) = map(_split_offset, (call.q_offset, call.kv_offset))
     window = None if call.window is None else min(call.window, 4 * MAX_POSITION)  # the operator takes int64
-    out, lse, counts = _attention(
+    run = _TransformedAttention.apply if _is_transformed() else _attention
+    out, lse, counts = run(  # type: ignore[no-untyped-call]
         call.query, call.key, call.value, q_offset, kv_offset or 0, q_rows, kv_rows, call.kv_range,
         of_four_dimensions(call.mask), call.sinks, call.is_causal, window, call.score_scale,
         None if call.softcap is None else float(call.softcap), call.backend, call.tile_counts is not None,
@@ -292,7 +301,8 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 def _backward(ctx: Any, grad_out: Tensor, *_others: Tensor | None) -> tuple[Tensor | None, ...]:
     named = ctx.options | dict(zip(ctx.tensor_names, ctx.saved_tensors, strict=True))
-    *gradients, grad_sinks = _attention_backward(grad_out, *(named[name] for name in _ARGUMENTS))
+    run = _TransformedBackward.apply if _is_transformed() else _attention_backward
+    *gradients, grad_sinks = run(grad_out, *(named[name] for name in _ARGUMENTS))  # type: ignore[no-untyped-call]
     gradients += [None] * (ctx.count - 3)
     if named["sinks"] is not None:
         gradients[_ARGUMENTS.index("sinks")] = grad_sinks
@@ -300,6 +310,15 @@ def _backward(ctx: Any, grad_out: Tensor, *_others: Tensor | None) -> tuple[Tens
 
 
 _attention.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+class _TransformedAttention(torch.autograd.Function):
+    """The op under ``torch.func``, whose transforms do not support the gradient of a registered op."""
+
+    generate_vmap_rule = True
+    forward = staticmethod(_attention)
+    setup_context = staticmethod(_save_for_backward)
+    backward = staticmethod(_backward)
 
 
 def _run_backward_op(grad_out: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -321,3 +340,18 @@ def _(grad_out, *arguments):  # type: ignore[no-untyped-def]
     sinks = arguments[_ARGUMENTS.index("sinks")]
     empty = grad_out.new_empty(0) if sinks is None else torch.empty_like(sinks)
     return (*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in arguments[:3]), empty)
+
+
+class _TransformedBackward(torch.autograd.Function):
+    """The backward op under ``torch.func``, as for :class:`_TransformedAttention`."""
+
+    generate_vmap_rule = True
+    forward = staticmethod(_attention_backward)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        """Save nothing."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        raise RuntimeError("attention has no second derivative; differentiate once")

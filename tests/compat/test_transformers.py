@@ -57,6 +57,19 @@ def test_the_installed_version_is_supported():
     assert transformers.__version__ in Requirement(f"transformers{SUPPORTED}").specifier
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("is_cached", [False, True], ids=["mask function", "positions"])
+def test_documents_of_packed_rows_are_computed_alone(is_cached, family):
+    """The mask function of packed rows keeps the documents where this package looks for them."""
+    model = FAMILIES[family].build("dma_mxfp")
+    dma_hf.configure(model, "paper")
+    ids = _ids(530)
+    positions = torch.cat((torch.arange(100), torch.arange(430)))[None]
+    packed = model(ids, position_ids=positions, use_cache=is_cached).logits[:, 100:]
+    alone = model(ids[:, 100:], use_cache=False).logits
+    assert (packed - alone).abs().max() < 1e-5 * alone.abs().max()
+
+
 def test_the_supported_range_is_that_of_the_package():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     (needed,) = [each for each in map(Requirement, project["dependencies"]) if each.name == "transformers"]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import logging
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -26,10 +28,12 @@ from dma_eval.perplexity import measure_perplexity
 from dma_eval.progress import Progress
 from dma_eval.results import PerplexitySection
 from dma_eval.session import Session
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from gguf_files import write_gguf
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import dma_hf
+from dma_hf.integrations.cache_argument import CACHE_ARGUMENT
 
 VOCABULARY = 300
 MAX_CONTEXT = 512
@@ -126,6 +130,44 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def loaded(model_folder: Path) -> LoadedModel:
     return load_model(str(model_folder), dtype="float32", device="cpu")
+
+
+@pytest.fixture(scope="session")
+def bos_folder(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model, with a tokenizer that puts ``<s>`` before a text."""
+    folder = tmp_path_factory.mktemp("bos") / "tiny-bos"
+    shutil.copytree(model_folder, folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="<s>").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(params=["folder", "gguf"])
+def bos_model(request: pytest.FixtureRequest, bos_folder: Path, model_folder: Path, tmp_path: Path) -> Path:
+    """A model whose tokenizer puts BOS before a text, as a folder and as a GGUF file."""
+    if request.param == "folder":
+        return bos_folder
+    model = LlamaForCausalLM.from_pretrained(model_folder)
+    write_gguf(tmp_path / "bos.gguf", model, tokenizer=model_folder / "tokenizer.json", adds_bos=True)
+    return tmp_path / "bos.gguf"
+
+
+@pytest.fixture
+def rows_read(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Every row of tokens that a Llama reads from its beginning, without those of a step of ``generate``."""
+    rows: list[list[int]] = []
+    forward = LlamaForCausalLM.forward
+
+    def read(model: Any, input_ids: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        cache = options.get(CACHE_ARGUMENT)
+        if cache is None or not cache.get_seq_length():
+            rows.extend(input_ids.tolist())
+        return forward(model, input_ids, *arguments, **options)
+
+    read.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
+    monkeypatch.setattr(LlamaForCausalLM, "forward", read)
+    return rows
 
 
 @pytest.fixture

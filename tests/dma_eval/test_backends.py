@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 from dma_eval import baselines, names
 from dma_eval.backends import Backend, activate, default_names, implementations, parse_backends
+from dma_eval.bench import decode, generate
+from dma_eval.bench.peers import FLASH_3
+from dma_eval.bench.prefill import PEERS
+from dma_eval.bench.vllm_engine import VLLM
+from dma_eval.commands.bench_options import GenerateOptions
 from dma_eval.errors import UserError
 from dma_eval.models import LoadedModel
 from dma_kernels.cache.formats import CACHE_FORMATS
@@ -118,6 +124,13 @@ class TestParse:
         with pytest.raises(UserError, match=message):
             parse_backends(["sdpa", name])
 
+    @pytest.mark.parametrize("name", ["paged|eager", "paged|sdpa+hqq4"])
+    def test_attention_of_continuous_batching_is_refused(self, name: str) -> None:
+        """It expects pages and their masks. Here it has neither, and every token would see those after it."""
+        with pytest.raises(UserError, match=r"--attn: 'paged\|.*' needs continuous batching.*; valid: .*sdpa"):
+            parse_backends(["sdpa", name])
+        assert not any("paged" in each for each in implementations())
+
     def test_none(self) -> None:
         with pytest.raises(UserError, match="--attn needs at least one backend, for example"):
             parse_backends([])
@@ -147,7 +160,18 @@ def test_presets_are_those_of_the_plugin() -> None:
 
 
 def test_implementations_are_those_of_transformers() -> None:
-    assert {"eager", "sdpa", "dma_mxfp"} <= set(implementations())
+    known = {name for name in implementations() if not name.startswith(names.PAGED)}
+    assert known <= set(names.IMPLEMENTATIONS)
+    assert {"eager", "sdpa", "flash_attention_2", "dma_mxfp"} <= known
+
+
+def test_what_benchmarks_compare_with_is_known_before_slow_imports() -> None:
+    assert tuple(PEERS) == names.PREFILL_PEERS
+    assert (*decode.PREALLOCATED, decode.DYNAMIC, *FLASH_3, *decode.QUANTIZED) == names.DECODE_PEERS
+    assert tuple(VLLM) == names.SERVE_PEERS
+    assert ("dynamic", "static", *generate.PACKED, *(f"{x}-static" for x in generate.PACKED)) == names.GENERATE_CACHES
+    (shapes,) = (kind for kind in get_args(get_type_hints(GenerateOptions)["shape"]) if kind is not type(None))
+    assert get_args(shapes) == tuple(generate.SHAPES)
 
 
 class TestActivate:

@@ -23,7 +23,11 @@ class TestCommandLine:
         ("arguments", "message"),
         [
             (["--attm", "sdpa"], "No such option: --attm"),
-            (["--attn"], "Option '--attn' requires an argument"),
+            (["--attn"], "Option '--attn' requires an argument (try: dma-hf ppl --help)"),
+            (["--attn", "--stride", 64], "Option '--attn' requires an argument (try: dma-hf ppl --help)"),
+            (["--stride", "--attn=sdpa"], "Option '--stride' requires an argument (try: dma-hf ppl --help)"),
+            (["--spread=1"], "Option '--spread' does not take a value (try: dma-hf ppl --help)"),
+            (["--context=many"], "unable to parse string as an integer, got 'many'"),
             (
                 ["--context", "many"],
                 "valid integer, unable to parse string as an integer, got 'many'",
@@ -238,7 +242,7 @@ class TestModel:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["--dtype", "int3"], "--dtype must be one of auto, float32, bfloat16, float16; got 'int3'"),
+            (["--dtype", "int3"], "'--dtype': 'int3' is not one of 'auto', 'float32', 'bfloat16', 'float16'"),
             (["--device", "tpu"], "--device: expected auto, cpu, cuda or cuda:N; got 'tpu'"),
             (["--device", "meta"], "--device: expected auto, cpu, cuda or cuda:N; got 'meta'"),
             (["--device", "cuda:99"], "--device: 'cuda:99' does not exist: "),

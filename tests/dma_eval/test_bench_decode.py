@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from dma_eval.bench import decode
-from dma_eval.bench.decode import filled_storage, measure_shape, parse_implementations, prepare
+from dma_eval.bench import decode, timing
+from dma_eval.bench.decode import filled_storage, measure_shape, parse_implementations, prepare, read_bytes
 from dma_eval.bench.results import DecodeReport, DecodeResult, DecodeShape
+from dma_eval.bench.shown import decode_tables
+from dma_eval.bench.timing import Timing
 from dma_eval.commands.bench_options import SIZES, DecodeOptions
 from dma_eval.errors import UserError
 from transformers import QuantizedCache
@@ -32,12 +34,95 @@ def test_shows_and_writes_every_cache(run: Run, tmp_path: Path) -> None:
     assert "head_dim 32, 2/1 heads" in done.stdout
     report = json.loads(path.read_text())
     assert report.keys() == {field.name for field in fields(DecodeReport)}
-    labels = ["sdpa", "sdpa:flash", "sdpa:dynamic", "sdpa+quanto4", "dma_mxfp:balanced+int8", "dma_mxfp:balanced+int4"]
-    assert [result["label"] for result in report["results"]] == labels
+    labels = ["sdpa", "sdpa:flash", "sdpa:dynamic", "dma_mxfp:balanced+int8", "dma_mxfp:balanced+int4"]
+    assert [result["label"] for result in report["results"] if result["label"] != "sdpa+quanto4"] == labels
+    assert report["copy_bytes_per_second"] is None
+    assert "of copy" not in done.stdout
     for result in report["results"]:
         assert result.keys() == {field.name for field in fields(DecodeResult)}
     assert report["results"][0]["speedup"] == 1.0
     assert report["results"][0]["bytes_ratio"] == 1.0
+
+
+def test_all_that_is_compared_by_default_is_installed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = run("bench", "decode", *TINY)
+    assert done.exit_code == 0, done.output
+    assert "did not run" not in done.output
+    for is_installed in (True, False):
+        monkeypatch.setattr(decode, "is_optimum_quanto_available", lambda answer=is_installed: answer)
+        assert ("sdpa+quanto4" in decode.default_names()) == is_installed
+
+
+def test_a_cpu_says_that_the_reference_ran(run: Run) -> None:
+    done = run("bench", "decode", *TINY, "--cache", "sdpa", "dma_mxfp:balanced+int8")
+    message = "dma_mxfp:balanced+int8 ran in the PyTorch reference, not in the kernels"
+    assert message in " ".join(done.stderr.split())
+    done = run("bench", "decode", *TINY, "--cache", "sdpa")
+    assert "reference" not in done.output
+
+
+def test_packed_caches_of_the_default_shapes_are_smaller_than_16_bits() -> None:
+    for shape in DecodeOptions().shapes_on(torch.device("cpu")):
+        for config in (dma_hf.DMAConfig(cache="int8"), dma_hf.DMAConfig(cache="int4")):
+            storage = filled_storage(config, replace(shape, kv_heads=1), torch.device("cpu"), torch.bfloat16)
+            assert storage.nbytes < replace(shape, kv_heads=1).cache_bytes(2)
+
+
+@pytest.mark.parametrize("keys", [1, 127, 128, 129, 300, 384, 385, 1024, 1025])
+@pytest.mark.parametrize("config", [{}, {"diagonal_tiles": 0}, {"diagonal_tiles": 2, "sink_tiles": 0}])
+def test_a_step_reads_each_tile_in_the_form_that_the_rule_names(keys: int, config: dict[str, int]) -> None:
+    dma = dma_hf.DMAConfig(cache="int4", **config)
+    storage = filled_storage(dma, replace(SHAPE, length=keys), torch.device("cpu"), torch.bfloat16)
+    own = (keys - 1) // 128
+    expected = 0
+    for tile in range(own + 1):
+        is_high = tile >= own - dma.diagonal_tiles or tile < dma.sink_tiles
+        tokens = min(keys - 128 * tile, 128)
+        # Two bytes for each channel of a key and a value; or codes, and scales with zero points: of keys by channel, of
+        # values by token.
+        expected += tokens * 64 * 2 if is_high else 128 * 64 // 2 + 32 * 4 + 128 * 4
+    assert read_bytes(storage, keys) == expected * SHAPE.batch * SHAPE.kv_heads
+
+
+def test_bandwidth_counts_what_a_step_reads_and_not_what_is_allocated() -> None:
+    implementations = parse_implementations(["sdpa", "sdpa:dynamic", "dma_mxfp:balanced+int4"])
+    results = measure_shape(SHAPE, implementations, torch.device("cpu"), torch.bfloat16, seconds=0.0)
+    assert results[0].read_bytes == results[1].read_bytes == SHAPE.cache_bytes(2)
+    assert results[2].read_bytes == 2 * (SHAPE.length + 1) * 64 * 2 < results[2].cache_bytes
+    for result in results:
+        assert result.bytes_per_second == pytest.approx(1e3 * result.read_bytes / result.milliseconds)
+
+
+def test_the_table_has_the_share_of_the_copy_bandwidth() -> None:
+    result = DecodeResult(shape=SHAPE, label="sdpa", config=None, milliseconds=1.0, bytes_per_second=1.5e12)
+    (table,) = decode_tables([result], 3e12)
+    assert table.rows[0][table.headers.index("of copy")] == "50 %"
+    (table,) = decode_tables([result], None)
+    assert "of copy" not in table.headers
+
+
+def test_copy_bandwidth_counts_reads_and_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fake(runs: Mapping[str, Callable[[], Any]], device: torch.device, *, seconds: float) -> dict[str, Timing]:
+        for run in runs.values():
+            run()
+        return {name: Timing(median=2.0, fast=2.0, slow=2.0, repeats=3) for name in runs}
+
+    monkeypatch.setattr(timing, "time_interleaved", fake)
+    assert timing.copy_bandwidth(torch.device("cpu"), size=1000) == 2 * 1000 / 2e-3
+
+
+@pytest.mark.gpu
+def test_a_gpu_shows_the_share_of_its_copy_bandwidth(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    caches = ("sdpa", "dma_mxfp:balanced+int8", "dma_mxfp:balanced+int4")
+    done = run("bench", "decode", "--size", "64x4096", "--seconds", 0.1, "--cache", *caches, "--json", path)
+    assert done.exit_code == 0, done.output
+    assert "of copy" in done.stdout
+    assert "reference" not in done.output
+    report = json.loads(path.read_text())
+    for result in report["results"]:
+        assert 0 < result["read_bytes"] <= result["cache_bytes"]
+        assert result["bytes_per_second"] < 1.2 * report["copy_bytes_per_second"]  # no more than the memory delivers
 
 
 def test_an_interruption_keeps_what_there_is(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +196,7 @@ class TestQuantizedCache:
             return query
 
         monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
-        step, _ = prepare(parse_implementations(["sdpa+fp8"])[0], SHAPE, torch.device("cpu"), torch.float32)
+        step = prepare(parse_implementations(["sdpa+fp8"])[0], SHAPE, torch.device("cpu"), torch.float32).run
         step()
         step()
         assert lengths == [SHAPE.length + 1] * 2

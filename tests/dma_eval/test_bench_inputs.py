@@ -176,7 +176,7 @@ class TestCommand:
         for each in results:
             assert each["shape"]["inputs"] == {
                 "model": model_folder.name, "data": text_file.name, "layers": [0, 1], "model_layers": 2,
-                "model_head_dim": 32, "yarn": None,
+                "model_head_dim": 32, "yarn": None, "begins_with": [],
             }  # fmt: skip
             assert each["error"] < 0.05
             assert each["error_with_outliers"] is each["skipped_share"] is None

@@ -71,6 +71,23 @@ class TestCommand:
         with Image.open(picture) as image:
             assert image.width > 1000
 
+    @pytest.mark.parametrize("backend", ["auto", "reference"])
+    def test_a_cpu_says_that_the_reference_ran(self, bench: Run, tmp_path: Path, backend: str) -> None:
+        file, page = tmp_path / "mine.toml", tmp_path / "r.md"
+        file.write_text(f'backend = "{backend}"\n', encoding="utf-8")
+        done = bench("--attn", "sdpa", "dma_mxfp:balanced", f"dma_mxfp:{file}", *CAUSAL, "--markdown", page)
+        expected = "dma_mxfp:balanced, dma_mxfp:mine ran in the PyTorch reference, not in the kernels"
+        assert f"Warning: {expected}" in " ".join(done.stderr.split())
+        assert expected in page.read_text(encoding="utf-8")
+        assert "PyTorch reference" not in bench("--attn", "sdpa", *CAUSAL).output
+
+    @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+    def test_what_is_compared_by_default_runs_on_a_cpu(self, bench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+        done = bench("--shape", "1x256:2/1:32")
+        assert done.exit_code == 0, done.output
+        assert "did not run" not in done.output
+
     def test_an_interruption_keeps_what_there_is(
         self, bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -181,9 +198,10 @@ class TestShapes:
 
 class TestMeasuring:
     def test_default_has_every_preset(self) -> None:
-        names = default_names()
+        names = default_names(torch.device("cuda"))
         assert names[:4] == ["sdpa", "sdpa:flash", "sdpa:cudnn", "flex"]
         assert names[4:] == [f"dma_mxfp:{preset}" for preset in dma_hf.PRESETS]
+        assert default_names(CPU) == [name for name in names if name != "sdpa:cudnn"]
         assert [implementation.label for implementation in parse_implementations(names)] == names
 
     @pytest.mark.parametrize("is_causal", [True, False])

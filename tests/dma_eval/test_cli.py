@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -31,6 +33,8 @@ class TestSeveralValues:
             ("--attn a b --attn c", ["a", "b", "c"]),
             ("-a a b -m model", ["a", "b"]),
             ("--attn=a", ["a"]),
+            ("--attn=a b c", ["a", "b", "c"]),
+            ("--attn=a b -a c d --attn=e", ["a", "b", "c", "d", "e"]),
             ("--attn dma_mxfp:paper dma_mxfp:my.toml+int4", ["dma_mxfp:paper", "dma_mxfp:my.toml+int4"]),
             ("", list(DEFAULT_ATTN)),
         ],
@@ -95,18 +99,28 @@ class TestPpl:
 
     def test_writes_a_file(self, ppl: Run, tmp_path: Path) -> None:
         """Folders are made as needed."""
-        json = tmp_path / "a [b]/r.json"
-        result = ppl("--json", json, "--stride", 64, "--batch-size", 2, "--seed", 3)
+        path = tmp_path / "a [b]/r.json"
+        result = ppl("--json", path, "--stride", 64, "--batch-size", 2, "--seed", 3)
         assert result.exit_code == 0, result.output
-        assert f"Wrote {json}" in result.stdout
-        report = read_report(json)
+        assert f"Wrote {path}" in result.stdout
+        report = read_report(path)
         section = report.perplexity[0]
         assert (section.context, section.stride, section.batch_size, section.windows) == (128, 64, 2, 2)
         assert report.seed == 3
 
-    def test_json_lines(self, ppl: Run, tmp_path: Path, prose: str) -> None:
-        import json
+    def test_more_windows_continue_after_those_that_were_read(self, ppl: Run, tmp_path: Path) -> None:
+        whole = ppl("--max-windows", 4, "--json", tmp_path / "r.json")
+        assert whole.exit_code == 0, whole.output
+        for count, kept in ((2, ""), (4, "2 of 4 windows: taken from the folder"), (3, "3 of 3 windows: taken from")):
+            result = ppl("--max-windows", count, "--out", tmp_path / "run")
+            assert result.exit_code == 0, result.output
+            assert kept in result.stderr
+            if count == 4:
+                expected = [each.nll for each in read_report(tmp_path / "r.json").perplexity[0].backends]
+                found = read_report(tmp_path / "run").perplexity[0].backends
+                assert [each.nll for each in found] == pytest.approx(expected)
 
+    def test_json_lines(self, ppl: Run, tmp_path: Path, prose: str) -> None:
         rows = tmp_path / "rows.jsonl"
         rows.write_text("\n".join(json.dumps({"content": line}) for line in prose.splitlines()), encoding="utf-8")
         result = ppl("--data", rows, "--column", "content", "--attn", "sdpa", "--json", tmp_path / "r.json")
@@ -203,36 +217,105 @@ def test_backends_are_looked_up_first(attn: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code, attn], cwd=EVAL, capture_output=True, text=True, check=False)
     assert f"Error: --attn: unknown {'preset' if ':' in attn else 'backend'} 'typo'" in done.stderr
-    imported = set(done.stdout.split())
-    assert not imported & {"lm_eval", "datasets", "matplotlib", "gguf"}
-    if attn.startswith("dma_mxfp"):
-        assert not imported & {"torch", "transformers"}
-    else:  # which alone knows what there is
-        assert "transformers" in imported
+    assert not set(done.stdout.split()) & {"lm_eval", "datasets", "matplotlib", "gguf", "torch", "transformers"}
 
 
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        ("ppl -m ./none -d none.txt", "--model: no such folder: ./none"),
-        ("ppl -m owner/model -d none.txt", "--data: no such file: none.txt"),
-        ("equalize -m ./none -d none.txt --out made", "--model: no such folder: ./none"),
-        ("bench prefill --inputs ./none -d none.txt --length 8", "--inputs: no such folder: ./none"),
-        ("bench generate -m owner/model -d none.txt", "--data: no such file: none.txt"),
-        ("bench serve -m none.gguf", "--model: no such file: none.gguf"),
-        ("serve ./none", "--model: no such folder: ./none"),
-    ],
-)
-def test_missing_files_are_noticed_before_slow_imports(command: str, message: str, tmp_path: Path) -> None:
-    code = (
-        "import sys, dma_eval.cli\n"
-        "try:\n    dma_eval.cli.main(sys.argv[1:])\n"
-        "except SystemExit:\n    print('torch' in sys.modules)\n"
+WRONG = {
+    "ppl -m ./none -d none.txt": "--model: no such folder: ./none",
+    "ppl -m owner/model -d none.txt": "--data: no such file: none.txt",
+    "equalize -m ./none -d none.txt --out made": "--model: no such folder: ./none",
+    "bench prefill --inputs ./none -d none.txt --length 8": "--inputs: no such folder: ./none",
+    "bench generate -m owner/model -d none.txt": "--data: no such file: none.txt",
+    "bench serve -m none.gguf": "--model: no such file: none.gguf",
+    "serve ./none": "--model: no such folder: ./none",
+    "serve ./none --write-config c.yaml": "--model: no such folder: ./none",
+    "serve m --attn spda": "--attn: unknown backend 'spda'; valid: dma_mxfp, eager, flash_attention_2, ",
+    "ppl -m m -d none.txt --device mps": "--device: expected auto, cpu, cuda or cuda:N; got 'mps'",
+    "bench decode --device mps": "--device: expected auto, cpu, cuda or cuda:N; got 'mps'",
+    "ppl -m m -d none.txt --dtype bf16": "Invalid value for '--dtype': 'bf16' is not one of 'auto', 'float32', ",
+    "serve m --dtype bf16": "Invalid value for '--dtype': 'bf16' is not one of 'auto', 'float32', ",
+    "ppl -m m -d none.txt --out file": "--out: cannot create the folder file: it is a file",
+    "demo --out file": "--out: cannot create the folder file: it is a file",
+    "ppl -m m -d none.txt --attn sdpa spda": "--attn: unknown backend 'spda'; valid: dma_mxfp, eager, ",
+    "ppl -m m -d none.txt --attn paged|eager": "--attn: 'paged|eager' needs continuous batching, which is ",
+    "ppl -m m -d none.txt --attn sdpa:balanced": "--attn: 'sdpa' takes neither presets nor caches of dma_mxfp",
+    "bench prefill --attn sdpa spda": "--attn: unknown name 'spda'; valid: sdpa, sdpa:flash, sdpa:cudnn, flex, ",
+    "bench prefill --attn sdpa sdpa+int4": "--attn: unknown name 'sdpa+int4'; valid: sdpa, sdpa:flash, ",
+    "bench decode --cache spda": "--cache: unknown name 'spda'; valid: sdpa, sdpa:flash, sdpa:dynamic, fa3, ",
+    "bench generate --run spda+dynamic": "--run: unknown backend 'spda'; valid: dma_mxfp, eager, ",
+    "bench generate --run sdpa+dynamo": "--run: expected ATTENTION+CACHE with a cache of dynamic, static, int8, ",
+    "bench serve --attn spda": "--attn: unknown backend 'spda'; valid: vllm, vllm:fp8, dma_mxfp, eager, ",
+    "bench prefill --shape 1x2": "--shape: expected BATCHxTOKENS:QUERY/KV:HEAD_DIM[:MASK], such as ",
+    "bench decode --size 8": "--size: expected BATCHxKEYS, such as 8x32768, got '8'",
+    "bench decode --heads 9/2": "--heads: expected QUERY/KV with KV dividing QUERY, such as 32/8, got '9/2'",
+    "bench generate --shape big": "Invalid value for '--shape': 'big' is not one of 'llama-3.1-8b', ",
+    "bench serve --shape big": "Invalid value for '--shape': 'big' is not one of 'llama-3.1-8b', ",
+    "bench serve --requests 8": "--requests: expected COUNTxPROMPT+NEW, such as 32x2048+64 or 8x64-512+16, got ",
+    "ppl -m m -d none.txt -c 128 --stride 129": "--stride must be from 1 to the context, 128, got 129",
+    "ppl -m m -d none.txt --stride 2049": "--stride must be from 1 to the context, 2048, got 2049",
+    "ppl -m m -d none.txt --spread": "--spread needs --max-windows; without it all windows are read",
+    "suite -s s.toml -m m -d none.txt --out o": "--stride must be from 1 to the context, 128, got 129",
+    "ppl -m m -d none.txt --yarn 1": "--yarn: expected a factor above 1, got 1",
+    "ppl -m m -d none.txt --device cpu --device-map auto": "--device and --device-map exclude each other; ",
+    "ppl -m . -d none.txt --revision v1": "--revision: . is a local model, which has none; leave it out",
+    "ppl -m m -d file": "--model: cannot load 'm': no such folder here, the Hub's cache has no such model, and ",
+}
+"""Commands, and what their errors begin with."""
+RUN_ALL = """
+import contextlib, io, json, sys
+import dma_eval.cli
+
+for command in json.load(sys.stdin):
+    told = io.StringIO()
+    with contextlib.redirect_stderr(told), contextlib.suppress(SystemExit):
+        dma_eval.cli.main(command.split())
+    print(json.dumps([told.getvalue(), "torch" in sys.modules or "transformers" in sys.modules]))
+"""
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, bool]]:
+    """What each command says, and whether it was slow: a process runs them all."""
+    folder = tmp_path_factory.mktemp("work")
+    (folder / "file").write_text("text", encoding="utf-8")
+    (folder / "config.json").write_text("{}", encoding="utf-8")
+    (folder / "s.toml").write_text("[perplexity]\ncontexts = [256, 128]\nstride = 129\n", encoding="utf-8")
+    environment = os.environ | {"PYTHONPATH": str(EVAL), "HF_HUB_CACHE": str(folder), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_ALL],
+        input=json.dumps(list(WRONG)),
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    environment = os.environ | {"PYTHONPATH": str(EVAL)}
-    given = [sys.executable, "-c", code, *command.split()]
-    done = subprocess.run(given, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert (done.stdout, done.stderr) == ("False\n", f"Error: {message}\n")
+    return dict(zip(WRONG, map(json.loads, done.stdout.splitlines()), strict=True))
+
+
+@pytest.mark.parametrize("command", WRONG)
+def test_wrong_input_is_noticed_before_slow_imports(command: str, told: dict[str, tuple[str, bool]]) -> None:
+    message, was_slow = told[command]
+    assert message.startswith(f"Error: {WRONG[command]}")
+    assert message.count("\n") == 1
+    assert not was_slow
+
+
+@pytest.mark.parametrize("model", ["tiny", "org/tiny"])
+def test_a_model_that_is_nowhere_is_refused_at_once_without_a_network(model: str, tmp_path: Path) -> None:
+    """The libraries would try again for a minute."""
+    (tmp_path / "book.txt").write_text("text", encoding="utf-8")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        closed = f"http://127.0.0.1:{server.getsockname()[1]}"
+    cache = {"HF_ENDPOINT": closed, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": ""}
+    environment = os.environ | {"PYTHONPATH": str(EVAL), "NO_PROXY": "*"} | cache
+    command = [sys.executable, "-m", "dma_eval", "ppl", "-m", model, "-d", "book.txt"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"Error: --model: cannot load '{model}': no such folder here, the Hub's cache has no such model, and {closed} "
+        "cannot be reached (Connection refused)\n"
+    )
 
 
 class TestPrepareFile:

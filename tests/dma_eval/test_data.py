@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dma_eval.data import Window, load_text, make_windows, tokenize
+import torch
+from dma_eval.data import Window, full_windows, leading_tokens, load_text, make_windows, tokenize
 from dma_eval.errors import UserError
-from dma_eval.models import LoadedModel
+from dma_eval.models import LoadedModel, load_model
 from dma_eval.parts import PerplexityPart
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,6 +44,12 @@ class TestLoadText:
         assert (text.name, text.split, text.column) == (str(rows_file), "train", "content")
         assert capfd.readouterr() == ("", ""), "no progress bars"
 
+    def test_the_case_of_a_suffix_does_not_matter(self, rows_file: Path) -> None:
+        upper = rows_file.rename(rows_file.with_suffix(".JSONL"))
+        assert load_text(str(upper), column="content").content.startswith("First row.\n\nSecond")
+        with pytest.raises(UserError, match=r"no such file: missing\.TXT"):
+            load_text("missing.TXT")
+
     def test_csv(self, tmp_path: Path) -> None:
         path = tmp_path / "rows.csv"
         path.write_text('text\n"a, b"\nc\n', encoding="utf-8")
@@ -73,6 +80,16 @@ class TestLoadText:
     def test_unknown_split(self, rows_file: Path) -> None:
         with pytest.raises(UserError, match="Unknown split"):
             load_text(str(rows_file), column="content", split="validation")
+
+
+def test_full_windows_begin_with_bos() -> None:
+    assert full_windows(torch.arange(10), 3, 4, 1).tolist() == [[0, 1, 2, 3], [0, 4, 5, 6], [0, 7, 8, 9]]
+    assert full_windows(torch.arange(10), 2, 4, 0).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_leading_tokens(loaded: LoadedModel, bos_model: Path) -> None:
+    assert leading_tokens(loaded.tokenizer) == []
+    assert leading_tokens(load_model(str(bos_model), device="cpu").tokenizer) == [0]
 
 
 def test_tokenize_adds_what_the_tokenizer_adds(loaded: LoadedModel) -> None:
@@ -134,6 +151,27 @@ class TestWindows:
             assert window.begin == index * stride
             assert window.end == min(window.begin + context, tokens)
             assert 1 <= window.first < window.length
+
+    def test_after_bos(self) -> None:
+        """As many tokens are read as without it, and the first of the text is predicted from it."""
+        assert make_windows(10, 4, PerplexityPart(), 1) == [Window(1, 4, 1, 1), Window(4, 7, 1, 1), Window(7, 10, 1, 1)]
+        assert make_windows(8, 4, PerplexityPart(), 1)[-1] == Window(7, 8, 1, 1)  # a token alone can be predicted
+        with_stride = [Window(1, 6, 1, 1), Window(3, 8, 4, 1), Window(5, 10, 4, 1)]
+        assert make_windows(10, 6, PerplexityPart(stride=2), 1) == with_stride
+        assert make_windows(10, 4, PerplexityPart(stride=4), 1) == make_windows(10, 4, PerplexityPart(), 1)
+        assert Window(4, 7, 1, 1).of(torch.arange(10)).tolist() == [0, 4, 5, 6]
+        assert make_windows(10, 5, PerplexityPart(), 2)[1] == Window(5, 8, 2, 2)
+        with pytest.raises(UserError, match="--context must be at least 3 tokens, got 2"):
+            make_windows(10, 2, PerplexityPart(), 2)
+
+    @given(cuts(), st.integers(1, 3))
+    def test_after_bos_every_token_is_scored_once(self, cut: tuple[int, int, int], prefix: int) -> None:
+        tokens, context, stride = cut
+        windows = make_windows(tokens + prefix, context + prefix, PerplexityPart(stride=stride), prefix)
+        read = [window.of(torch.arange(tokens + prefix)).tolist() for window in windows]
+        assert all(row[:prefix] == list(range(prefix)) and len(row) <= context + prefix for row in read)
+        scored = [token for row, window in zip(read, windows, strict=True) for token in row[window.first :]]
+        assert scored == list(range(prefix, tokens + prefix))
 
     @pytest.mark.parametrize(
         ("tokens", "context", "options", "message"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,31 @@ class TestFailures:
         """The first of its tokens have no logits; lm-eval asserts that there is no such one."""
         with pytest.raises(BackendFailure, match=r"a continuation has [\d,]+ tokens, but the model's maximum is 512"):
             make().loglikelihood(instances("loglikelihood", [("the", f" {prose[:3000]}")]))
+
+    @pytest.mark.parametrize(
+        ("context", "continuation"),
+        [("the wha", "le"), ("wha", "le"), ("the sea", ""), ("", ""), ("", "<s>"), (" ", "sea"), ("\n", "")],
+    )
+    @pytest.mark.parametrize("others", [[], PAIRS])
+    def test_a_sample_without_a_token_to_score_or_to_read_is_named(
+        self,
+        make: Callable[..., DMALM],
+        hugging_face: HFLM,
+        context: str,
+        continuation: str,
+        others: list[tuple[str, str]],
+    ) -> None:
+        """Also among others, with whose logits it would be scored; lm-eval's own model stops too, without a message."""
+        requests = instances("loglikelihood", [*others, (context, continuation)])
+        named = re.escape(f"context {context!r} with continuation {continuation!r}")
+        with pytest.raises(BackendFailure, match=f"{named} has no token .*; change the sample, or its target"):
+            make().loglikelihood(requests)
+        with pytest.raises((AssertionError, IndexError)):
+            hugging_face.loglikelihood(requests, disable_tqdm=True)
+
+    def test_a_long_sample_is_named_by_the_end_of_its_context(self, make: Callable[..., DMALM]) -> None:
+        with pytest.raises(BackendFailure, match=r"context '…[a-z ]{36} wha' with continuation 'le' has no token"):
+            make().loglikelihood(instances("loglikelihood", [(f"{CONTEXT} {CONTEXT} the wha", "le")]))
 
     def test_generation(self, broken: DMALM) -> None:
         with pytest.raises(BackendFailure, match=r"NaN .* they begin in the output of model.layers.1.mlp"):

@@ -128,3 +128,16 @@ def test_devices() -> None:
         parse_device("gpu")
     with pytest.raises(UserError, match=r"--device: 'cuda:99' does not exist: \d+ CUDA devices found"):
         parse_device("cuda:99")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_weights_in_which_a_cpu_is_slow_are_pointed_out(
+    loaded: LoadedModel, tmp_path: Path, dtype: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loaded.model.to(getattr(torch, dtype)).save_pretrained(tmp_path)
+    loaded.tokenizer.save_pretrained(tmp_path)
+    load_model(str(tmp_path), device="cpu")
+    hint = f"has weights in {dtype}, in which a CPU computes slowly; --dtype float32 is several times faster"
+    assert (hint in " ".join(capsys.readouterr().err.split())) == (dtype != "float32")
+    load_model(str(tmp_path), device="cpu", dtype=dtype)
+    assert capsys.readouterr().err == ""

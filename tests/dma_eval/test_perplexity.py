@@ -226,6 +226,23 @@ class TestChoiceOfWindows:
         (warning,) = perplexity_page(low).warnings
         assert warning.startswith("a perplexity of 1.83 is implausibly low for prose")
 
+    def test_a_row_that_cannot_be_true_is_warned_of(self, compared: Compared) -> None:
+        """Rounding makes no model much better; attention that sees the next token does."""
+        section = compared("sdpa", "eager", "dma_mxfp", context=512, max_windows=1)
+        reference, low, better = section.backends
+        low = replace(low, perplexity=1.375, change_percent=-95.9)
+        better = replace(better, change_percent=-20.5)
+        lines = perplexity_page(replace(section, backends=[reference, low, better])).warnings
+        why = "less perplexity than sdpa, which is implausible: it may see the tokens that it predicts"
+        assert lines == [f"eager has 95.9 % {why}", f"dma_mxfp has 20.5 % {why}"]
+        low = replace(low, perplexity=1.9, change_percent=-0.5)
+        (line,) = perplexity_page(replace(section, backends=[replace(reference, perplexity=1.91), low])).warnings
+        assert line.startswith("a perplexity of 1.91 is implausibly low for prose")
+        low = replace(low, change_percent=None)  # the reference failed
+        failed = replace(reference, failure="NaN", perplexity=None)
+        _, line = perplexity_page(replace(section, backends=[failed, low])).warnings
+        assert line.startswith("a perplexity of 1.90 is implausibly low for prose")
+
 
 class TestScore:
     LOGITS = torch.tensor([[2.0, 0.0, 0.0], [0.0, 3.0, 0.0], [0.0, 0.0, 1.0]])

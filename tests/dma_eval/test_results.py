@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dma_eval import plots
+from dma_eval import environment, plots
 from dma_eval.errors import UserError
 from dma_eval.files import write_json as write
 from dma_eval.models import LoadedModel
 from dma_eval.names import PRESETS
-from dma_eval.pages import COLUMNS, format_kl, perplexity_page, warnings
+from dma_eval.pages import COLUMNS, format_kl, number, perplexity_page, warnings
 from dma_eval.plots import line_styles, plot_positions, plot_stress
 from dma_eval.render import Plot, cache_of, measured, to_html, to_markdown
 from dma_eval.results import (
@@ -89,8 +89,6 @@ class TestJson:
         assert values["schema_version"] == SCHEMA_VERSION
         assert values["seed"] == 7
         assert values["environment"]["packages"].keys() >= {"torch", "transformers"}
-        head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, text=True)
-        assert head.startswith(values["environment"]["commit"].removesuffix("-dirty"))
         assert values["model"]["architecture"] == "LlamaForCausalLM"
         assert values["model"]["parameters"] == report.model.parameters > 50_000
         model = values["model"]
@@ -101,6 +99,26 @@ class TestJson:
         configs = [backend["config"] for backend in values["perplexity"][0]["backends"]]
         assert configs[0] is None
         assert configs[2]["low"] == "mxfp4"
+
+    @pytest.mark.parametrize(
+        ("value", "form", "shown"),
+        [
+            (-0.001, "+.2f", "+0.00"), (0.0, "+.2f", "+0.00"), (-0.004, ".2f", "0.00"), (-0.006, "+.2f", "-0.01"),
+            (-4e-4, "+.3g", "-0.0004"), (1234.5, ",.1f", "1,234.5"), (-3, ",.0f", "-3"), (None, "+.2f", "–"),
+        ],
+    )  # fmt: skip
+    def test_what_rounds_to_zero_has_no_minus(self, value: float | None, form: str, shown: str) -> None:
+        assert number(value, form) == shown
+
+    def test_names_the_commit_of_the_source_tree(self, report: Report, tmp_path: Path) -> None:
+        git = ["git", "-C", str(Path(environment.__file__).parent), "rev-parse", "HEAD"]
+        head = subprocess.run(git, capture_output=True, text=True, check=False)
+        if head.returncode:
+            pytest.skip("not in a checkout of git")
+        write(report, tmp_path / "r.json")
+        commit = read_report(tmp_path / "r.json").environment.commit
+        assert commit is not None
+        assert head.stdout.startswith(commit.removesuffix("-dirty"))
 
     def test_no_nan(self, report: Report, tmp_path: Path) -> None:
         broken = replace(report.perplexity[0].backends[0], nll=float("nan"))

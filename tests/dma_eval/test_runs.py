@@ -60,6 +60,16 @@ def report(run: Run, folder: Path, model_folder: Path, text_file: Path, tiny_tas
     return read_report(folder / "all/results.json")
 
 
+def of_model(report: Report, **changes: Any) -> Report:
+    """The report as if another model had been measured."""
+    model = replace(report.model, **changes)
+    sections = {
+        name: [replace(each, origin=replace(report.origin_of(each), model=model)) for each in getattr(report, name)]
+        for name in SECTIONS
+    }
+    return replace(report, model=model, **sections)
+
+
 class TestFolder:
     def test_holds_everything(self, report: Report, folder: Path) -> None:
         found = [path.relative_to(folder / "all") for path in (folder / "all").rglob("*.*")]
@@ -204,9 +214,54 @@ class TestCard:
         )
         found = {(result.dataset_name, result.metric_name): result.metric_value for result in again.data.eval_results}
         section = report.perplexity[0].backends[1]
-        assert found["prose.txt", "perplexity, context 128"] == pytest.approx(section.perplexity, abs=1e-4)
+        name = "perplexity, context 128, 2 windows, with warnings"  # the windows are too short to test low tiles
+        assert found["prose.txt", name] == pytest.approx(section.perplexity, abs=1e-4)
         task = report.tasks[0].tasks[0]
-        assert found["tiny_choice", "acc, 0-shot"] == pytest.approx(task.metrics[0].values[1].value, abs=1e-6)
+        name = "acc, 0-shot, with warnings"
+        assert found["tiny_choice", name] == pytest.approx(task.metrics[0].values[1].value, abs=1e-6)
+
+    def test_results_of_all_data_without_warnings_are_not_marked(self, report: Report) -> None:
+        """Others say of how many windows or samples they are, and whether their page warns of them."""
+        section, tasks = report.perplexity[0], report.tasks[0]
+        long = replace(section, context=512, stride=512, data=replace(section.data, tokens=1024))
+        telling = [replace(each, low_share=dict.fromkeys(each.low_share, 0.5)) for each in tasks.backends]
+        good = replace(tasks, backends=telling)
+        for changed, expected in (
+            ({"perplexity": [long], "tasks": []}, "perplexity, context 512"),
+            ({"perplexity": [replace(long, windows=1)], "tasks": []}, "perplexity, context 512, 1 window"),
+            ({"perplexity": [replace(long, skip_windows=1)], "tasks": []}, "perplexity, context 512, 2 windows"),
+            (
+                {"perplexity": [replace(long, windows_left=1)], "tasks": []},
+                "perplexity, context 512, 2 windows, with warnings",
+            ),
+            ({"perplexity": [], "tasks": [good]}, "acc, 0-shot"),
+            ({"perplexity": [], "tasks": [replace(good, limit=7)]}, "acc, 0-shot, first 7 samples"),
+            ({"perplexity": [], "tasks": [replace(tasks, limit=7)]}, "acc, 0-shot, first 7 samples, with warnings"),
+        ):
+            card = make_card(replace(report, **changed), base_model="me/tiny")
+            assert card.data.eval_results[0].metric_name == expected
+            assert ("> **Warning**" in card.text.partition("### Fidelity")[0]) == ("with warnings" in expected)
+
+    def test_several_models_or_configurations_are_refused(self, report: Report) -> None:
+        section = report.perplexity[0]
+        origin = report.origin_of(section)
+        other = replace(section, origin=replace(origin, model=replace(origin.model, quantization="Q4_1")))
+        with pytest.raises(UserError, match=r"has sections of several models \(.*Q4_1.*; measure one in a folder"):
+            make_card(replace(report, perplexity=[section, other]), base_model="me/tiny")
+        low = [replace(each, config=each.config and each.config | {"sink_tiles": 7}) for each in section.backends]
+        with pytest.raises(UserError, match="has several configurations named 'dma_mxfp:paper'"):
+            make_card(replace(report, perplexity=[section, replace(section, backends=low)]), base_model="me/tiny")
+
+    def test_names_every_measurement(self, report: Report) -> None:
+        """A card of two commands gives machine, date and command of both."""
+        section = report.perplexity[0]
+        origin = report.origin_of(section)
+        environment = replace(origin.environment, commit="older", threads=99)
+        other = replace(origin, environment=environment, command="dma-hf ppl old", created="2001-02-03T00:00:00+00:00")
+        text = make_card(replace(report, perplexity=[replace(section, origin=other)]), base_model="me/tiny").text
+        assert "99 threads" in text
+        assert "commit older;\n2001-02-03. Command: `dma-hf ppl old`." in text
+        assert text.count("Command: `") == 2
 
     @pytest.mark.parametrize(
         ("name", "column", "expected"),
@@ -226,12 +281,11 @@ class TestCard:
         assert (result.dataset_type, result.dataset_name) == expected
 
     def test_positions_that_were_rescaled(self, report: Report) -> None:
-        text = make_card(replace(report, model=replace(report.model, yarn=4.0)), base_model="me/tiny").text
+        text = make_card(of_model(report, yarn=4.0), base_model="me/tiny").text
         assert "weights in float32; YaRN extends its positions 4 times; on cpu." in text
 
     def test_quantized_weights(self, report: Report) -> None:
-        model = replace(report.model, name="tiny.Q4_1.gguf", quantization="Q4_1")
-        text = make_card(replace(report, model=model), base_model="me/tiny").text
+        text = make_card(of_model(report, name="tiny.Q4_1.gguf", quantization="Q4_1"), base_model="me/tiny").text
         assert "The measured weights are those of the base model in Q4_1, from `tiny.Q4_1.gguf`." in text
         assert "weights in float32, quantized to Q4_1 in the file or checkpoint" in text
         assert "weights are those of the base model." not in text
@@ -243,7 +297,9 @@ class TestCard:
 
     def test_keeps_names_on_the_hub(self, report: Report) -> None:
         command = "dma-hf ppl -m me/tiny -d Salesforce/wikitext:wikitext-2-raw-v1:test"
-        assert f"`{command}`" in make_card(replace(report, command=command), base_model="me/tiny").text
+        section = report.perplexity[0]
+        section = replace(section, origin=replace(report.origin_of(section), command=command))
+        assert f"`{command}`" in make_card(replace(report, perplexity=[section]), base_model="me/tiny").text
 
     def test_shows_one_backend_and_the_reference(self, report: Report) -> None:
         section = report.perplexity[0]
@@ -282,7 +338,7 @@ class TestCard:
 
     @pytest.mark.parametrize("yarn", [None, 1.5])
     def test_use_runs(self, report: Report, model_folder: Path, yarn: float | None) -> None:
-        text = make_card(replace(report, model=replace(report.model, yarn=yarn)), base_model="me/tiny").text
+        text = make_card(of_model(report, yarn=yarn), base_model="me/tiny").text
         code = text[text.index("```python\n") + 10 :].partition("```")[0].replace("me/tiny", str(model_folder))
         names: dict[str, Any] = {}
         exec(code, names)

@@ -103,10 +103,11 @@ class Client:
 
 
 @contextmanager
-def _serving(*arguments, stop=signal.SIGINT):
+def _serving(*arguments, stop=signal.SIGINT, **variables):
     """Run the command at any free port; at the end it must stop by itself when it is interrupted."""
     path = os.pathsep.join(str(ROOT / name) for name in (".", "kernels", "eval"))
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "NO_PROXY": "*"}
+    environment |= variables
     command = [sys.executable, "-m", "dma_eval", "serve", "--port", "0", "--host", "127.0.0.1", "--device", "cpu"]
     process = subprocess.Popen(
         [*command, *map(str, arguments)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -170,7 +171,6 @@ def test_an_answer_in_pieces(client, expected, asked):
     pieces = [event["choices"][0]["delta"].get("content", "") for event in events]
     assert sum(map(bool, pieces)) > NEW_TOKENS / 2
     assert "".join(pieces) == expected["+int4"]
-    assert events[-1]["usage"]["completion_tokens"] == NEW_TOKENS
 
 
 def test_a_stop_string_ends_an_answer(client, expected, asked):
@@ -376,11 +376,21 @@ def test_the_server_measured_from_outside(client, run, folder, tmp_path):
     assert (measured["completed"], measured["new_tokens"], measured["errors"]) == (3, 12, {})
 
 
-def test_usage_at_the_end_of_a_stream(client, asked):
-    events = client.stream("/v1/chat/completions", **asked, stream_options={"include_usage": True})
-    assert events[-1]["choices"] == []
-    assert events[-1]["usage"]["completion_tokens"] == NEW_TOKENS
-    assert [event["choices"][0]["finish_reason"] for event in events[:-1]] == [None] * (len(events) - 2) + ["length"]
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+def test_a_stream_has_its_usage_once_and_only_if_asked_for(client, path):
+    body = {"messages": CHAT} if path.startswith("chat") else {"prompt": "The captain"}
+    asked = body | {"max_tokens": 3, "temperature": 0}
+    plain = client.stream(f"/v1/{path}", **asked)
+    assert not any("usage" in event for event in plain)
+    reasons = [None] * (len(plain) - 1) + ["length"]
+    assert [event["choices"][0]["finish_reason"] for event in plain] == reasons
+    for options in ({}, {"include_usage": False}):
+        assert len(client.stream(f"/v1/{path}", **asked, stream_options=options)) == len(plain)
+    *events, last = client.stream(f"/v1/{path}", **asked, stream_options={"include_usage": True})
+    assert [event["usage"] for event in events] == [None] * len(plain)
+    assert [event["choices"][0]["finish_reason"] for event in events] == reasons
+    assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 3)
+    assert last["usage"] == client.post(f"/v1/{path}", **asked)["usage"]
 
 
 def test_a_client_that_leaves_frees_its_request(client):
@@ -462,6 +472,41 @@ def test_the_model_is_the_only_one(client, folder, asked):
     assert client.stream("/load_model", model="another")[0]["status"] == "error"
 
 
+@pytest.fixture(scope="module")
+def hub(folder, tmp_path_factory):
+    """A cache of the Hub that holds a model by the name ``org/tiny``."""
+    commit = "0" * 40
+    cache = tmp_path_factory.mktemp("home") / "hub"
+    repository = cache / "models--org--tiny"
+    shutil.copytree(folder, repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    return cache
+
+
+@pytest.mark.slow
+def test_answers_name_a_model_of_the_hub_as_the_server_lists_it(hub):
+    openai = pytest.importorskip("openai")
+    with _serving("org/tiny", "--dtype", "float32", HF_HUB_CACHE=str(hub)) as client:
+        asked = openai.OpenAI(base_url=f"{client._address}/v1", api_key="none", max_retries=0)
+        (listed,) = asked.models.list().data
+        assert listed.id == asked.models.retrieve("org/tiny").id == "org/tiny"
+        common = {"model": listed.id, "temperature": 0}
+        chat = common | {"messages": CHAT, "max_tokens": 2}
+        text = common | {"prompt": "The captain", "max_tokens": 2}
+        response = common | {"input": "The captain", "max_output_tokens": 2}
+        names = {asked.chat.completions.create(**chat).model, asked.completions.create(**text).model}
+        names |= {asked.responses.create(**response).model}
+        names |= {piece.model for piece in asked.chat.completions.create(**chat, stream=True)}
+        names |= {piece.model for piece in asked.completions.create(**text, stream=True)}
+        events = asked.responses.create(**response, stream=True)
+        names |= {event.response.model for event in events if hasattr(event, "response")}
+        assert names == {listed.id}
+        ready = {"status": "ready", "model": "org/tiny", "cached": True}
+        assert client.stream("/load_model", model="org/tiny") == [ready]
+        assert client.refused("/v1/completions", prompt="word", model="org/tiny@dev")[1]["code"] == "model_not_found"
+
+
 def test_the_model_stays_after_a_reset(client, expected, asked):
     """Transformers' own manager would load it again, with SDPA."""
     assert client.post("/reset") == {"status": "ok"}
@@ -489,17 +534,75 @@ def test_continuous_batching(suffix, folder, expected, question):
     assert hot != expected[suffix] == cold
 
 
-async def _ask(gate, path):
-    """Send a request, and wait for the answer."""
-    messages = [{"type": "http.request"}]
+async def _ask(gate, path, method="GET", key=None, *, has_body=True):
+    """Send a request, wait for the answer, and return its status. Without a body the client keeps it back."""
+    messages = [{"type": "http.request"}] if has_body else []
+    status = None
 
     async def receive():
         return messages.pop() if messages else await asyncio.Event().wait()
 
     async def send(message):
-        pass
+        nonlocal status
+        status = message.get("status", status)
 
-    await gate({"type": "http", "method": "GET", "path": path, "headers": []}, receive, send)
+    headers = [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
+    await gate({"type": "http", "method": method, "path": path, "headers": headers}, receive, send)
+    return status
+
+
+async def _answer_all(scope, receive, send):
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body"})
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "key", "status"),
+    [
+        ("GET", "/health", None, 200),
+        ("HEAD", "/health", None, 200),
+        ("POST", "/health", None, 401),
+        ("PUT", "/health", None, 401),
+        ("POST", "/health", "secret", 200),
+        ("GET", "/v1/models", None, 401),
+        ("GET", "/v1/models", "secret", 200),
+        ("POST", "/v1/completions", "secret", 200),
+    ],
+)
+def test_only_reading_health_needs_no_key(method, path, key, status):
+    gate = Gate(_answer_all, api_key="secret", most=2)
+    assert asyncio.run(asyncio.wait_for(_ask(gate, path, method, key), TIMEOUT)) == status
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "key"), [("POST", "/health", None), ("GET", "/health", None), ("GET", "/v1/models", "secret")]
+)
+def test_requests_that_generate_nothing_take_no_slots(method, path, key):
+    async def ask():
+        gate = Gate(_answer_all, api_key="secret", most=2)
+        others = [asyncio.create_task(_ask(gate, path, method, key, has_body=False)) for _ in range(3)]
+        await asyncio.sleep(0)
+        status = await _ask(gate, "/v1/completions", "POST", "secret")
+        for other in others:
+            other.cancel()
+        await asyncio.wait(others)
+        return status
+
+    assert asyncio.run(asyncio.wait_for(ask(), TIMEOUT)) == 200
+
+
+def test_requests_that_generate_are_limited():
+    async def ask():
+        gate = Gate(_answer_all, most=2)
+        others = [asyncio.create_task(_ask(gate, "/v1/completions", "POST", has_body=False)) for _ in range(2)]
+        await asyncio.sleep(0)
+        statuses = [await _ask(gate, path, method) for method, path in (("POST", "/v1/responses"), ("GET", "/health"))]
+        for other in others:
+            other.cancel()
+        await asyncio.wait(others)
+        return statuses
+
+    assert asyncio.run(asyncio.wait_for(ask(), TIMEOUT)) == [429, 200]
 
 
 def test_stopping_ends_a_request_that_began_before_others_ended():
@@ -533,14 +636,10 @@ def test_stopping_ends_a_request_that_began_before_others_ended():
 
 
 def test_a_path_cannot_write_lines_into_the_log(caplog):
-    async def application(scope, receive, send):
-        await send({"type": "http.response.start", "status": 404, "headers": []})
-        await send({"type": "http.response.body"})
-
     caplog.set_level("INFO", "dma_eval.serving")
-    asyncio.run(_ask(Gate(application), "/a\n\x1b[31mb"))
+    asyncio.run(_ask(Gate(_answer_all), "/a\n\x1b[31mb"))
     (record,) = caplog.records
-    assert record.getMessage().startswith("GET /a%0A%1B%5B31mb 404")
+    assert record.getMessage().startswith("GET /a%0A%1B%5B31mb 200")
 
 
 def test_stop_strings_of_any_length():
@@ -620,7 +719,7 @@ def test_a_port_in_use(run, refused):
 
 
 def test_a_model_without_chat_template_triggers_a_warning(run, monkeypatch):
-    monkeypatch.setattr("dma_eval.serving.serve", lambda *arguments, **options: None)
+    monkeypatch.setattr("dma_eval.serving.app.serve", lambda *arguments, **options: None)
     result = run("serve", DEMO_MODEL, "--device", "cpu", "--port", "0")
     assert result.exit_code == 0
     assert "has no chat template, which /v1/chat/completions needs" in " ".join(result.stderr.split())

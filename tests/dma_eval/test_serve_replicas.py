@@ -251,7 +251,7 @@ def test_tensor_parallel_ranks_answer_together_and_are_replaced_together(folder,
 
 def test_one_replica_does_without_ray(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)  # importing it fails
-    monkeypatch.setattr("dma_eval.serving.serve", lambda *arguments, **options: None)
+    monkeypatch.setattr("dma_eval.serving.app.serve", lambda *arguments, **options: None)
     result = run("serve", DEMO_MODEL, "--device", "cpu", "--port", "0", "--replicas", 1)
     assert result.exit_code == 0, result.output
 
@@ -269,6 +269,41 @@ def test_the_configuration_for_ray_serve(run, tmp_path):
     settings = Settings.model_validate(application["args"])
     assert (settings.model, settings.attn, settings.device_map) == ("some/model", "dma_mxfp+int4", "auto")
     assert (settings.replicas, settings.max_replicas, settings.gpus_per_replica, settings.max_queued) == (2, 4, 2, 9)
+
+
+def test_the_configuration_names_what_every_node_finds(run, tmp_path, monkeypatch):
+    file, mine = tmp_path / "serve_config.yaml", tmp_path / "mine.toml"
+    mine.write_text('low = "mxfp4"\n')
+    monkeypatch.chdir(DEMO_MODEL.parent)
+    options = ("--attn", f"dma_mxfp:{os.path.relpath(mine)}+int8", "--write-config", file)
+    result = run("serve", DEMO_MODEL.name, *options)
+    assert (result.exit_code, result.stderr) == (0, "")
+    (application,) = yaml.safe_load(file.read_text())["applications"]
+    assert application["args"]["model"] == str(DEMO_MODEL)
+    named = application["args"]["attn"].removeprefix("dma_mxfp:").removesuffix("+int8")
+    assert os.path.isabs(named)
+    assert os.path.samefile(named, mine)
+    result = run("serve", "/nowhere/model", "--write-config", file)  # which may be on the nodes
+    assert (result.exit_code, result.stderr) == (
+        0,
+        "Warning: no such folder here: /nowhere/model; every node needs it\n",
+    )
+    for name, message in (
+        ("./nowhere", "no such folder: ./nowhere"),
+        (str(tmp_path), f"{tmp_path} has no config.json"),
+    ):
+        result = run("serve", name, "--write-config", file)
+        assert result.exit_code == 2
+        assert message in " ".join(result.stderr.split())
+
+
+def test_writing_a_configuration_imports_no_library_that_warns(tmp_path):
+    code = "import sys, dma_eval.cli\ntry:\n    dma_eval.cli.main()\nfinally:\n    assert 'torch' not in sys.modules"
+    path = os.pathsep.join(str(ROOT / name) for name in (".", "kernels", "eval"))
+    command = [sys.executable, "-c", code, "serve", "some/model", "--write-config", "c.yaml"]
+    environment = os.environ | {"PYTHONPATH": path}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "Wrote c.yaml\n", "")
 
 
 @pytest.mark.parametrize("more", [("--session-affinity",), ("--tensor-parallel", 2, "--continuous-batching")], ids=str)

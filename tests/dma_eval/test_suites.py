@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict
@@ -14,6 +15,7 @@ import pytest
 import torch
 from dma_eval import console, fidelity
 from dma_eval.backends import default_names
+from dma_eval.data import load_text
 from dma_eval.errors import UserError
 from dma_eval.parts import PARTS, load_suite, parse_suite, suite_names
 from dma_eval.results import read_report
@@ -88,7 +90,7 @@ def assert_same(first: Any, second: Any, where: str) -> None:
 
 class TestFiles:
     def test_names(self) -> None:
-        assert suite_names() == ["local-quality", "long-context", "quick", "standard"]
+        assert suite_names() == ["gsm8k-local", "local-quality", "long-context", "quick", "standard"]
 
     def test_configs_show_those_of_the_package(self) -> None:
         assert sorted(path.stem for path in (ROOT / "configs/suites").glob("*.toml")) == suite_names()
@@ -103,7 +105,7 @@ class TestFiles:
     def test_tasks_exist(self) -> None:
         from dma_eval.tasks import find_tasks
 
-        names = [load_suite(name).tasks.names for name in suite_names() if name != "local-quality"]  # type: ignore[union-attr]
+        names = [load_suite(name).tasks.names for name in suite_names() if "local" not in name]  # type: ignore[union-attr]
         assert find_tasks([name for group in names for name in group]).names
 
     def test_defaults(self) -> None:
@@ -155,7 +157,7 @@ class TestFiles:
 
     def test_unknown(self) -> None:
         with pytest.raises(
-            UserError, match="unknown suite 'fast'; valid: local-quality, long-context, quick, standard"
+            UserError, match="unknown suite 'fast'; valid: gsm8k-local, local-quality, long-context, quick, standard"
         ):
             load_suite("fast")
 
@@ -238,6 +240,41 @@ class TestRun:
         assert result.exit_code == 0, result.output
         assert left == [None]
 
+    def test_a_text_of_several_parts_is_loaded_once(
+        self, run: Run, model_folder: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        load = mock.Mock(wraps=load_text)
+        monkeypatch.setattr("dma_eval.run.load_text", load)
+        part = f'data = "{text_file}"\nmax_windows = 1\n'
+        perplexity, fidelity = f"[perplexity]\ncontexts = [128]\n{part}", f"[fidelity]\ncontext = 128\n{part}"
+        (tmp_path / "mine.toml").write_text(f"{perplexity}{fidelity}head_windows = 0\nprompts = 0\n", encoding="utf-8")
+        common = ("-m", model_folder, "--device", "cpu", "--attn", "sdpa", "--out", tmp_path / "run")
+        result = run("suite", "--suite", tmp_path / "mine.toml", *common)
+        assert result.exit_code == 0, result.output
+        assert load.call_count == 1
+
+    def test_gsm8k_of_a_local_file(self, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """With a model that gives the same answer to both questions."""
+        asked: list[str] = []
+
+        def answer(lm: Any, requests: list[Any], **_: Any) -> list[str]:
+            asked.extend(request.args[0] for request in requests)
+            return ["1 and 0 make 1. The answer is 1."] * len(requests)
+
+        monkeypatch.setattr("dma_eval.harness.DMALM.generate_until", answer)
+        monkeypatch.chdir(tmp_path)
+        rows = [{"question": f"What is {n} + 1?", "answer": f"<<{n}+1={n + 1}>>\n#### {n + 1}"} for n in range(3)]
+        Path("gsm8k_test.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+        model = ("-m", ROOT / "eval/dma_eval/assets/demo_model", "--device", "cpu", "--dtype", "float32")
+        options = ("--include-path", ROOT / "configs/suites/tasks", "--limit", 2, "--attn", "sdpa", "--out", "run")
+        result = run("suite", "--suite", "gsm8k-local", *model, *options)
+        assert result.exit_code == 0, result.output
+        (task,) = read_report(Path("run")).tasks[0].tasks
+        assert (task.name, task.samples, task.num_fewshot) == ("gsm8k_local", 2, 8)
+        assert [metric.of("sdpa").value for metric in task.metrics] == [0.5, 0.5]
+        assert all(prompt.count("The answer is") == 8 for prompt in asked)
+        assert asked[0].endswith("Q: What is 0 + 1?\nA:")
+
     def test_default_is_every_preset(self, suite: Run, tmp_path: Path) -> None:
         (tmp_path / "mine.toml").write_text('[tasks]\nnames = ["tiny_choice"]\n', encoding="utf-8")
         assert suite("--limit", 1).exit_code == 0
@@ -289,7 +326,7 @@ class TestRun:
         ]
         assert "Wrote results.json" in result.stdout
 
-    @pytest.mark.parametrize("change", [("--max-windows", 2), ("--attn", "sdpa", "dma_mxfp:paper")])
+    @pytest.mark.parametrize("change", [("--dtype", "bfloat16"), ("--attn", "sdpa", "dma_mxfp:paper")])
     def test_other_settings_are_measured_anew(self, suite: Run, tmp_path: Path, change: tuple[object, ...]) -> None:
         (tmp_path / "mine.toml").write_text("[perplexity]\ncontexts = [128]\nmax_windows = 1\n", encoding="utf-8")
         suite("--attn", "sdpa")
@@ -308,8 +345,10 @@ class TestRun:
     def test_half_a_file_is_measured_anew(self, suite: Run, tmp_path: Path) -> None:
         (tmp_path / "mine.toml").write_text("[perplexity]\ncontexts = [128]\nmax_windows = 1\n", encoding="utf-8")
         suite("--attn", "sdpa")
-        (file,) = (tmp_path / "run/parts").glob("*.json")
-        file.write_text(file.read_text(encoding="utf-8")[:300], encoding="utf-8")
+        files = list((tmp_path / "run/parts").rglob("*.json"))
+        assert len(files) == 2  # the part, and its window
+        for file in files:
+            file.write_text(file.read_text(encoding="utf-8")[:300], encoding="utf-8")
         result = suite("--attn", "sdpa")
         assert (result.exit_code, "taken from" in result.stderr) == (0, False)
 

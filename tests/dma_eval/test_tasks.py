@@ -195,6 +195,70 @@ class TestResuming:
         evaluate("tiny_choice", "sdpa", folder=tmp_path, seen=seen, **change)
         assert seen == [("tiny_choice, sdpa", "measured")]
 
+    @pytest.fixture
+    def composed(self, tmp_path: Path) -> Path:
+        """A group of a task that includes a file, has functions in a module, and reads data from two files."""
+        folder = tmp_path / "tasks"
+        (folder / "data").mkdir(parents=True)
+        for part, word in (("a", "ship"), ("b", "sea")):
+            row = json.dumps({"question": "the white", "word": word}) + "\n"
+            (folder / f"data/{part}.jsonl").write_text(row, encoding="utf-8")
+        (folder / "common.yaml").write_text(
+            "output_type: loglikelihood\ndoc_to_text: '{{question}}'\ndoc_to_target: !function functions.target\n"
+            "metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]\ntest_split: test\n",
+            encoding="utf-8",
+        )
+        (folder / "helpers.py").write_text("END = ''\n", encoding="utf-8")
+        (folder / "functions.py").write_text(
+            f"import runpy\nEND = runpy.run_path({str(folder / 'helpers.py')!r})['END']\n"
+            "def target(doc):\n    return f\" {doc['word']}{END}\"\n",
+            encoding="utf-8",
+        )
+        (folder / "member.yaml").write_text(
+            f"task: member\ninclude: common.yaml\ntag: [tagged]\ndataset_path: json\n"
+            f"dataset_kwargs: {{data_files: {{test: '{folder}/data/*.jsonl'}}}}\n",
+            encoding="utf-8",
+        )
+        (folder / "group.yaml").write_text(
+            "group: composed\ntask: [{task: member, num_fewshot: 0}]\n", encoding="utf-8"
+        )
+        return folder
+
+    @pytest.mark.parametrize("name", ["member", "composed", "tagged", "member.yaml"])
+    @pytest.mark.parametrize(
+        ("file", "before", "after"),
+        [
+            ("data/b.jsonl", "sea", "whale"),
+            ("data/c.jsonl", "", '{"question": "the", "word": "sea"}\n'),
+            ("common.yaml", "'{{question}}'", "'{{question}} and the'"),
+            ("functions.py", "END}", "END} and"),
+            ("helpers.py", "''", "' and'"),
+            ("member.yaml", "dataset_path", "description: 'Say: '\ndataset_path"),
+        ],
+    )
+    def test_a_change_of_what_a_task_resolves_to_is_evaluated(
+        self, loaded: LoadedModel, composed: Path, name: str, file: str, before: str, after: str
+    ) -> None:
+        kept: list[str] = []
+
+        class Seen(Progress):
+            def kept(self, what: str) -> None:
+                kept.append(what)
+
+        asked = str(composed / name) if name.endswith(".yaml") else name
+        session = Session(loaded, parse_backends(["sdpa"]), Store(composed / "run"), progress=Seen())
+
+        def evaluate() -> TaskSection:
+            return measure_tasks(session, find_tasks([asked], [composed]), TasksPart(names=[asked]))
+
+        evaluate()
+        evaluate()
+        assert len(kept) == 1  # nothing has changed
+        path = composed / file
+        path.write_text(path.read_text(encoding="utf-8").replace(before, after, 1) if path.exists() else after)
+        evaluate()
+        assert len(kept) == 1
+
     def test_half_a_file_is_evaluated(self, evaluate: Evaluate, tmp_path: Path) -> None:
         first = evaluate("tiny_choice", "sdpa", folder=tmp_path)
         (file,) = tmp_path.rglob("tiny_choice.json")

@@ -325,7 +325,7 @@ ERRORS = {
     ),
     "packing": (
         {"cu_seq_lens_q": torch.tensor([0, 4, 9])},
-        "packing by cu_seq_lens_q: cu_seq_lens_q packs 2 sequences .*pass position_ids that restart",
+        "cu_seq_lens_q: it lacks the end of a row, of which there are 2 with 9 tokens; pass where each document begins",
     ),
 }
 

@@ -12,6 +12,7 @@ from decode_cases import (
     STORED_FORMATS,
     Case,
     assert_decode_matches,
+    assert_small_value_channels_are_exact,
     assert_steps_match,
     assert_storages_equal,
 )
@@ -37,6 +38,12 @@ def test_matches_the_reference(case: str, format: str, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("case", CASES)
 def test_steps_match_the_reference(case: str, format: str) -> None:
     assert_steps_match(CASES[case], format, torch.bfloat16, "cuda")
+
+
+@pytest.mark.parametrize("ratio", [1e3, 1e5])
+@pytest.mark.parametrize("q_len", [1, 5])
+def test_value_channels_next_to_larger_ones_are_exact(q_len: int, ratio: float) -> None:
+    assert_small_value_channels_are_exact(ratio, q_len, torch.bfloat16, "cuda")
 
 
 @pytest.mark.parametrize("format", STORED_FORMATS)

@@ -138,6 +138,7 @@ EDGES = {
         tensors={"kv_range": [[0, 0], [45, 900]], "sinks": [0.5, float("-inf"), 3.0, -2.0]}, **HEADS,
     ),
     "softcap": Case(q_len=1000, kv_len=1000, options={"softcap": 5.0}, **HEADS),
+    "softcap-above-all-logits": Case(q_len=1000, kv_len=1000, options={"softcap": 1e7}, **HEADS),
     "softcap-and-sinks": Case(
         q_len=1000, kv_len=1000, batch=2, options={"softcap": 5.0, "is_causal": False},
         tensors={"kv_range": [[45, 900], [0, 0]], "sinks": [0.5, 3.0, 1.0, -2.0]}, **HEADS,

@@ -47,9 +47,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "long-mask": {"softcap": None, "sinks": None, "mask": torch.empty(1, 1, 1, 65_536, dtype=torch.bool)},
     "short": {"softcap": None, "sinks": None},
     "many": {"softcap": None, "sinks": None},
-}
+    "decode": {"softcap": None, "sinks": None},
+    "decode-options": {
+        "softcap": 50.0, "sinks": torch.empty(4), "window": 700, "kv_range": torch.tensor([[0, 2_048]]),
+        "mask": torch.empty(1, 1, 1, 2_048, dtype=torch.bool),
+    },
+    "decode-63": {"softcap": None, "sinks": None},
+}  # fmt: skip
 """Options of a call by name. ``long`` ones run on the warp-specialized kernel, ``short`` has only high tiles,
-``many`` is a decode step of 32 rows, and names that end in ``skip`` have a recipe that skips tiles."""
+``decode`` ones have one query or 63, ``many`` is a decode step of 32 rows, and names that end in ``skip`` have a recipe
+that skips tiles."""
 
 EIGHT_BIT_PRODUCT = r"\b(IGMMA|QGMMA|IMMA|QMMA|UTCQMMA|UTCIMMA|UTCOMMA|OMMA)\b"
 """Matrix instructions with operands of at most 8 bits, as the disassembler names them."""
@@ -170,7 +177,8 @@ def _cuobjdump(option: str, path: str) -> str:
 def compile_call(recipe: str, arch: int, head_dim: int, option: str = "") -> list[Compiled]:
     """Compile a call with 4 query and 2 kv heads."""
     length = 65_536 if option.startswith("long") else 128 if option == "short" else 2_048
-    query = torch.empty(1, length, 4, head_dim, dtype=torch.bfloat16).transpose(1, 2)
+    queries = length if not option.startswith("decode") else 63 if option == "decode-63" else 1
+    query = torch.empty(1, queries, 4, head_dim, dtype=torch.bfloat16).transpose(1, 2)
     key = torch.empty(1, length, 2, head_dim, dtype=torch.bfloat16).transpose(1, 2)
     with compile_only(arch) as compiled:
         plan.cache_clear()  # plans are not keyed by chip

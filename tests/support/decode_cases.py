@@ -89,6 +89,7 @@ CASES = {
     "window": Case(window=200),
     "window-across-a-boundary": Case(kv_len=645, q_len=16, window=260),
     "softcap": Case(softcap=15.0),
+    "softcap-above-all-logits": Case(softcap=1e7),
     "sinks": Case(sinks=(0.5, 3.0, -2.0, 0.0)),
     "sinks-of-nothing": Case(kv_len=40, q_len=3, padding=(0, 40, 38), sinks=(0.5, float("-inf"), -2.0, float("-inf"))),
     "sinks-of-many": Case(kv_len=645, q_len=9, sinks=(0.5, 3.0, -2.0, 0.0)),
@@ -170,6 +171,23 @@ def assert_as_exact(out: Tensor, exact: Tensor) -> None:
     rounding = torch.finfo(out.dtype).eps
     error = relative_error(out, exact)
     assert error <= 2.5 * rounding, f"{error:.2g} is over {2.5 * rounding:.2g}"
+
+
+def assert_small_value_channels_are_exact(ratio: float, q_len: int, dtype: torch.dtype, device: str) -> None:
+    """Compare the channels of two groups, of which one is ``ratio`` times as large as the other, with exact attention.
+
+    Each on its own: beside the large channels, an error of the small ones would not show.
+    """
+    case = Case(kv_len=900, q_len=q_len, head_dim=128, kv_heads=1)
+    query, key, value = case.inputs(dtype, device)
+    storage = case.storage("int8", dtype, device, is_filled=False)
+    storage.append(key, torch.cat((value[..., :64], value[..., 64:] / ratio), -1))
+    out, _ = decode_attention(query, storage, CacheOptions(0.125))
+    stored = key[:, :, :0], value[:, :, :0]
+    exact, _ = cached_attention_reference(query.float(), *stored, storage, CacheOptions(scale=0.125))
+    rounding = torch.finfo(dtype).eps
+    for group in (slice(64), slice(64, 128)):
+        assert relative_error(out[..., group], exact[..., group]) <= 2.5 * rounding
 
 
 def assert_steps_match(case: Case, format: str, dtype: torch.dtype, device: str) -> None:

@@ -16,6 +16,7 @@ def write_gguf(
     model: PreTrainedModel,
     *,
     tokenizer: Path | None = None,
+    adds_bos: bool = False,
     quantization: GGMLQuantizationType | None = None,
 ) -> None:
     """Write a Llama.
@@ -24,6 +25,7 @@ def write_gguf(
         path: The file.
         model: A Llama.
         tokenizer: A byte-pair ``tokenizer.json`` to include.
+        adds_bos: Whether the tokenizer puts BOS before a text.
         quantization: Type of matrices; fp32 by default.
     """
     config = model.config
@@ -46,6 +48,7 @@ def write_gguf(
         writer.add_token_list(sorted(bpe["vocab"], key=bpe["vocab"].__getitem__))
         writer.add_token_merges([" ".join(merge) for merge in bpe["merges"]])
         writer.add_bos_token_id(0)
+        writer.add_add_bos_token(adds_bos)
         writer.add_eos_token_id(0)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, weight in model.state_dict().items():

@@ -328,7 +328,7 @@ def emulated() -> tuple[SimpleNamespace, dict[str, dict[str, Any]]]:
             "init_votes": lambda: None, "_any_row_keeps": any_row_keeps, "_announce_keep": lambda *names: None,
             "warpgroup_mma": product, "warpgroup_mma_wait": wait_for_products,
             "is_16bit": lambda dtype: dtype.itemsize == 2,
-            "wait_for_operands": lambda: None, "_reciprocal": lambda x: 1.0 / x,
+            "wait_for_operands": lambda: None,
         }  # fmt: skip
     return fake, scopes
 

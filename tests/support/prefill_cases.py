@@ -129,6 +129,7 @@ CASES = {
     "window-bidirectional": Case(options={"window": 70, "is_causal": False}),
     "window-cache": Case(q_len=1, kv_len=150, options={"window": 150, "q_offset": 449, "kv_offset": 300}),
     "softcap": Case(options={"softcap": 15.0}),
+    "softcap-above-all-logits": Case(options={"softcap": 1e7}),
     "sinks": Case(tensors={"sinks": [0.5, 3.0]}),
     "sinks-that-dominate": Case(tensors={"sinks": [12.0, 60.0]}),
     "sinks-of-nothing": Case(options={"window": 20}, tensors={"sinks": [float("-inf"), 3.0]}),
@@ -236,6 +237,27 @@ def assert_matches_reference(
     torch.testing.assert_close(lse[seen], expected_lse[seen], atol=2.0 * rounding * magnitude + 1e-5, rtol=0.0)
 
 
+def assert_largest_fp16_values_stay_finite(backend: str, device: str) -> None:
+    """Attend to the largest fp16 number, which FP8 values round up beyond the range of fp16."""
+    query, key, value = Case(q_len=430, kv_len=430).inputs(torch.float16, device)
+    value.fill_(torch.finfo(torch.float16).max)
+    out = attention_with_lse(query, key, value, Recipe(low="mxint8", pv="fp8", shared_scale="tile"), backend=backend)[0]
+    assert (out > 6e4).all()
+    assert out.isfinite().all()
+
+
+def assert_an_infinite_value_spreads_by_tile(backend: str, device: str) -> None:
+    """Rows for which its tile is high get the infinity, as in 16 bits; rows for which it is low get NaN, as in FP8."""
+    query, key, value = Case(q_len=500, kv_len=500).inputs(torch.float16, device)
+    value[:, :, 130, 3] = torch.inf
+    out = attention_with_lse(query, key, value, Recipe(low="mxint8", pv="fp8", shared_scale="tile"), backend=backend)[0]
+    assert out[:, :, :128, 3].isfinite().all()
+    assert (out[:, :, 130:384, 3] == torch.inf).all()
+    assert out[:, :, 384:, 3].isnan().all()
+    out[..., 3] = 0.0
+    assert out.isfinite().all()
+
+
 SPARSE_LENGTH = 900
 SPARSE = {
     name: Case(**{"q_len": SPARSE_LENGTH, "kv_len": SPARSE_LENGTH, "head_dim": 128, "is_sparse": True} | changes)
@@ -279,3 +301,63 @@ def assert_skips_as_the_reference(case: Case, recipe: Recipe, dtype: torch.dtype
     skipped, examined = counts.sum(0).tolist()
     assert 0 < skipped < examined
     assert torch.equal(counts, expected), f"{counts.tolist()} against {expected.tolist()}"
+
+
+def _short(**changes: Any) -> Case:
+    """A call of a few queries that continue a sequence."""
+    return Case(**({"q_len": 1, "kv_len": 300, "q_heads": 4, "kv_heads": 2} | changes))
+
+
+SHORT = {
+    "one-query": _short(),
+    "two-keys": _short(kv_len=2),
+    "63-queries-of-8-heads": _short(q_len=63, q_heads=8, kv_heads=1),
+    "group-of-1": _short(q_len=3, q_heads=2, kv_heads=2),
+    "group-of-7": _short(q_len=5, q_heads=7, kv_heads=1),
+    "group-of-8": _short(q_len=2, q_heads=16, kv_heads=2, batch=2),
+    "offset": _short(q_len=9, options={"q_offset": 200}),
+    "past-the-keys": _short(options={"q_offset": 1000}),
+    "later-part": _short(q_len=9, options={"q_offset": 500, "kv_offset": 251}),
+    "static-cache": _short(q_len=3, tensors={"q_offset": 170}),
+    "static-cache-first-token": _short(tensors={"q_offset": 0}),
+    "static-cache-rows": _short(batch=3, tensors={"q_offset": [170, 0, 299]}),
+    "before-the-keys": _short(q_len=4, batch=3, tensors={"q_offset": [-9, -2, 299]}),
+    "left-padded": _short(
+        batch=2, tensors={"kv_range": [[45, 300], [0, 300]], "kv_offset": [-45, 0], "q_offset": [254, 299]}
+    ),
+    "left-padded-at-the-end": _short(
+        batch=2, q_len=5, tensors={"kv_range": [[45, 300], [0, 300]], "kv_offset": [-45, 0]}
+    ),
+    "rows-of-uneven-length": _short(
+        batch=40, kv_len=130, head_dim=16, tensors={"kv_range": [[0, i * 3] for i in range(40)]}
+    ),
+    "nothing-visible": _short(
+        q_len=2, batch=2, tensors={"kv_range": [[7, 7], [0, 0]], "sinks": [0.5, float("-inf"), 3.0, -1.0]}
+    ),
+    "window": _short(q_len=9, options={"window": 70}),
+    "window-of-1": _short(q_len=9, options={"window": 1}),
+    "huge-window": _short(q_len=9, options={"window": 2**40}),
+    "window-static-cache": _short(q_len=3, options={"window": 70}, tensors={"q_offset": 170}),
+    "softcap": _short(options={"softcap": 5.0}),
+    "sinks": _short(tensors={"sinks": [0.5, 3.0, float("-inf"), 60.0]}),
+    "mask": _short(q_len=9, batch=2, tensors={"mask": _pattern(2, 4, 9, 300)}),
+    "mask-of-keys": _short(q_len=9, batch=2, tensors={"mask": _pattern(2, 1, 1, 300)}),
+    "mask-2d": _short(q_len=9, tensors={"mask": _pattern(9, 300)}),
+    "all": _short(
+        q_len=9,
+        batch=2,
+        options={"window": 120, "softcap": 5.0},
+        tensors={
+            "q_offset": [150, 220],
+            "kv_offset": [-40, 0],
+            "kv_range": [[40, 300], [0, 280]],
+            "sinks": [0.5, 3.0, 1.0, -2.0],
+            "mask": _pattern(1, 4, 9, 300),
+        },
+    ),
+    "head-dim-4": _short(head_dim=4),
+    "head-dim-80-96": _short(head_dim=80, value_dim=96),
+    "head-dim-128": _short(q_len=17, head_dim=128),
+    "head-dim-256": _short(head_dim=256),
+}  # fmt: skip
+"""Short calls, which have no low tiles."""

@@ -13,6 +13,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dma_eval import console
+from dma_eval.data import full_windows, leading_tokens
 from dma_eval.environment import portable
 from dma_eval.errors import UserError, one_line
 from dma_eval.models import LoadedModel
@@ -42,20 +43,21 @@ def choose_layers(model: PreTrainedModel, count: int | None) -> list[int]:
     return [full[round(place)] for place in np.linspace(0, len(full) - 1, count or len(full))]
 
 
-def text_windows(tokens: Tensor, batch: int, length: int, option: str) -> Tensor:
+def text_windows(tokens: Tensor, batch: int, length: int, option: str, prefix: int = 0) -> Tensor:
     """Return the first ``batch`` windows of ``length`` tokens of a text, ``[batch, length]``.
 
-    ``option`` is the one that gives the length.
+    ``option`` is the one that gives the length. Each window begins with the text's first ``prefix`` tokens, which are
+    the tokenizer's special ones.
 
     Raises:
         UserError: The text is shorter.
     """
-    if len(tokens) < batch * length:
+    if len(tokens) < prefix + batch * (length - prefix):
         raise UserError(
             f"--data: the text has {len(tokens):,} tokens, too few for {batch} x {length:,}; give a longer text, or a "
             f"smaller {option} or --batch"
         )
-    return tokens[: batch * length].view(batch, length)
+    return full_windows(tokens, batch, length, prefix)
 
 
 def captured_calls(
@@ -85,6 +87,7 @@ def captured_calls(
     narrow = [head_dim for head_dim in head_dims if head_dim < info.head_dim]
     if narrow:
         raise UserError(f"--head-dim: at least the model's own, {info.head_dim}; got {narrow[0]}")
+    leading = leading_tokens(loaded.tokenizer)
     origin = ModelInputs(
         model=portable(loaded.name),
         data=portable(data),
@@ -92,11 +95,12 @@ def captured_calls(
         model_layers=info.layers,
         model_head_dim=info.head_dim,
         yarn=loaded.yarn,
+        begins_with=tuple(loaded.tokenizer.convert_ids_to_tokens(leading)),
     )
     lengths = sorted(set(lengths))
     for length in lengths:
         loaded.check_positions(length, "--length")
-    windows = {length: text_windows(tokens, batch, length, "--length") for length in lengths}
+    windows = {length: text_windows(tokens, batch, length, "--length", len(leading)) for length in lengths}
     for length in lengths:
         with console.working(f"Capturing {len(chosen)} layers at {length:,} tokens"):
             own = capture_layers(loaded, windows[length], chosen)

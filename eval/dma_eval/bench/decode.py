@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -14,12 +14,13 @@ from dma_kernels.numerics.formats import TILE
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig
+from transformers.utils import is_optimum_quanto_available
 
 from dma_eval import console
 from dma_eval.backends import DEFAULT_PRESET, Backend, parse_compared
 from dma_eval.baselines import quantized_cache
 from dma_eval.errors import UserError, one_line
-from dma_eval.names import DMA, FORMAT_SUFFIXES, PEER_SUFFIXES
+from dma_eval.names import DECODE_PEERS, DMA, FORMAT_SUFFIXES, PEER_SUFFIXES
 from dma_hf import DMAConfig
 
 from .peers import FLASH_3, flash_attention_3_step, sdpa
@@ -38,8 +39,17 @@ ROOM = 256
 FILLED_AT_ONCE = 8192
 
 
-def prepare(backend: Backend, shape: DecodeShape, device: torch.device, dtype: torch.dtype) -> tuple[Run, int]:
-    """Return the step that is timed, and the bytes of keys and values that it has to read.
+@dataclass(frozen=True)
+class Step:
+    """A step that is timed."""
+
+    run: Run
+    cache_bytes: int  # that the cache takes
+    read_bytes: int  # stored keys and values that the step attends to, each counted once
+
+
+def prepare(backend: Backend, shape: DecodeShape, device: torch.device, dtype: torch.dtype) -> Step:
+    """Return the step that is timed.
 
     A packed cache stores the new key and value, and attends to all.
 
@@ -53,11 +63,13 @@ def prepare(backend: Backend, shape: DecodeShape, device: torch.device, dtype: t
     query, new, new_value = (random(heads, 1) for heads in (shape.query_heads, shape.kv_heads, shape.kv_heads))
     if backend.config is not None:
         storage, on = filled_storage(backend.config, shape, device, dtype), backend.config.backend
-        return lambda: cached_attention(query, new, new_value, storage, backend=on), storage.nbytes
+        step = partial(cached_attention, query, new, new_value, storage, backend=on)
+        return Step(step, storage.nbytes, read_bytes(storage, shape.length + 1))
     key, value = (random(shape.kv_heads, shape.length) for _ in range(2))
     attend = partial(F.scaled_dot_product_attention, query, enable_gqa=True)
     if backend.label in FLASH_3:
-        return flash_attention_3_step(backend.label, query, key, value)
+        run, stored = flash_attention_3_step(backend.label, query, key, value)
+        return Step(run, stored, stored)
     if backend.label in QUANTIZED:
         cache = quantized_cache(LlamaConfig(num_hidden_layers=1), backend.label.removeprefix("sdpa"))
         # The last token is appended separately, so that it is not quantized yet, as in most steps.
@@ -65,11 +77,12 @@ def prepare(backend: Backend, shape: DecodeShape, device: torch.device, dtype: t
             cache.update(key[:, :, part], value[:, :, part], 0)
         layer = cache.layers[0]
         # Every run appends to the same keys: cuDNN prepares each new length on the host, which takes much longer.
-        return lambda: attend(*copy(layer).update(new, new_value)), stored_bytes(vars(layer))
+        stored = stored_bytes(vars(layer))
+        return Step(lambda: attend(*copy(layer).update(new, new_value)), stored, stored)
     stored = key.nbytes + value.nbytes
     if backend.label == DYNAMIC:
-        return lambda: attend(torch.cat((key, new), 2), torch.cat((value, new_value), 2)), stored
-    return sdpa(backend.label, query, key, value), stored
+        return Step(lambda: attend(torch.cat((key, new), 2), torch.cat((value, new_value), 2)), stored, stored)
+    return Step(sdpa(backend.label, query, key, value), stored, stored)
 
 
 def filled_storage(config: DMAConfig, shape: DecodeShape, device: torch.device, dtype: torch.dtype) -> LayerStorage:
@@ -94,9 +107,23 @@ def filled_storage(config: DMAConfig, shape: DecodeShape, device: torch.device, 
     return storage
 
 
+def read_bytes(storage: LayerStorage, keys: int) -> int:
+    """Return the stored bytes that the queries of the last of ``keys`` keys attend to, in all rows.
+
+    They are the quantized tiles between sink and band, and the 16-bit keys and values of the others.
+    """
+    own = (keys - 1) // TILE
+    sink = min(storage.sink_len, keys)
+    band = max(sink, (own - storage.diagonal_tiles) * TILE)  # its first position
+    layout, itemsize = storage.page_layout, storage.key_residual.itemsize
+    unquantized = (sink + keys - band) * (layout.head_dim + layout.value_dim) * itemsize
+    return len(storage.lengths) * storage.kv_pages.shape[1] * ((band - sink) // TILE * layout.nbytes + unquantized)
+
+
 def default_names() -> list[str]:
-    """Everything that is compared by default; the first is what others are compared with."""
-    return [*PREALLOCATED, DYNAMIC, QUANTIZED[0], *(f"{DMA}:{DEFAULT_PRESET}{suffix}" for suffix in FORMAT_SUFFIXES)]
+    """Everything that is compared by default and is installed; the first is what others are compared with."""
+    quantized = QUANTIZED[:1] if is_optimum_quanto_available() else ()
+    return [*PREALLOCATED, DYNAMIC, *quantized, *(f"{DMA}:{DEFAULT_PRESET}{suffix}" for suffix in FORMAT_SUFFIXES)]
 
 
 def parse_implementations(names: Sequence[str]) -> list[Backend]:
@@ -105,7 +132,7 @@ def parse_implementations(names: Sequence[str]) -> list[Backend]:
     Raises:
         UserError: A configuration has no cache.
     """
-    backends = parse_compared(names, "--cache", (*PREALLOCATED, DYNAMIC, *FLASH_3, *QUANTIZED))
+    backends = parse_compared(names, "--cache", DECODE_PEERS)
     for backend in backends:
         if backend.config is not None and backend.config.cache is None:
             raise UserError(f"--cache: {backend.label!r} has no cache; add {' or '.join(FORMAT_SUFFIXES)}")
@@ -125,13 +152,18 @@ def measure_shape(
     for each in implementations:
         result = DecodeResult(shape=shape, label=each.label, config=each.info["config"])
         try:
-            run, stored = prepare(each, shape, device, dtype)
-            run()  # compiles
+            step = prepare(each, shape, device, dtype)
+            step.run()  # compiles
         except FAILURES as error:
             results[each.label] = replace(result, failure=one_line(error))
             continue
-        ratio = stored / shape.cache_bytes(dtype.itemsize)
-        results[each.label], runs[each.label] = replace(result, cache_bytes=stored, bytes_ratio=ratio), run
+        runs[each.label] = step.run
+        results[each.label] = replace(
+            result,
+            cache_bytes=step.cache_bytes,
+            bytes_ratio=step.cache_bytes / shape.cache_bytes(dtype.itemsize),
+            read_bytes=step.read_bytes,
+        )
     replays, refusals = captured(runs, device)
     # Half the rounds each: a packed cache has spare room for ROOM tokens only.
     limit = min(100, ROOM // 2 - 8)
@@ -146,7 +178,7 @@ def measure_shape(
             graph_milliseconds=graphs[label].median if label in graphs else None,
             graph_failure=refusals.get(label),
             repeats=plain[label].repeats,
-            bytes_per_second=1e3 * (results[label].cache_bytes or 0) / milliseconds,
+            bytes_per_second=1e3 * (results[label].read_bytes or 0) / milliseconds,
             speedup=None if first is None else first / milliseconds,
         )
     return list(results.values())

@@ -22,10 +22,10 @@ from transformers.generation.streamers import BaseStreamer
 
 import dma_hf
 from dma_eval import console
-from dma_eval.backends import Backend, activate, parse_backends, refuse_repeats
+from dma_eval.backends import Backend, activate, parse_backends
 from dma_eval.errors import UserError, one_line
 from dma_eval.models import head_dim_of
-from dma_eval.names import DMA, FORMAT_SUFFIXES
+from dma_eval.names import DMA, FORMAT_SUFFIXES, GENERATE_CACHES, check_runs, refuse_repeats
 from dma_hf.integrations.cache_argument import CACHE_ARGUMENT
 
 from .capture import text_windows
@@ -33,8 +33,7 @@ from .results import GenerateResult, LongestContext
 from .timing import FAILURES, Timing, measure_each, stored_bytes
 
 PACKED = tuple(FORMAT_SUFFIXES.values())
-CACHES = ("dynamic", "static", *PACKED, *(f"{format}-static" for format in PACKED))
-DEFAULT_RUNS = ("sdpa+dynamic", "sdpa+static", *(f"{DMA}+{cache}" for cache in CACHES[2:]))
+DEFAULT_RUNS = ("sdpa+dynamic", "sdpa+static", *(f"{DMA}+{cache}" for cache in GENERATE_CACHES[2:]))
 LLAMA_3 = {
     "vocab_size": 128256,
     "num_attention_heads": 32,
@@ -85,11 +84,10 @@ def parse_runs(names: Sequence[str]) -> list[GenerateRun]:
         UserError: There are none, two are the same, or an attention or a cache is unknown; the message lists the valid
             ones.
     """
+    check_runs(names)
     runs = []
     for name in names:
         attention, _, cache = name.rpartition("+")
-        if cache not in CACHES:
-            raise UserError(f"--run: expected ATTENTION+CACHE with a cache of {', '.join(CACHES)}, got {name!r}")
         format = cache.removesuffix("-static")
         packed = f"+{format}" if format in PACKED else ""
         (backend,) = parse_backends([f"{attention}{packed}"], "--run")
@@ -131,11 +129,12 @@ def measure(
     batch: int,
     new_tokens: int,
     text: Tensor | None = None,
+    prefix: int = 0,
 ) -> Iterator[GenerateResult]:
     """Generate from prompts of every length with every run, and yield each result at once.
 
-    ``speedup`` is relative to the first run. The prompts are windows of the tokens of ``text``; without it they are
-    random.
+    ``speedup`` is relative to the first run. The prompts are windows of the tokens of ``text``, each with its
+    ``prefix`` special tokens in front; without a text they are random.
 
     Raises:
         UserError: The text is too short.
@@ -143,7 +142,7 @@ def measure(
     prompts = {
         context: torch.randint(model.config.vocab_size, (batch, context))
         if text is None
-        else text_windows(text, batch, context, "--context")
+        else text_windows(text, batch, context, "--context", prefix)
         for context in contexts
     }
     return measure_each(

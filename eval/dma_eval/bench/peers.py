@@ -39,7 +39,8 @@ PACKAGES = {
     "vllm": ("vLLM", "vllm"),
 }
 """By the module that is imported, the name of what it has, and its package on PyPI."""
-SDPA = {"sdpa": None, "sdpa:flash": SDPBackend.FLASH_ATTENTION, "sdpa:cudnn": SDPBackend.CUDNN_ATTENTION}
+CUDNN = "sdpa:cudnn"
+SDPA = {"sdpa": None, "sdpa:flash": SDPBackend.FLASH_ATTENTION, CUDNN: SDPBackend.CUDNN_ATTENTION}
 """PyTorch's attention by its name in results. ``sdpa`` is PyTorch's own choice of a backend."""
 FLASH_3 = {"fa3": False, "fa3:fp8": True}
 """FlashAttention-3 by its name in results, and whether it takes E4M3."""

@@ -24,6 +24,7 @@ from dma_eval.names import DMA
 
 from .inputs import Inputs, exact_rows, random_inputs, with_outlying_channels
 from .peers import (
+    CUDNN,
     FLASHINFER,
     PREQUANTIZED,
     SDPA,
@@ -78,9 +79,10 @@ def prepare(backend: Backend, inputs: Inputs) -> Prepared:
     return Prepared(call, lambda: quantize_operands(query, key, value, recipe, path, geometry))
 
 
-def default_names() -> list[str]:
-    """Everything that can be compared without other packages; the first is what others are compared with."""
-    return [*SDPA, "flex", *(f"{DMA}:{preset}" for preset in dma_hf.PRESETS)]
+def default_names(device: torch.device) -> list[str]:
+    """Everything that a device runs without other packages; the first is what others are compared with."""
+    names = [*SDPA, "flex", *(f"{DMA}:{preset}" for preset in dma_hf.PRESETS)]
+    return [name for name in names if device.type == "cuda" or name != CUDNN]
 
 
 def parse_implementations(names: Sequence[str]) -> list[Backend]:

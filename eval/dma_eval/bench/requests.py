@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from dma_eval.backends import refuse_repeats
 from dma_eval.errors import UserError
+from dma_eval.names import refuse_repeats
 
 WARM_REQUESTS, WARM_TOKENS = 8, 8
 _FORM = re.compile(r"(\d+)x(\d+)(?:-(\d+))?\+(\d+)(?:-(\d+))?")

@@ -7,7 +7,7 @@ is added, removed or changes its meaning. Numbers that do not exist (after a fai
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -70,11 +70,14 @@ class ModelInputs:
     model_layers: int  # how many the model has
     model_head_dim: int  # its own; in wider heads the same scores are embedded
     yarn: float | None = None  # factor by which YaRN extends its positions
+    # Special tokens that every window begins with, as the tokenizer adds them. Since version 8; before, only the first.
+    begins_with: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         yarn = "" if self.yarn is None else f", YaRN {self.yarn:g}"
         layers = f"{len(self.layers)} of {self.model_layers} layers"
-        return f"{Path(self.model).name}{yarn}, {layers}, {Path(self.data).name}"
+        after = f" after {''.join(self.begins_with)}" if self.begins_with else ""
+        return f"{Path(self.model).name}{yarn}, {layers}, {Path(self.data).name}{after}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +160,10 @@ class DecodeResult(SpeedResult):
     repeats: int | None = None  # timed calls from Python
     cache_bytes: int | None = None  # of the cache of the layer, with its room for more tokens
     bytes_ratio: float | None = None  # ``cache_bytes`` over the bytes of 16-bit keys and values
-    bytes_per_second: float | None = None  # ``cache_bytes`` over the time as a graph (of a call, where there is none)
+    # Stored keys and values that a step attends to, each counted once; since version 3.
+    read_bytes: int | None = None
+    # ``read_bytes`` over the time as a graph (of a call, where there is none). Before version 3 it was ``cache_bytes``.
+    bytes_per_second: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,7 +244,7 @@ class SpeedReport(Results):
 class PrefillReport(SpeedReport):
     """What ``dma-hf bench prefill`` measured."""
 
-    schema_version: int = 7  # version 7 left out times and skipped shares of single layers
+    schema_version: int = 8  # version 7 left out times and skipped shares of single layers
     results: list[PrefillResult]  # by shape, then in the given order
 
 
@@ -246,7 +252,9 @@ class PrefillReport(SpeedReport):
 class DecodeReport(SpeedReport):
     """What ``dma-hf bench decode`` measured."""
 
-    schema_version: int = 2
+    schema_version: int = 3
+    # Bytes per second that a copy within the device reads and writes; null on a CPU. Since version 3.
+    copy_bytes_per_second: float | None = None
     results: list[DecodeResult]  # by shape, then in the given order
 
 
@@ -254,10 +262,12 @@ class DecodeReport(SpeedReport):
 class GenerateReport(SpeedReport):
     """What ``dma-hf bench generate`` measured."""
 
-    schema_version: int = 4
+    schema_version: int = 5
     model: str  # the shape's name, or that of a real model
     weights: str | None = None  # what they were quantized to after loading (``fp8``); since version 3
     data: str | None = None  # text of a real model's prompts; null for random ones; since version 2
+    # Special tokens that every prompt of a text begins with. Since version 5; before, only the first had them.
+    begins_with: list[str] = field(default_factory=list)
     yarn: float | None = None  # factor by which YaRN extends a real model's positions; since version 2
     parameters: int  # how many the model has
     weight_bytes: int  # what its weights take

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from dma_eval.backends import Backend, activate, parse_backends, refuse_repeats
+from dma_eval.backends import Backend, activate, parse_backends
 from dma_eval.errors import UserError, one_line
 from dma_eval.models import batching_settings
+from dma_eval.names import refuse_repeats
 from dma_hf.integrations.manager import ContinuousBatchingManager, PagedAttentionCache, WorkloadHints
 
 from .requests import Request, RequestSet, figures

@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
-from dma_eval.pages import MISSING, Columns, Table, make_table, number, of
+from dma_eval.pages import MISSING, Columns, Table, make_table, number, of, share
 from dma_eval.plots import WIDTH, legend_below, line_styles, make_figure, tidy
 
 from .results import DecodeResult, GenerateReport, GenerateResult, PrefillResult, ServeResult, SpeedResult, UrlResult
@@ -50,15 +50,18 @@ def prefill_tables(results: Sequence[PrefillResult]) -> list[Table]:
     return tables
 
 
-def decode_tables(results: Sequence[DecodeResult]) -> list[Table]:
-    """Return a table for each family of shapes."""
+def decode_tables(results: Sequence[DecodeResult], copy_bytes_per_second: float | None) -> list[Table]:
+    """Return a table for each family of shapes, with shares of the device's copy bandwidth if it was measured."""
     columns: Columns = {
         "cache": lambda r: r.label,
         "batch": lambda r: str(r.shape.batch),
         "keys": lambda r: f"{r.shape.length:,}",
         "us": of("milliseconds", ".1f", factor=1e3),
         "as graph": of("graph_milliseconds", ".1f", factor=1e3),
-        "TB/s": of("bytes_per_second", ".2f", factor=1e-12),
+        "GB/s": of("bytes_per_second", ",.1f", factor=1e-9),
+        "of copy": lambda r: share(
+            r.bytes_per_second / copy_bytes_per_second if r.bytes_per_second and copy_bytes_per_second else None, ".0f"
+        ),
         "of 16 bit": of("bytes_ratio", ".3f"),
         "speed": of("speedup", ".2f", "x"),
     }

@@ -36,6 +36,7 @@ FAILURES = (RuntimeError, ValueError, TypeError, AssertionError, ImportError, Me
 """What an implementation raises if it cannot compute a call. ``torch.OutOfMemoryError`` is a ``RuntimeError``. Models
 that cannot run an attention raise ``UserError``."""
 
+_COPY_SECONDS = 0.5
 _READS = 4
 """Reads before a run. They take about 280 us on an H200, longer than the launches of any run here."""
 
@@ -108,6 +109,13 @@ def time_isolated(run: Run, device: torch.device, *, seconds: float, millisecond
         clock.record(run)
     times = clock.milliseconds()
     return statistics.median(times[len(times) // 2 :])
+
+
+def copy_bandwidth(device: torch.device, size: int = 1 << 30) -> float:
+    """Return the bytes per second that a copy of ``size`` bytes within a device reads and writes."""
+    source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
+    timing = time_interleaved({"copy": lambda: target.copy_(source)}, device, seconds=_COPY_SECONDS)["copy"]
+    return 2e3 * size / timing.median
 
 
 def capture(run: Run, device: torch.device) -> Run:

@@ -29,7 +29,7 @@ from dma_eval.commands.bench_options import (
 from dma_eval.environment import need_transformers, portable
 from dma_eval.errors import UserError
 from dma_eval.files import parse, write_json
-from dma_eval.names import check_names
+from dma_eval.names import DECODE_PEERS, PREFILL_PEERS, SERVE_PEERS, check_compared, check_names, check_runs
 from dma_eval.results import Results, here_and_now
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def time_prefill(args: PrefillOptions) -> int:
     dma-hf bench prefill --device cpu --shape 1x256:4/2:64
     """
     options.prepare_files(**_files(args))
-    check_names(args.attn)
+    check_compared(args.attn, "--attn", PREFILL_PEERS)
     _check_dtype(args)
     _check_inputs(args)
     options.check_inputs(args.inputs, args.data, "--inputs")
@@ -69,8 +69,9 @@ def time_prefill(args: PrefillOptions) -> int:
         from dma_eval.bench import prefill
         from dma_eval.bench.capture import captured_calls
         from dma_eval.bench.shown import plot_prefill, prefill_tables
+        from dma_eval.models import parse_device
 
-    backends = prefill.parse_implementations(args.attn or prefill.default_names())
+    backends = prefill.parse_implementations(args.attn or prefill.default_names(parse_device(args.device)))
     reader = None if args.inputs is None else _load_reader(args, "inputs")
     device, dtype, facts = _look(args)
     if reader is not None:
@@ -142,19 +143,21 @@ def time_decode(args: DecodeOptions) -> int:
     dma-hf bench decode --device cpu --size 2x300 --heads 4/2 --head-dim 64
     """
     options.prepare_files(**_files(args))
-    check_names(args.cache, "--cache")
+    check_compared(args.cache, "--cache", DECODE_PEERS)
     _check_dtype(args)
     with console.starting():
         from dma_eval.bench import decode
         from dma_eval.bench.shown import decode_tables
+        from dma_eval.bench.timing import copy_bandwidth
 
     backends = decode.parse_implementations(args.cache or decode.default_names())
     device, dtype, facts = _look(args)
     shapes = args.shapes_on(device)
     found = (decode.measure_shape(shape, backends, device, dtype, seconds=args.seconds) for shape in shapes)
-    report = DecodeReport(**facts, results=[])
+    copy = copy_bandwidth(device) if device.type == "cuda" else None
+    report = DecodeReport(**facts, copy_bytes_per_second=copy, results=[])
     _record(args, report, report.results, chain.from_iterable(found))
-    return _finish(args, report, "", decode_tables(report.results))
+    return _finish(args, report, "", decode_tables(report.results, copy))
 
 
 def time_generate(args: GenerateOptions) -> int:
@@ -171,7 +174,7 @@ def time_generate(args: GenerateOptions) -> int:
     dma-hf bench generate --device cpu --shape tiny --dtype float32 --run sdpa+dynamic dma_mxfp+int4
     """
     options.prepare_files(**_files(args))
-    check_names((each.rpartition("+")[0] for each in args.runs), "--run")
+    check_runs(args.runs)
     if args.model is None and (args.data or args.yarn):
         raise UserError("--data and --yarn need --model; without it prompts are random")
     if args.model is not None and (args.shape or not args.data):
@@ -180,6 +183,7 @@ def time_generate(args: GenerateOptions) -> int:
     with console.starting():
         from dma_eval.bench import generate
         from dma_eval.bench.shown import generate_tables
+        from dma_eval.data import leading_tokens
 
     runs = generate.parse_runs(args.runs or generate.DEFAULT_RUNS)
     device, dtype, facts = _look(args)
@@ -187,6 +191,7 @@ def time_generate(args: GenerateOptions) -> int:
         raise UserError("--longest needs a CUDA device, because a CPU has no clear limit of memory")
     contexts = args.contexts_on(device)
     name, text = args.name_on(device), None
+    begins_with: list[str] = []
     if args.model is None:
         with console.working(f"Making {name}"):
             model = generate.build_model(name, device, dtype)
@@ -195,6 +200,7 @@ def time_generate(args: GenerateOptions) -> int:
         for context in contexts:
             loaded.check_positions(context + args.new_tokens, "--context with --new-tokens")
         model = generate.never_stopping(loaded.model)
+        begins_with = loaded.tokenizer.convert_ids_to_tokens(leading_tokens(loaded.tokenizer))
     parameters = model.num_parameters()
     if args.weights is not None:
         with console.working("Quantizing the weights"):
@@ -203,13 +209,15 @@ def time_generate(args: GenerateOptions) -> int:
         **facts,
         model=portable(name),
         data=None if args.data is None else portable(args.data),
+        begins_with=begins_with,
         **{key: getattr(args, key) for key in ("yarn", "weights", "batch", "new_tokens")},
         parameters=parameters,
         weight_bytes=generate.weight_bytes(model),
         results=[],
         longest=[],
     )
-    found = generate.measure(model, contexts, runs, batch=args.batch, new_tokens=args.new_tokens, text=text)
+    how = {"batch": args.batch, "new_tokens": args.new_tokens, "prefix": len(begins_with)}
+    found = generate.measure(model, contexts, runs, text=text, **how)
     _record(args, report, report.results, found)
     if args.longest:
         _record(args, report, report.longest, generate.longest_contexts(model, runs, args.batch))
@@ -242,7 +250,7 @@ def time_serve(args: ServeOptions) -> int:
         return _time_url(args)
     if given := _given(args, "rate", "tokenizer", "extra_body"):
         raise UserError(f"{', '.join(given)}: only with --url")
-    check_names(args.attn)
+    check_names(args.attn, others=SERVE_PEERS)
     if args.model is not None and (args.shape or args.layers):
         raise UserError("--model excludes --shape and --layers; give one or the other")
     options.check_inputs(args.model, None)
@@ -342,6 +350,27 @@ def _record(args: BenchOptions, report: Results, results: list[Any], found: Iter
             write_json(report, args.json, indent=1)
 
 
+def _reference_runs(args: BenchOptions, report: Report) -> list[str]:
+    """Return a warning that names what the PyTorch reference computed: its speed is not that of the kernels."""
+    import torch
+    from dma_kernels.runtime.chip import resolve_backend
+
+    from dma_eval.models import parse_device
+
+    device, dtype = parse_device(args.device), getattr(torch, args.dtype)
+    ran = {result.label: result.config for result in report.results if result.failure is None}
+    labels = [
+        label
+        for label, config in ran.items()
+        if config is not None and resolve_backend(config["backend"], device, dtype) == "reference"
+    ]
+    if not labels:
+        return []
+    where = f"{device.type}, {args.dtype}"
+    way_out = "kernels need a CUDA device, and bfloat16 or float16"
+    return [f"{', '.join(labels)} ran in the PyTorch reference, not in the kernels ({where}); {way_out}"]
+
+
 def _finish(args: BenchOptions, report: Report, title: str, tables: list[Table], plot: Plot | None = None) -> int:
     """Show tables and failures, write and draw them, and name the files. Return 1 if nothing ran somewhere, else 0."""
     from dma_eval.bench.shown import failures, place_of
@@ -349,7 +378,7 @@ def _finish(args: BenchOptions, report: Report, title: str, tables: list[Table],
     from dma_eval.render import page_to_markdown
 
     files = _files(args)
-    page = Page(title, tables, warnings=failures(report.results))
+    page = Page(title, tables, warnings=failures(report.results) + _reference_runs(args, report))
     if files["markdown"] is not None:
         text = page_to_markdown(replace(page, notes=[f"Command: `{report.command}`."]))
         files["markdown"].write_text(text, encoding="utf-8")

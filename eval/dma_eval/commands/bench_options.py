@@ -8,10 +8,12 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from dma_eval.bench.requests import parse_requests
 from dma_eval.bench.results import DecodeShape, PrefillShape
 from dma_eval.bench.shapes import DOCUMENTS, parse_heads, parse_shape, parse_size
 from dma_eval.command import option
 from dma_eval.commands import options
+from dma_eval.names import check_yarn
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +23,7 @@ SHAPES = [
     *("1x16384:32/8:64", "1x16384:32/32:128", "1x16384:32/8:128:full"),
 ]
 CPU_SHAPES = ["1x256:4/2:64", "1x1024:4/2:64"]
-SIZES, CPU_SIZES = ["1x4096", "1x32768", "1x131072", "8x4096", "8x32768", "64x4096"], ["1x300"]
+SIZES, CPU_SIZES = ["1x4096", "1x32768", "1x131072", "8x4096", "8x32768", "64x4096"], ["1x4096"]
 CONTEXTS, CPU_CONTEXTS = [8192, 32768, 65536, 131072], [256, 512]
 MIN_NEW_TOKENS = 8
 REQUESTS, CPU_REQUESTS = ["32x2048+64", "8x16384+32"], ["8x64-512+16-32"]
@@ -48,10 +50,8 @@ class BenchOptions(options.RunOptions):
 class ModelChoice(BenchOptions):
     """A model with random weights, or a real one."""
 
-    shape: str | None = option(
-        None,
-        shown=f"{DEFAULT_MODEL}; on a CPU {CPU_MODEL}",
-        help="Model with random weights: llama-3.1-8b, llama-3.2-1b or tiny.",
+    shape: Literal["llama-3.1-8b", "llama-3.2-1b", "tiny"] | None = option(
+        None, shown=f"{DEFAULT_MODEL}; on a CPU {CPU_MODEL}", help="Model with random weights."
     )
     model: str | None = option(
         None, "-m", metavar=options.MODEL["metavar"], help="Hub name, local folder, or GGUF file; instead of --shape."
@@ -70,7 +70,7 @@ class PrefillOptions(BenchOptions):
         [],
         "-a",
         metavar="IMPLEMENTATION...",
-        shown="all that need no other package, with every preset",
+        shown="all that the device runs without other packages, with every preset",
         help="What to compare; the first is the reference. PyTorch: sdpa (its own choice), sdpa:flash, sdpa:cudnn, "
         "flex (FlexAttention). This package: dma_mxfp:PRESET, dma_mxfp:FILE.toml. Other packages: fa3, fa3:fp8 "
         "(fa3-fwd); fa4 (flash-attn-4); cudnn:fp8 (nvidia-cudnn-frontend); flashinfer, flashinfer:t5 to t8, "
@@ -105,6 +105,13 @@ class PrefillOptions(BenchOptions):
     markdown: Path | None = options.markdown_option()
     plot: Path | None = options.plot_option()
 
+    def __post_init__(self) -> None:
+        """Check what needs no imports."""
+        super().__post_init__()
+        check_yarn(self.yarn)
+        for value in self.shape:
+            parse_shape(value)
+
     def shapes_on(self, device: torch.device) -> list[PrefillShape]:
         """The shapes to measure, with the defaults for a device."""
         return [parse_shape(value) for value in self.shape or (SHAPES if device.type == "cuda" else CPU_SHAPES)]
@@ -118,7 +125,8 @@ class DecodeOptions(BenchOptions):
         [],
         "-c",
         metavar="CACHE...",
-        shown="sdpa sdpa:flash sdpa:dynamic sdpa+quanto4 dma_mxfp:balanced+int8 dma_mxfp:balanced+int4",
+        shown="sdpa sdpa:flash sdpa:dynamic, sdpa+quanto4 if optimum-quanto is installed, dma_mxfp:balanced+int8 "
+        "dma_mxfp:balanced+int4",
         help="What to compare; the first is the reference. PyTorch on preallocated keys and values: sdpa (its own "
         "choice), sdpa:flash. After the concatenation of a DynamicCache: sdpa:dynamic. After a QuantizedCache: "
         "sdpa+quanto4, sdpa+hqq8 and others. FlashAttention-3 (the package fa3-fwd): fa3, fa3:fp8. This "
@@ -133,6 +141,14 @@ class DecodeOptions(BenchOptions):
     heads: list[str] = option(["32/8"], metavar="QUERY/KV...", help="Query and kv heads.")
     head_dim: list[int] = option([128], metavar="DIM...", min=1, help="Head dimensions.")
     seconds: float = seconds_option(0.5)
+
+    def __post_init__(self) -> None:
+        """Check what needs no imports."""
+        super().__post_init__()
+        for heads in self.heads:
+            parse_heads(heads)
+        for size in self.size:
+            parse_size(size)
 
     def shapes_on(self, device: torch.device) -> list[DecodeShape]:
         """The shapes to measure, with the defaults for a device."""
@@ -170,6 +186,11 @@ class GenerateOptions(ModelChoice):
         help="Quantize the weights of linear layers after loading: fp8 (torchao, a scale per row and per token).",
     )
     longest: bool = option(False, help="Also find the longest context that fits; needs a GPU.")
+
+    def __post_init__(self) -> None:
+        """Check what needs no imports."""
+        super().__post_init__()
+        check_yarn(self.yarn)
 
     def contexts_on(self, device: torch.device) -> list[int]:
         """The contexts to measure, with the defaults for a device."""
@@ -223,3 +244,9 @@ class ServeOptions(ModelChoice):
         metavar="JSON",
         help="Further fields of every request; {} for servers without ignore_eos, where answers may end early.",
     )
+
+    def __post_init__(self) -> None:
+        """Check what needs no imports."""
+        super().__post_init__()
+        if self.requests:
+            parse_requests(self.requests)

@@ -9,6 +9,7 @@ from pathlib import Path
 from dma_eval import console
 from dma_eval.commands import options
 from dma_eval.errors import UserError
+from dma_eval.files import check_folder
 from dma_eval.parts import PerplexityPart, Suite
 
 PART = PerplexityPart(contexts=[4096], max_windows=2)
@@ -36,6 +37,7 @@ def demo(args: DemoOptions) -> int:
     dma-hf demo
     dma-hf demo --out /tmp/report
     """
+    check_folder(args.out)
     with console.starting():
         import torch
 

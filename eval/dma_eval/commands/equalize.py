@@ -1,4 +1,4 @@
-"""``dma-hf equalize``: balance the ranges of keys and queries in the weights of a model, and save it."""
+"""``dma-hf equalize``: balance key channels against query channels in the weights of a model, and save it."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ class EqualizeOptions(options.ModelOptions, options.TextOptions):
 
 
 def equalize(args: EqualizeOptions) -> int:
-    """Balance the ranges of the model's keys and queries, without changing its function, and save it.
+    """Balance each key channel against its query channel, without changing the model's function, and save it.
 
     Each pair of channels that the rotary embedding rotates together gets a power of two, which is folded into the
-    weights. The logits stay bit-identical, and every low-bit attention or cache loses less. Exit code 2 for a model
-    that cannot be equalized; then nothing is written.
+    weights. The logits stay bit-identical. Outlier key channels shrink, and query channels can grow. The command shows
+    both. It helps low-bit attention if the model's keys have large outliers, which `dma-hf stress` shows; otherwise it
+    may change nothing. Exit code 2 for a model that cannot be equalized; then nothing is written.
 
     Examples:
     dma-hf equalize -m Qwen/Qwen2.5-0.5B --data Salesforce/wikitext:wikitext-2-raw-v1:train --out qwen-equalized
@@ -41,15 +42,18 @@ def equalize(args: EqualizeOptions) -> int:
     options.check_inputs(args.model, args.data)
     with console.starting():
         import dma_hf
-        from dma_eval.data import load_text, tokenize
+        from dma_eval.data import full_windows, leading_tokens, load_text, tokenize
         from dma_eval.session import load
         from dma_eval.stress import channel_ranges
-        from dma_hf.equalize import MIN_TOKENS
+        from dma_hf.equalize import MIN_TOKENS, WINDOW
     text = load_text(args.data, split=args.split, column=args.column)
     loaded = load(args)
     ids = tokenize(loaded.tokenizer, text.content)[: args.tokens]
     if len(ids) < MIN_TOKENS:
         raise UserError(f"--data: the text has {len(ids):,} tokens, too few to equalize; at least {MIN_TOKENS:,}")
+    if prefix := len(leading_tokens(loaded.tokenizer)):  # every window must begin with them
+        length = min(WINDOW, loaded.max_context or WINDOW)
+        ids = full_windows(ids, len(ids) // length, length, prefix)
     with console.working("Equalizing"):
         try:
             before = channel_ranges(loaded.model, ids)
@@ -60,7 +64,7 @@ def equalize(args: EqualizeOptions) -> int:
     for index, of in enumerate(("key", "query")):
         first, then = (max(each.ratio for each in ranges[index]) for ranges in (before, after))
         console.print_line(f"Largest {of} channel over the median one: {first:,.1f} before, {then:,.1f} after")
-    console.print_line(f"Ranges are measured over {len(ids):,} tokens of the text")
+    console.print_line(f"Ranges are measured over {ids.numel():,} tokens of the text")
     save(loaded.model, loaded.tokenizer, args.out)
     console.print_wrote("the model", folder=args.out)
     return 0

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from dma_eval import hub
 from dma_eval.command import REQUIRED, option
 from dma_eval.data import text_file
 from dma_eval.errors import UserError
 from dma_eval.files import prepare_file
-from dma_eval.names import parse_source
+from dma_eval.names import check_device, check_loading, check_yarn, parse_source
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 DEFAULT_ATTN = ["sdpa", "dma_mxfp:balanced"]
@@ -58,6 +59,10 @@ class RunOptions:
     device: str = option("auto", help="auto, cpu, cuda or cuda:N; auto is CUDA if present.")
     seed: int = option(0, min=0, max=2**32 - 1, help="Seed of PyTorch's random numbers.")
 
+    def __post_init__(self) -> None:
+        """Check what needs no imports."""
+        check_device(self.device)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions(RunOptions):
@@ -66,13 +71,19 @@ class LoadOptions(RunOptions):
     model: str = ""
     revision: str | None = option(None, shown="the main branch", help="Branch, tag or commit on the Hub.")
     trust_remote_code: bool = option(False, help="Allow code that comes with the model to run.")
-    dtype: str = option(
-        "auto", help="auto, float32, bfloat16 or float16; auto is the checkpoint's own, float32 for GGUF."
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto", help="Data type of the weights; auto is the checkpoint's own, float32 for GGUF."
     )
     device_map: str | None = option(
         None, help="Spread the model over several devices: auto, balanced, sequential. Instead of --device."
     )
     yarn: float | None = yarn_option()
+
+    def __post_init__(self) -> None:
+        """Check what needs no imports."""
+        super().__post_init__()
+        check_yarn(self.yarn)
+        check_loading(self.model, device=self.device, device_map=self.device_map, revision=self.revision)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,11 +138,12 @@ class TaskFolderOptions:
 
 
 def check_inputs(model: str | None, data: str | None, option: str = "--model") -> None:
-    """Check before slow imports that a local model and a local text exist."""
-    if model is not None:
-        parse_source(model, option)
-    if data is not None:
-        text_file(data)
+    """Check before slow imports that a model and a text exist. Those of the Hub need a network, or its cache."""
+    path = None if model is None else parse_source(model, option).path
+    is_on_hub = path is not None and not Path(path).is_dir()
+    has_remote_text = data is not None and text_file(data) is None
+    if is_on_hub or has_remote_text:
+        hub.prepare(path if is_on_hub else None, option)
 
 
 def prepare_files(**files: Path | None) -> None:

@@ -11,7 +11,7 @@ from dma_eval import console, parts
 from dma_eval.command import REQUIRED, option
 from dma_eval.commands import options
 from dma_eval.errors import UserError
-from dma_eval.files import prepare_file, write_json
+from dma_eval.files import check_folder, prepare_file, write_json
 from dma_eval.names import check_names
 from dma_eval.parts import FidelityPart, PerplexityPart, RetrievalPart, StressPart, Suite, TasksPart
 
@@ -161,6 +161,10 @@ def measure(
 ) -> int:
     """Run a suite, show and write its results, and return the exit code."""
     check_names(args.attn)
+    if args.out is not None:
+        check_folder(args.out)
+    if suite.perplexity is not None:
+        _check_windows(suite.perplexity)
     options.check_inputs(args.model, None if text is None else text.data)
     with console.starting():
         from dma_eval.backends import default_names, parse_backends
@@ -168,3 +172,12 @@ def measure(
         backends = parse_backends(args.attn or default_names())  # before slow imports
         from dma_eval.run import Run
     return Run(args, backends, suite, text, include_path).measure(goes_on=goes_on, also=also)
+
+
+def _check_windows(part: PerplexityPart) -> None:
+    """Check what the model and the text do not decide. They may shorten the default context."""
+    context = min(part.contexts, default=parts.DEFAULT_CONTEXT)
+    if part.stride is not None and part.stride > context:
+        raise UserError(f"--stride must be from 1 to the context, {context}, got {part.stride}")
+    if part.spread and part.max_windows is None:
+        raise UserError("--spread needs --max-windows; without it all windows are read")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.markup import escape
 
@@ -11,7 +12,10 @@ from dma_eval import console
 from dma_eval.command import argument, option
 from dma_eval.commands import options
 from dma_eval.errors import UserError
-from dma_eval.files import prepare_file, write_text
+from dma_eval.files import make_folder, prepare_file, write_json, write_text
+
+if TYPE_CHECKING:
+    from dma_eval.results import Report
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,16 +49,35 @@ class CardOptions:
 def report(args: ReportOptions) -> int:
     """Rewrite the pages, the plots and the configurations of a run from its results.
 
+    Results that are there are never overwritten. A folder with the results of another run is refused.
+
     Examples:
     dma-hf report run
     dma-hf report run/results.json --out page
     """
     from dma_eval.render import write_run
-    from dma_eval.results import read_report
+    from dma_eval.results import RESULTS, read_report
 
     folder = args.out or (args.run if args.run.is_dir() else args.run.parent)
-    console.print_wrote(*write_run(read_report(args.run), folder), folder=folder)
+    run, results = read_report(args.run), folder / RESULTS
+    written = []
+    if not results.exists():
+        make_folder(folder)
+        write_json(run, results)
+        written = [RESULTS]
+    elif not _is_of(run, results):
+        raise UserError(f"--out: {folder} holds the results of another run ({RESULTS}); name another folder")
+    console.print_wrote(*written, *write_run(run, folder), folder=folder)
     return 0
+
+
+def _is_of(run: Report, results: Path) -> bool:
+    from dma_eval.results import read_report
+
+    try:
+        return read_report(results) == run
+    except UserError:
+        return False
 
 
 def card(args: CardOptions) -> int:

@@ -7,7 +7,7 @@ import secrets
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +20,7 @@ from dma_eval.command import argument, option
 from dma_eval.commands import options
 from dma_eval.errors import UserError
 from dma_eval.files import prepare_file
-from dma_eval.names import API_KEY_VARIABLE, DMA, check_names, parse_source
+from dma_eval.names import API_KEY_VARIABLE, DMA, check_names, is_file, parse_source, split_suffix
 
 if TYPE_CHECKING:
     from dma_eval.backends import Backend
@@ -154,18 +154,21 @@ def serve(args: ServeOptions) -> int:
         from dma_eval.serving.settings import write_config
 
         prepare_file(args.write_config, "--write-config")
-        write_config(_settings(args, has_gpus=True), args.write_config, host=args.host, port=args.port)
+        settings = _settings(_for_cluster(args), has_gpus=True)
+        write_config(settings, args.write_config, host=args.host, port=args.port)
         console.print_wrote(args.write_config)
         return 0
-    if args.ray_address is None:  # on a cluster the model's folder may be elsewhere
-        parse_source(args.model)
+    if args.ray_address is None:
+        options.check_inputs(args.model, None)
+    else:
+        args = _for_cluster(args)
     with console.starting():
         from dma_eval.backends import parse_backends
         from dma_eval.environment import need_transformers
 
         if args.continuous_batching:
             need_transformers("5.18", "serve --continuous-batching")
-        from dma_eval.serving import build, listen, load, serve
+        from dma_eval.serving.app import build, listen, load, serve
 
     (backend,) = parse_backends([args.attn])
     if max(args.replicas, args.tensor_parallel) > 1 or args.max_replicas is not None or args.ray_address is not None:
@@ -183,6 +186,26 @@ def serve(args: ServeOptions) -> int:
         _announce(args, backend, listener.getsockname()[1])
         serve(build(loaded, engine, backend.label), listener, settings, api_key)
     return 0
+
+
+def _for_cluster(args: ServeOptions) -> ServeOptions:
+    """Return the options with absolute paths, because other nodes have other working folders.
+
+    A folder with an absolute path may be on them alone; a warning says that it is not here.
+    """
+    model = Path(args.model).expanduser()
+    if model.is_absolute() and not model.exists():
+        console.print_warning(f"no such folder here: {args.model}; every node needs it")
+    else:
+        parse_source(args.model)
+    rest, suffix = split_suffix(args.attn)
+    implementation, _, setting = rest.partition(":")
+    has_file = implementation == DMA and setting and is_file(setting)
+    return replace(
+        args,
+        model=str(model.absolute()) if model.exists() else args.model,
+        attn=f"{DMA}:{Path(setting).absolute()}{suffix}" if has_file else args.attn,
+    )
 
 
 def _announce(args: ServeOptions, backend: Backend, port: int) -> None:
@@ -212,7 +235,8 @@ def _serve_replicas(args: ServeOptions, backend: Backend, api_key: str | None) -
         os.environ.setdefault("RAY_AUTH_MODE", "token")
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     with console.starting():
-        from dma_eval.serving import cluster, listen
+        from dma_eval.serving import cluster
+        from dma_eval.serving.app import listen
 
     port = args.port
     if args.ray_address is None:

@@ -4,7 +4,3 @@ Transformers' own handlers (``transformers serve``) apply the chat template, par
 :mod:`.checks` checks the fields of a request, :mod:`.jobs` generates answers, :mod:`.gate` checks keys and limits, and
 :mod:`.app` puts them together.
 """
-
-from .app import build, listen, load, serve
-
-__all__ = ["build", "listen", "load", "serve"]

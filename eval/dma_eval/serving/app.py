@@ -47,6 +47,10 @@ class OneModel(ModelManager):  # type: ignore[misc]
         super().__init__(model_timeout=-1)
         self._loaded = loaded
 
+    def process_model_name(self, model_id: str) -> str:
+        """Return the name that answers carry: the one that the model was loaded by and is requested by."""
+        return self._loaded.name
+
     def load_model_and_processor(self, *arguments: Any, **options: Any) -> tuple[PreTrainedModel, Any]:
         """Return the model and its tokenizer. A request for another model was refused before."""
         return self._loaded.model, self._loaded.tokenizer
@@ -110,8 +114,8 @@ def build(loaded: LoadedModel, engine: Engine, attention: str) -> FastAPI:
     async def load_model(request: Request) -> StreamingResponse:
         """Answer ``transformers chat``, which asks for a model before it talks to it."""
         model = check(LoadRequest, await request.body()).model
-        event = {"status": "ready", "model": models.process_model_name(model), "cached": True}
-        if event["model"] != models.process_model_name(loaded.name):
+        event = {"status": "ready", "model": model, "cached": True}
+        if model != loaded.name:
             event |= {"status": "error", "message": f"this server has {loaded.name} alone"}
         return StreamingResponse([f"data: {json.dumps(event)}\n\n"], media_type=SSE)
 

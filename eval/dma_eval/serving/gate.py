@@ -28,7 +28,7 @@ class Gate:
     Args:
         app: The application.
         api_key: Bearer token that requests must carry; ``None`` accepts all.
-        most: Maximum number of running and waiting requests; ``None`` means no limit.
+        most: Maximum number of running and waiting requests that generate; ``None`` means no limit.
     """
 
     def __init__(self, app: ASGIApp, *, api_key: str | None = None, most: int | None = None) -> None:
@@ -36,6 +36,7 @@ class Gate:
         self._api_key = api_key
         self._most = most
         self._states: dict[int, dict[str, Any]] = {}  # of open requests, by the identity of their scopes
+        self._generating: set[int] = set()  # those of them that count
         self._is_closed = False
 
     def close(self) -> None:
@@ -65,6 +66,8 @@ class Gate:
         try:
             self._admit(scope)
             self._states[id(scope)] = state
+            if _generates(scope):
+                self._generating.add(id(scope))
             await self._answer(scope, receive, send_on)
         except ClientDisconnect:
             pass
@@ -72,6 +75,7 @@ class Gate:
             await JSONResponse(error.body, error.status)(scope, receive, send_on)
         finally:
             self._states.pop(id(scope), None)
+            self._generating.discard(id(scope))
             tokens = ""
             if (job := state.get("job")) is not None:
                 job.cancel()
@@ -80,7 +84,7 @@ class Gate:
             log.info("%s %s %d%s, %.2f s", scope["method"], quote(scope["path"]), status, tokens, seconds)
 
     def _admit(self, scope: Scope) -> None:
-        if scope["path"] == "/health":
+        if scope["path"] == "/health" and scope["method"] in ("GET", "HEAD"):
             return
         if self._is_closed:
             raise _closed()
@@ -89,7 +93,7 @@ class Gate:
             if not hmac.compare_digest(given, f"Bearer {self._api_key}".encode()):
                 message = "wrong or missing API key; send it as 'Authorization: Bearer KEY'"
                 raise ApiError(message, code="invalid_api_key", status=401)
-        if scope["method"] == "POST" and self._most is not None and len(self._states) >= self._most:
+        if _generates(scope) and self._most is not None and len(self._generating) >= self._most:
             raise overloaded(f"the server has {self._most} requests already (--max-requests)")
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -126,6 +130,10 @@ def receiver(body: bytes) -> Receive:
         return bodies.pop()
 
     return receive
+
+
+def _generates(scope: Scope) -> bool:
+    return bool(scope["method"] == "POST" and scope["path"].startswith("/v1/"))
 
 
 def _closed() -> ApiError:

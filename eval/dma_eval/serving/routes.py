@@ -167,16 +167,24 @@ class Route:
                 raise too_long(room, f"more than {2 * room} tokens", self.param)
 
     async def _stream(self, pieces: AsyncIterator[dict[str, Any]], body: GenerationRequest) -> AsyncIterator[str]:
-        """Write pieces as server-sent events. With ``include_usage`` an extra one at the end has the usage."""
+        """Write pieces as server-sent events.
+
+        With ``include_usage`` an extra one at the end has the usage of the answer, which is null in the others.
+        """
         piece: dict[str, Any] = {}
+        usage: dict[str, Any] | None = None
+        has_usage = body.stream_options.include_usage
         try:
             async for piece in pieces:
+                if "choices" in piece:
+                    usage = piece.pop("usage", None)
+                    piece |= {"usage": None} if has_usage else {}
                 yield f"data: {json.dumps(piece)}\n\n"
         except ApiError as error:
             yield error.event(self.path)
             return
-        if body.stream_options.include_usage and "choices" in piece:
-            yield f"data: {json.dumps(piece | {'choices': []})}\n\n"
+        if has_usage and "choices" in piece:
+            yield f"data: {json.dumps(piece | {'choices': [], 'usage': usage})}\n\n"
         yield self.end
 
     def _join(self, pieces: list[dict[str, Any]]) -> dict[str, Any]:

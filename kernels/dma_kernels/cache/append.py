@@ -15,10 +15,10 @@ from torch import Tensor
 from ..device.arithmetic import hadamard
 from ..device.tiles import head_rows
 from ..numerics.formats import TILE
-from ..runtime.launch import launch_kernel
+from ..runtime.launch import ASSERTS, launch_kernel
 from ..runtime.plan import Planned
 from .kernel_args import CacheInputs, CacheSizes, PageConfig, Strided
-from .page_kernel import page_block, quantize_key_tile, quantize_value_tile, unquantized_row
+from .page_kernel import load_page, page_block, quantize_key_tile, quantize_value_tile, unquantized_row
 from .page_layout import ROWS, PageLayout
 from .storage import LayerStorage
 
@@ -86,7 +86,7 @@ def _append_tile(
 
 @triton.jit
 def append_head(
-    key, value, cache, i_head, i_tile, are_values, piece, length, new_len, sizes,
+    key, value, cache, i_head, i_tile, are_values, piece, length, new_len, sizes, max_tiles,
     CONFIG: tl.constexpr, STORE: tl.constexpr, QUANTIZE: tl.constexpr,
 ):  # fmt: skip
     """Append keys or values to a piece of a tile of a kv head: the ``i_tile``-th tile that new tokens can be in."""
@@ -98,7 +98,12 @@ def append_head(
     if tile * _TILE < end:
         # A ring holds the last tiles.
         is_complete = ((tile + 1) * _TILE <= end) & (tile >= (end >> _TILE_SHIFT) - sizes.max_pages)
-        page_ptr = page_block(cache, i_b, i_kv, tile, is_complete, sizes.max_pages, CONFIG.PAGE_WORDS)
+        page = load_page(cache, i_b, tile, is_complete, sizes.max_pages)
+        # The host cannot check this for compiled code and CUDA graphs. Never write to the page of another tile.
+        has_page = (tile < max_tiles) & (page >= 0)
+        tl.device_assert(has_page | (is_complete == 0), "the cache has no page for a complete tile; reserve more tiles")
+        is_complete = is_complete & has_page
+        page_ptr = page_block(cache, page, i_kv, CONFIG.PAGE_WORDS)
         row = unquantized_row(cache, i_b)
         if are_values:
             _append_tile(
@@ -113,9 +118,9 @@ def append_head(
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["new_len", "max_pages", "residual_tiles", "sink_tiles"])
+@triton.jit(do_not_specialize=["new_len", "max_tiles", "max_pages", "residual_tiles", "sink_tiles"])
 def append_kernel(
-    key, value, cache, new_len, max_pages, residual_tiles, sink_tiles,
+    key, value, cache, new_len, max_tiles, max_pages, residual_tiles, sink_tiles,
     CONFIG: tl.constexpr, STORE: tl.constexpr, QUANTIZE: tl.constexpr,
 ):  # fmt: skip
     """Append keys or values to a tile; grid ``(B * Hkv, tiles that new tokens can be in, 2 * pieces)``."""
@@ -124,33 +129,36 @@ def append_kernel(
     sizes = CacheSizes(max_pages, residual_tiles, sink_tiles)
     append_head(
         key, value, cache, i_head, tl.program_id(1), tl.program_id(2) % 2 == 1, tl.program_id(2) // 2, length, new_len,
-        sizes, CONFIG, STORE, QUANTIZE,
+        sizes, max_tiles, CONFIG, STORE, QUANTIZE,
     )  # fmt: skip
 
 
 def append_tokens(storage: LayerStorage, key: Tensor, value: Tensor) -> None:
-    """Do :meth:`LayerStorage.append` in Triton, without synchronizing; the cache must have pages for full tiles."""
+    """Do :meth:`LayerStorage.append` in Triton, without synchronizing.
+
+    A complete tile without a page is not stored, and fails an assertion on the device.
+    """
     if key.numel() == 0:
         return
-    _launch(key, value, *CacheInputs.of(storage), format=storage.format)
+    _launch(key, value, *CacheInputs.of(storage), format=storage.format, max_tiles=storage.max_tiles)
     storage.lengths += key.shape[2]
     storage.count_appended(key.shape[2])
 
 
 @Planned
-def _launch(key: Any, value: Any, *cache: Any, format: str) -> tuple[()]:
+def _launch(key: Any, value: Any, *cache: Any, format: str, max_tiles: int) -> tuple[()]:
     """Launch the kernels that store keys and values; they do not update ``lengths``."""
     (batch, kv_heads, new_len, _), inputs = key.shape, CacheInputs(*cache)
     layout, sizes = inputs.page_layout(format), inputs.sizes
-    max_tiles = (new_len + TILE - 2) // TILE + 1
+    tiles = (new_len + TILE - 2) // TILE + 1
     # New tokens that wrap around the ring would overwrite stored keys that are still to be quantized.
-    passes = ((True, True),) if max_tiles <= sizes.residual_tiles else ((False, True), (True, False))
+    passes = ((True, True),) if tiles <= sizes.residual_tiles else ((False, True), (True, False))
     for store, quantize in passes:
         constants = {"CONFIG": PageConfig.of(layout, kv_heads), "STORE": store, "QUANTIZE": quantize}
         launch_kernel(
-            append_kernel, constants, (batch * kv_heads, max_tiles, 2 * PIECES if quantize else 2),
-            Strided.of(key), Strided.of(value), inputs.tensors, new_len, *sizes,
-            num_warps=append_warps(layout) // 2, maxnreg=MAX_REGISTERS,  # a piece is small
+            append_kernel, constants, (batch * kv_heads, tiles, 2 * PIECES if quantize else 2),
+            Strided.of(key), Strided.of(value), inputs.tensors, new_len, max_tiles, *sizes,
+            num_warps=append_warps(layout) // 2, maxnreg=MAX_REGISTERS, **ASSERTS,  # a piece is small
         )  # fmt: skip
     return ()
 

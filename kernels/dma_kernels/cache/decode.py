@@ -62,7 +62,7 @@ def decode_step(query: Tensor, key: Tensor, value: Tensor, storage: LayerStorage
     """Store the keys and values of the queries and attend, without synchronizing.
 
     Equals :func:`~dma_kernels.cache.append.append_tokens` followed by :func:`decode_attention`, in two launches. The
-    cache must have pages for the tiles that are completed, and residual KV for the new tokens.
+    cache must have residual KV for the new tokens.
     """
     # Without a band, later queries must read a tile that the new keys complete as codes.
     if query.numel() == 0 or key.numel() == 0 or (key.shape[2] > 1 and storage.diagonal_tiles == 0):
@@ -89,7 +89,7 @@ def _run(
         cache = CacheInputs.of(storage)
         plan = launch_decode.plan_of(
             (*given, *cache), format=storage.format, diagonal_tiles=storage.diagonal_tiles,
-            scale=options.scale, window=options.window, softcap=options.softcap,
+            max_tiles=storage.max_tiles, scale=options.scale, window=options.window, softcap=options.softcap,
         )  # fmt: skip
         step = storage.repeated_step = RepeatedStep(signature, plan, cache, tuple(addresses_of(cache)))
     out, lse = step.plan.run((*given, *step.cache), (*addresses_of(given), *step.addresses))
@@ -108,7 +108,7 @@ class RepeatedStep(NamedTuple):
 @Planned
 def launch_decode(
     query: Any, key: Any, value: Any, sinks: Any, *cache: Any,
-    format: str, diagonal_tiles: int, scale: float, window: int | None, softcap: float | None,
+    format: str, diagonal_tiles: int, max_tiles: int, scale: float, window: int | None, softcap: float | None,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Launch both kernels, and return the output and the log-sum-exp.
 
@@ -155,5 +155,8 @@ def launch_decode(
         (softcap or 0.0) * LOG2_E, scale * LOG2_E, batch, q_len, window or 0, diagonal_tiles, *sizes,
         num_warps=config.W,
     )  # fmt: skip
-    launch_combine(layout, out, lse, splits, sinks, new_key, new_value, inputs, sms=sms, use_pdl=config.USE_PDL)
+    launch_combine(
+        layout, out, lse, splits, sinks, new_key, new_value, inputs, max_tiles=max_tiles, sms=sms,
+        use_pdl=config.USE_PDL,
+    )  # fmt: skip
     return out, lse

@@ -7,11 +7,11 @@ values fill the 16 rows of an MMA instruction, and queries its columns.
 Codes are multiplied as 8-bit integers, exactly, by 16-bit integers split into two signed bytes:
 
     q . k = descale_q sum round(q scale / descale_q) (code - mid) + q . (zero_point + mid scale)
-    sum p v = sum round(p scale) (code - mid) + sum p (zero_point + mid scale)
+    sum p v = descale_p sum round(p scale / descale_p) (code - mid) + sum p (zero_point + mid scale)
 
 ``scale`` is per channel of a tile of keys, or per token and 64 channels of values. ``mid`` is the middle of the codes.
-``descale_q`` is per query and tile, and ``p scale`` is relative to a maximum per tile. So the 16 bits count from the
-largest number of a tile, and lose less than bfloat16 would.
+``descale_q`` is per query and tile, ``descale_p`` per query, tile and 64 channels. So the 16 bits count from the
+largest number that an integer is added to, and lose less than bfloat16 would.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
+from ..device.arithmetic import apply_softcap as _apply_softcap_triton
 from ..device.gluon import async_load, commit_group, constexpr_function, gl, jit, mma, view, wait_group
 from ..numerics.formats import TILE
 from .decode_mma import (
@@ -52,18 +53,10 @@ from .decode_mma import (
 _TILE = tl.constexpr(TILE)
 _TILE_SHIFT = tl.constexpr(TILE.bit_length() - 1)
 _MAX_INT16 = tl.constexpr(MAX_INT16)
-_PER_MANTISSA = tl.constexpr(2.0**-23)
 _SMALLEST_SCALE = tl.constexpr(2.0**-100)
-_P_EXPONENT = tl.constexpr(127.0 + 14.9)
-"""Base-2 exponent by which probabilities are scaled. The logarithm of a scale, read from its bits, is 127 too large and
-up to .09 too small. A probability times a scale must stay below ``MAX_INT16``."""
 
 
-@jit
-def _cap(s, softcap):
-    """Apply the softcap to base-2 logits; ``softcap`` includes the factor log2(e)."""
-    # tanh(y) = 1 - 2 / (exp(2 y) + 1), where s is y * softcap.
-    return softcap * (1.0 - 2.0 / (gl.exp2(s * (2.8853900817779268 / softcap)) + 1.0))
+apply_softcap = jit(_apply_softcap_triton.fn)
 
 
 @jit
@@ -154,7 +147,7 @@ def attend_high(
         k = gl.convert_layout(gl.reshape(k, [W, 16, BLOCK_D]), operand_layout(W, 0), assert_trivial=True)
         s = mma(k, q, zero) * logit_scale
         if CONFIG.HAS_SOFTCAP:
-            s = _cap(s, softcap)
+            s = apply_softcap(s, softcap)
         k_pos = here + token
         visible = (k_pos <= q_pos) & (k_pos >= 0) & (k_pos < end)
         visible = visible & ((k_pos >= q_band) | (k_pos < sizes.sink_tiles * _TILE))
@@ -238,16 +231,6 @@ def _value_scales(words, G: tl.constexpr, W: tl.constexpr, C: tl.constexpr):
         words = gl.reshape(gl.permute(gl.join(words, words), [0, 1, 3, 2]), [G * W, _TILE, 8])
     words = gl.convert_layout(words, scores_layout(W), assert_trivial=True)
     return (words << 16).to(gl.float32, bitcast=True), (words & 0xFFFF0000).to(gl.float32, bitcast=True)
-
-
-@jit
-def _max_scaled(s, scale, G: tl.constexpr, W: tl.constexpr):
-    """Return the maximum over keys of score plus log2 of the values' scale, within .09; ``[W, C]``."""
-    largest = gl.max(gl.reshape(scale, [G, W, scale.shape[1], scale.shape[2]]), 0)
-    largest = gl.convert_layout(largest, scores_layout(W), assert_trivial=True)
-    # The bits of a number approximate its base-2 logarithm plus 127, at most .09 too small.
-    exponent = gl.maximum(largest, _SMALLEST_SCALE).to(gl.int32, bitcast=True).to(gl.float32)
-    return gl.max(s + exponent * _PER_MANTISSA, 1)
 
 
 @constexpr_function
@@ -470,7 +453,7 @@ def attend_low(q, cache, page_table, i_kv, first, last, q_pos, sizes, softcap, l
             )  # fmt: skip
             s = combine_bytes(s, W) * descale[:, None, :] + offset
             if CONFIG.HAS_SOFTCAP:
-                s = gl.where(is_tile, _cap(s, softcap), float("-inf"))
+                s = gl.where(is_tile, apply_softcap(s, softcap), float("-inf"))
             if CONFIG.HAS_WINDOW:
                 k_pos = (start + s_warp) * _TILE + i_step * STEP + s_row
                 s = gl.where(k_pos > q_pos - sizes.window, s, float("-inf"))
@@ -479,8 +462,8 @@ def attend_low(q, cache, page_table, i_kv, first, last, q_pos, sizes, softcap, l
         wait_group(STAGES - 1)
         scale, zero_point = _value_scales(load_value_scales(pair_buffers[0]), G, W, C)
         s = _concat_steps(scores, W)
-        m_tile = gl.maximum(_max_scaled(s, scale, G, W), -1.0e30)
-        p = gl.exp2(s - (m_tile - _P_EXPONENT)[:, None, :])
+        m_tile = gl.maximum(gl.max(s, 1), -1.0e30)
+        p = gl.exp2(s - m_tile[:, None, :])
         m_new = gl.maximum(m_i, m_tile)
         alpha = gl.exp2(m_i - m_new)[:, None, :]
         beta = gl.exp2(m_tile - m_new)[:, None, :]
@@ -490,22 +473,24 @@ def attend_low(q, cache, page_table, i_kv, first, last, q_pos, sizes, softcap, l
         beta = repeat_groups(beta, G, SUMS)
         p = repeat_groups(p, G, SUMS)
         offsets = offsets * alpha + reduce_lanes(p * (zero_point + MIDDLE * scale), SUMS) * beta
+        scaled = p * scale
+        largest = gl.maximum(gl.max(scaled, 1), _SMALLEST_SCALE)[:, None, :]
         # ---- values
-        probabilities = _split_steps(p, STEPS, W)
-        scales = _split_steps(scale, STEPS, W)
+        rescale = _MAX_INT16 / largest
+        steps = _split_steps(scaled, STEPS, W)
         sums = gl.full([G * W, 64, N], 0, gl.int32, MMA)
         for i_step in gl.static_range(STEPS):
             if i_step > 0:
                 wait_group(STAGES - 1)
             words = v_buffers[i_step % len(v_buffers)].load(VALUES)
             values = to_value_operand(words.to(gl.uint32, bitcast=True), BITS, W, STEP, G)
-            sums = mma(values, to_probability_operand(probabilities[i_step], scales[i_step], BITS, W), sums)
+            sums = mma(values, to_probability_operand(steps[i_step], rescale, BITS, W), sums)
             _load_ahead(
                 STEPS + i_step + STAGES, block, has_next, next_block, key_copies, value_copies, STEPS, K_STEP, V_STEP,
                 STORED // 2,
             )  # fmt: skip
-        acc = acc * alpha + combine_bytes(sums, W) * (beta * (1.0 / (1 << (8 - BITS))))
+        acc = acc * alpha + combine_bytes(sums, W) * (beta * largest * (1.0 / (_MAX_INT16 * (1 << (8 - BITS)))))
         block = next_block
     wait_group(0)
     offsets = gl.convert_layout(gl.sum(offsets, 1), gl.SliceLayout(1, SUMS))
-    return acc + offsets[:, None, :], l_i, m_i - _P_EXPONENT
+    return acc + offsets[:, None, :], l_i, m_i

@@ -261,7 +261,7 @@ def _transpose_words(x):
 
 @jit
 def to_probability_operand(p, scale, BITS: tl.constexpr, W: tl.constexpr):
-    """Quantize ``p * scale``, fp32 ``[B, N, C]`` in :func:`scores_layout`, as a second operand of bytes."""
+    """Quantize ``p * scale``, fp32 ``[B, N, C]`` in :func:`scores_layout`, to 16-bit integers: a second operand."""
     B: tl.constexpr = p.shape[0]
     N: tl.constexpr = p.shape[1]
     C: tl.constexpr = p.shape[2]

@@ -149,10 +149,15 @@ def unquantized_row(cache, i_b):
 
 
 @triton.jit
-def page_block(cache, i_b, i_kv, tile, mask, max_pages, PAGE_WORDS: tl.constexpr):
-    """Return pointers to the page blocks of a kv head's tiles, int64."""
+def load_page(cache, i_b, tile, mask, max_pages):
+    """Return the pages of a batch row's tiles, int64; negative where there is none."""
     column = tile % tl.maximum(max_pages, 1)
-    page = tl.load(cache.page_table + i_b * max_pages + column, mask=mask, other=0).to(tl.int64)
+    return tl.load(cache.page_table + i_b * max_pages + column, mask=mask, other=0).to(tl.int64)
+
+
+@triton.jit
+def page_block(cache, page, i_kv, PAGE_WORDS: tl.constexpr):
+    """Return pointers to a kv head's page blocks."""
     return cache.kv_pages + page * cache.stride_page + i_kv * PAGE_WORDS
 
 

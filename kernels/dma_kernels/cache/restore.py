@@ -20,7 +20,7 @@ from ..runtime.launch import launch_kernel
 from ..runtime.plan import Planned
 from .append import append_warps
 from .kernel_args import CacheInputs, CacheSizes, PageConfig, Strided
-from .page_kernel import dequantize_rows, page_block, unquantized_row
+from .page_kernel import dequantize_rows, load_page, page_block, unquantized_row
 from .storage import LayerStorage
 
 BLOCK_T = 64
@@ -83,7 +83,8 @@ def restore_kernel(
     complete = (length + rolled_back) >> TILE_SHIFT
     is_held = (tile >= tl.maximum(complete - sizes.max_pages, 0)) & (position < length)
     is_quantized = is_held & (tile < complete)
-    page_ptr = page_block(cache, i_b, i_kv, tile, is_quantized, sizes.max_pages, CONFIG.PAGE_WORDS)
+    page = load_page(cache, i_b, tile, is_quantized, sizes.max_pages)
+    page_ptr = page_block(cache, page, i_kv, CONFIG.PAGE_WORDS)
     row = unquantized_row(cache, i_b)
     if tl.program_id(2) == 0:
         _restore_block(

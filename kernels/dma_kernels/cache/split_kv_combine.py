@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from ..device.arithmetic import narrow
 from ..numerics.formats import TILE
-from ..runtime.launch import launch_kernel
+from ..runtime.launch import ASSERTS, launch_kernel
 from .append import MAX_REGISTERS, PIECES, append_head, append_warps
 from .decode_kernel import Splits
 from .decode_mma import QUERIES
@@ -148,24 +148,26 @@ def _combine(
 
 
 @triton.jit(noinline=True)  # if inlined in a loop, its constants would take registers
-def _quantize_head(heads_ptr, key, value, cache, i_head, i_piece, new_len, sizes, CONFIG: tl.constexpr):
+def _quantize_head(heads_ptr, key, value, cache, i_head, i_piece, new_len, sizes, max_tiles, CONFIG: tl.constexpr):
     """Quantize a piece of a kv head's tile if new tokens complete it: of its keys, then of its values."""
     stored = tl.load(heads_ptr + i_head * 3 + 2)
     append_head(
         key, value, cache, i_head.to(tl.int64), 0, i_piece >= _PIECES, i_piece % _PIECES, stored, new_len,
-        sizes, CONFIG, False, True,
+        sizes, max_tiles, CONFIG, False, True,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["combine_ctas", "heads", "q_len", "max_pages", "residual_tiles", "sink_tiles"])
+@triton.jit(
+    do_not_specialize=["combine_ctas", "heads", "q_len", "max_tiles", "max_pages", "residual_tiles", "sink_tiles"]
+)
 def combine_kernel(
     splits, sinks_ptr, out, lse_ptr, key, value, cache, combine_ctas, heads, q_len,
-    max_pages, residual_tiles, sink_tiles, CONFIG: tl.constexpr,
+    max_tiles, max_pages, residual_tiles, sink_tiles, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Combine splits in the first ``combine_ctas`` CTAs, and quantize completed tiles in the others.
 
     Each of the others handles up to ``BLOCK_E`` pieces of tiles (:data:`.append.PIECES`), and updates ``lengths``;
-    ``heads`` counts the kv heads of all rows.
+    ``heads`` counts the kv heads of all rows. A row has room for ``max_tiles`` tiles.
     """
     sizes = CacheSizes(max_pages, residual_tiles, sink_tiles)
     i_cta = tl.program_id(0)
@@ -188,13 +190,14 @@ def combine_kernel(
                 i_task = i_cta - combine_ctas + i_e * quantize_ctas
                 if i_task < heads * (2 * _PIECES):
                     _quantize_head(
-                        splits.heads, key, value, cache, i_task % heads, i_task // heads, q_len, sizes, CONFIG
-                    )
+                        splits.heads, key, value, cache, i_task % heads, i_task // heads, q_len, sizes, max_tiles,
+                        CONFIG,
+                    )  # fmt: skip
 
 
 def launch_combine(
     layout: PageLayout, out: Tensor, lse: Tensor, splits: Splits, sinks: Tensor | None, key: Strided, value: Strided,
-    cache: CacheInputs, *, sms: int, use_pdl: bool,
+    cache: CacheInputs, *, max_tiles: int, sms: int, use_pdl: bool,
 ) -> None:  # fmt: skip
     """Launch the kernel, on ``sms`` SMs; ``key`` and ``value`` are the new KV to store, at most a tile of tokens."""
     batch, q_heads, q_len, _ = out.shape
@@ -216,6 +219,6 @@ def launch_combine(
     )
     launch_kernel(
         combine_kernel, {"CONFIG": config}, (combine_ctas + quantize_ctas, 1, 1),
-        splits, sinks, Strided.of(out), lse, key, value, cache.tensors, combine_ctas, heads, q_len,
-        *cache.sizes, num_warps=append_warps(layout), maxnreg=MAX_REGISTERS, launch_pdl=use_pdl,
+        splits, sinks, Strided.of(out), lse, key, value, cache.tensors, combine_ctas, heads, q_len, max_tiles,
+        *cache.sizes, num_warps=append_warps(layout), maxnreg=MAX_REGISTERS, launch_pdl=use_pdl, **ASSERTS,
     )  # fmt: skip

@@ -43,6 +43,9 @@ GROWTH = 1 + 1 / 128
 
 _FP16_MAX = torch.finfo(torch.float16).max
 
+UNKNOWN = MAX_POSITION
+"""More tokens than a row may have: what the host assumes where only the device knows their number."""
+
 TILES_PER_PASS = 64
 """Tiles that :meth:`LayerStorage.append` quantizes at once, in fp32; bounds the memory for a long prompt."""
 
@@ -54,7 +57,7 @@ class LayerStorage:
     format: str  # stored name of the cache format
     window: int | None  # causal sliding window of the layer, whose page table is then a ring; ``None`` without one
     kv_pages: Tensor  # page blocks of the quantized tiles, uint8 ``[pages, Hkv, nbytes]``
-    page_table: Tensor  # page of each tile, int32 ``[B, max_pages]``
+    page_table: Tensor  # page of each tile, int32 ``[B, max_pages]``; negative where a row has none
     key_residual: Tensor  # ``[B, Hkv, residual_len, D]`` in the model's dtype
     value_residual: Tensor  # ``[B, Hkv, residual_len, Dv]``
     key_sink: Tensor  # ``[B, Hkv, sink_tiles * 128, D]``
@@ -66,7 +69,7 @@ class LayerStorage:
     # step; ``None`` if it is the batch index. Such a storage cannot be cropped, grown or mapped.
     unquantized_rows: Tensor | None = None
     slack_tiles: int = SLACK_TILES  # residual tiles beyond the band; one suffices with ``unquantized_rows``
-    appended: int = 0  # upper bound on ``lengths``, on the host. Not updated by CUDA graph replays and compiled code.
+    appended: int = 0  # upper bound on ``lengths``, on the host; ``UNKNOWN`` after compiled code and graph capture
     # The last decode step, for one with the same layouts (:class:`.decode.RepeatedStep`). It has the addresses of the
     # tensors, so copies of the storage do not have it.
     repeated_step: Any = field(default=None, init=False, repr=False, compare=False)
@@ -162,11 +165,14 @@ class LayerStorage:
         return self.page_table.shape[1]
 
     @property
+    def max_tiles(self) -> int:
+        """Tiles that a row may have: as many as it has pages for, or any number in the full-size ring of a window."""
+        return UNKNOWN if _pages_needed(UNKNOWN, self.window) <= self.max_pages else self.max_pages
+
+    @property
     def room(self) -> int:
-        """Tokens that a row has room for. The full-size ring of a sliding window has room for any number."""
-        if _pages_needed(MAX_POSITION // TILE, self.window) <= self.max_pages:
-            return MAX_POSITION
-        return (self.max_pages + 1) * TILE - 1  # the last tile is incomplete
+        """Tokens that a row has room for. The last tile needs no page before it is complete."""
+        return min((self.max_tiles + 1) * TILE - 1, UNKNOWN)
 
     @property
     def nbytes(self) -> int:
@@ -250,11 +256,15 @@ class LayerStorage:
             value: ``[B, Hkv, T, Dv]``.
 
         Raises:
-            ValueError: There are too few pages (:meth:`reserve`); nothing was stored.
+            ValueError: A complete tile has no page (:meth:`reserve`); nothing was stored.
         """
         runs = list(self.by_length())
         self.appended = max((length for _, length, _ in runs), default=0)
         self.check_room(key.shape[2])
+        for _, length, part in runs:
+            tiles = max(length, 0) // TILE, max(length + key.shape[2], 0) // TILE
+            if bool((part._pages_of(*tiles) < 0).any()):
+                raise ValueError(f"page_table must have a page for each of the tiles {tiles[0]} to {tiles[1] - 1}")
         for rows, length, part in runs:
             part._append_at(length, key[rows], value[rows])
             if self.unquantized_rows is not None:
@@ -266,14 +276,15 @@ class LayerStorage:
     def check_room(self, count: int) -> None:
         """Raise ``ValueError`` if there are too few pages for ``count`` more tokens.
 
-        Synchronizes with the device only if :attr:`appended` does not decide it, and never in CUDA graph capture.
+        Synchronizes with the device only if :attr:`appended` does not decide it, and never in CUDA graph capture. In
+        compiled code and graph replays, the kernels check it.
         """
-        is_full = _pages_needed((self.appended + count) // TILE, self.window) > self.max_pages
+        is_full = (self.appended + count) // TILE > self.max_tiles
         if not is_full or (self.lengths.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
         self.appended = max(self.lengths.tolist(), default=0)
         longest = self.appended + count
-        if _pages_needed(longest // TILE, self.window) > self.max_pages:
+        if longest // TILE > self.max_tiles:
             raise ValueError(
                 f"the cache has room for {self.max_pages} tiles of {TILE} tokens, but {longest} tokens fill "
                 f"{longest // TILE}; call reserve({longest // TILE}) first"
@@ -281,11 +292,16 @@ class LayerStorage:
 
     def count_appended(self, count: int) -> None:
         """Update the host's counters after ``count`` tokens were stored in every row."""
-        self.appended += count
-        self.overwrite_rolled_back(count)
+        is_captured = self.lengths.is_cuda and torch.cuda.is_current_stream_capturing()
+        self.appended = UNKNOWN if is_captured else self.appended + count
+        self._overwrite_rolled_back(count)
 
-    def overwrite_rolled_back(self, count: int) -> None:
-        """Update :attr:`rolled_back` after ``count`` tokens were stored."""
+    def count_in_compiled_code(self, count: int) -> None:
+        """Update the host's counters in compiled code, without a counter that would change in each step."""
+        self.appended = UNKNOWN
+        self._overwrite_rolled_back(count)
+
+    def _overwrite_rolled_back(self, count: int) -> None:
         self.rolled_back = max(0, self.rolled_back - count)
 
     def incomplete_tile(self, length: int, key: Tensor, value: Tensor) -> tuple[int, Tensor, Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import triton
 import triton.language as tl
 
@@ -21,6 +23,29 @@ _FP16_MAX = tl.constexpr(65_504.0)
 _INT8_MAX = tl.constexpr(formats.MXINT8_MAX_CODE * formats.MXINT8_UNIT)
 # Adding 1.5 * 2^23 units leaves the integer, rounded to nearest, in the lowest byte.
 _INT8_ROUNDING = tl.constexpr(1.5 * 2.0**23 * formats.MXINT8_UNIT)
+
+# The minimax polynomial of tanh(y) / y - 1 in u^2, for u = 2 log2(e) y in -1..1; its relative error is 4e-8.
+_TANH_COEFFICIENTS = (-0.040036991238594055, 0.001918970374390483, -8.532182255294174e-05)
+_TANH_1, _TANH_2, _TANH_3 = map(tl.constexpr, _TANH_COEFFICIENTS)
+_SOFTCAP_ASM = tl.constexpr(
+    """{{
+        .reg .f32 u, z, small, large;
+        .reg .pred is_small;
+        mul.rn.f32 u, $1, $2;
+        mul.rn.f32 z, u, u;
+        fma.rn.f32 small, z, {2}, {1};
+        fma.rn.f32 small, z, small, {0};
+        mul.rn.f32 small, z, small;
+        fma.rn.f32 small, $1, small, $1;
+        ex2.approx.ftz.f32 large, u;
+        fma.rn.f32 large, large, 0f3F000000, 0f3F000000;
+        rcp.approx.ftz.f32 large, large;
+        neg.f32 large, large;
+        fma.rn.f32 large, large, $3, $3;
+        setp.lt.f32 is_small, z, 0f3F800000;
+        selp.f32 $0, small, large, is_small;
+    }}""".format(*(f"0f{struct.pack('>f', each).hex().upper()}" for each in _TANH_COEFFICIENTS))
+)
 
 
 @triton.jit
@@ -72,6 +97,27 @@ def dot(a, b):
     else:
         product = tl.dot(a, b)
     return product
+
+
+@triton.jit
+def apply_softcap(x, softcap):
+    """Return ``softcap * tanh(x / softcap)`` of fp32 ``x``, in any base, with a relative error of a few ulp.
+
+    So a softcap far above the logits changes nothing.
+    """
+    # tanh(y) = 1 - 2 / (2^u + 1), with u = 2 log2(e) y, is off by an ulp of 1. So small results take a polynomial.
+    slope = 2.8853900817779268 / softcap
+    if IS_INTERPRETED:
+        u = x * slope
+        z = u * u
+        small = x + x * (z * (_TANH_1 + z * (_TANH_2 + z * _TANH_3)))
+        y = tl.where(z < 1.0, small, softcap - 2.0 * softcap / (tl.exp2(u) + 1.0))
+    else:
+        # Element by element: with an operation at a time for a whole tile, the kernels would spill it.
+        y = tl.inline_asm_elementwise(
+            _SOFTCAP_ASM, "=f,f,f,f", [x, slope, softcap], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return y
 
 
 @triton.jit

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .arithmetic import IS_INTERPRETED, dot, permute_keys, round_to_e4m3, to_e4m3
+from .arithmetic import IS_INTERPRETED, apply_softcap, dot, permute_keys, round_to_e4m3, to_e4m3
 from .tiles import TILE, TILE_SHIFT, Rows
 
 
@@ -173,8 +173,7 @@ def logits(
     if HAS_QK_BIAS:
         s += qk_bias[:, None]
     if softcap is not None:
-        # tanh(y) = 1 - 2 / (exp(2 y) + 1), where s is y * softcap * log2(e) and softcap carries the log2(e).
-        s = softcap * (1.0 - 2.0 / (tl.math.exp2(s * (2.8853900817779268 / softcap)) + 1.0))
+        s = apply_softcap(s, softcap)
     if is_masked:
         is_visible = ((k_pos >= visibility.start) & (k_pos < visibility.end))[None, :]
         distance = q_pos[:, None] - k_pos[None, :]

@@ -8,8 +8,12 @@ import torch
 from torch import Tensor
 
 from .arguments import is_int
+from .formats import UNQUANTIZED
 from .layout import TensorLayout
 from .recipe import Recipe
+
+SHORT_CALL = 64
+"""A causal call with fewer queries is short if it continues a sequence."""
 
 
 class AttentionCall(NamedTuple):
@@ -50,6 +54,22 @@ class AttentionCall(NamedTuple):
         return self.query.shape[3] ** -0.5 if self.scale is None else float(self.scale)
 
     @property
+    def is_short(self) -> bool:
+        """Whether all tiles are high because the call has few queries, such as a decoding step.
+
+        A short call is causal, has fewer than 64 queries, and continues a sequence: it has more keys than queries. Its
+        time goes into reading the keys and values. Quantizing them would take longer and lose accuracy. This
+        needs unquantized high tiles: a recipe that quantizes them, such as ``paper``, keeps its low tiles.
+        """
+        q_len, kv_len = self.query.shape[2], self.key.shape[2]
+        return bool(self.is_causal and q_len < SHORT_CALL and kv_len > q_len and self.recipe.high == UNQUANTIZED)
+
+    @property
+    def effective_recipe(self) -> Recipe:
+        """The recipe that the call computes: ``recipe``, or exact attention if the call is short."""
+        return self.recipe.of_high_tiles if self.is_short else self.recipe
+
+    @property
     def first_query(self) -> Any:
         """Position of query 0, or one per batch row: ``q_offset`` or its default."""
         if self.q_offset is not None:
@@ -58,6 +78,25 @@ class AttentionCall(NamedTuple):
             return 0
         offset = self.kv_offset if is_int(self.kv_offset) else self.kv_offset.to(torch.int32)
         return offset + self.key.shape[2] - self.query.shape[2]
+
+    @property
+    def row_tensors(self) -> tuple[Any, Any, Any]:
+        """``q_offset``, ``kv_offset`` and ``kv_range`` where they are tensors; otherwise ``None``.
+
+        Where ``kv_offset`` is a tensor and ``q_offset`` has its default, both are ``None``: they differ by a constant.
+        """
+        if self.q_offset is None:
+            return None, None, self.kv_range
+        q_offset, kv_offset = (None if is_int(offset) else offset for offset in (self.q_offset, self.kv_offset))
+        return q_offset, kv_offset, self.kv_range
+
+    @property
+    def lead(self) -> int:
+        """Position of query 0 minus that of key 0 in a causal call, with 0 for those in :attr:`row_tensors`."""
+        if self.q_offset is None:
+            return int(self.key.shape[2] - self.query.shape[2])
+        q_offset, kv_offset = (offset if is_int(offset) else 0 for offset in (self.q_offset, self.kv_offset))
+        return q_offset - kv_offset
 
     @property
     def has_seq_info(self) -> bool:

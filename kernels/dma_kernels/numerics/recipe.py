@@ -16,7 +16,8 @@ class Recipe:
     """Numerics of diagonal-tiled mixed-precision attention (arXiv 2604.03950).
 
     Tiles have 128 positions. A key tile ``J`` is *high* for a query tile ``I`` if ``I - diagonal_tiles <= J <= I``
-    (bidirectional: ``|I - J| <= diagonal_tiles``) or ``J < sink_tiles``. All other visible tiles are *low*.
+    (bidirectional: ``|I - J| <= diagonal_tiles``) or ``J < sink_tiles``. All other visible tiles are *low*. Short calls
+    have no low tiles (:attr:`~dma_kernels.numerics.call.AttentionCall.is_short`).
 
     Attributes:
         low: Format of queries and keys in low tiles: ``bf16``, ``mxfp8``, ``mxint8``, ``mxfp4`` or ``nvfp4``.

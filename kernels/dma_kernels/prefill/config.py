@@ -52,6 +52,17 @@ class PortableConfig:
 
 
 @dataclass(frozen=True)
+class SplitKVConfig:
+    """Configuration of the split-KV kernel."""
+
+    block_m: int  # rows of a block: pairs of query head and position of a kv head
+    block_n: int  # keys of a step
+    num_warps: int  # warps of a CTA
+    num_stages: int  # pipeline stages of keys and values
+    ctas_per_sm: int  # CTAs of the grid per SM
+
+
+@dataclass(frozen=True)
 class WarpSpecializedConfig:
     """Configuration of Hopper's warp-specialized kernel, and which calls are long enough for it."""
 
@@ -137,6 +148,22 @@ def _portable_config(arch: int, path: ComputePath, widest: int, has_softcap: boo
     # Consumer chips have 99 KB of shared memory; 16-bit and block-scaled operands spill with 4 warps (compiled).
     num_warps = 4 if are_keys_8bit and are_values_8bit and not is_packed else 8
     return PortableConfig(64, 32, num_warps=num_warps, num_stages=1, high_block_n=32, stage_queries=num_warps == 8)
+
+
+@functools.cache
+def split_kv_config(arch: int, head_dim: int, value_dim: int, rows: int) -> SplitKVConfig:
+    """Return the configuration of the split-KV kernel for ``rows`` pairs of query head and position of a kv head."""
+    widest = padded_channels(max(head_dim, value_dim))
+    block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    # Two CTAs of consumer chips share 99 KB of shared memory.
+    has_room = (arch == 80 or arch == 90 or arch in TENSOR_MEMORY_ARCHS) and (block_m < 64 or widest <= 128)
+    return SplitKVConfig(
+        block_m=block_m,
+        block_n=64 if widest <= 128 else 32,
+        num_warps=8 if block_m == 64 and widest > 64 else 4,
+        num_stages=3 if has_room or widest <= 64 else 2,
+        ctas_per_sm=2,
+    )
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ..numerics.formats import padded_channels
 from ..numerics.transforms import hadamard_size
-from .config import MultiCTAConfig, PortableConfig, WarpSpecializedConfig
+from .config import MultiCTAConfig, PortableConfig, SplitKVConfig, WarpSpecializedConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +91,26 @@ class PortableConstants(_Constants):
     def block_dv(self) -> int:
         """``value_dim`` padded."""
         return padded_channels(self.value_dim)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitKVConstants(_Constants):
+    """Constexprs of the split-KV kernels."""
+
+    q_heads: int  # query heads
+    value_dim: int  # channels of values
+    tuning: SplitKVConfig  # block sizes and stages
+    use_pdl: bool  # whether the second launch may start before the first one ends
+
+    @property
+    def block_dv(self) -> int:
+        """``value_dim`` padded."""
+        return padded_channels(self.value_dim)
+
+    @property
+    def block_s(self) -> int:
+        """Splits that are combined at once: as many as fit in the registers of a CTA."""
+        return 8192 // self.block_dv
 
 
 @dataclass(frozen=True, kw_only=True)

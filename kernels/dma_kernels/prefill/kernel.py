@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..device.arithmetic import hadamard
+from ..device.arithmetic import hadamard, narrow
 from ..device.operands import finite_or_zero, prepare_queries, smoothing_bias
 from ..device.scores import Visibility, attend, load_keys, load_raw, load_values, logits, score, storage_entry
 from ..device.tiles import TILE, TILE_SHIFT, Rows, head_rows, load_in_range, load_positions
@@ -424,7 +424,7 @@ def prefill_kernel(
     if v_descale_ptr is not None:
         acc *= tl.load(v_descale_ptr + i_row * DV + o_v, mask=o_v < DV, other=0.0)[None, :]
     offset = rows.to(tl.int64)[:, None] * out.stride_t + o_v[None, :]
-    result = acc.to(out.ptr.dtype.element_ty)
+    result = narrow(acc, out.ptr.dtype.element_ty)
     tl.store(
         out.ptr + i_b * out.stride_b + i_h * out.stride_h + offset, result, mask=m_row[:, None] & (o_v < DV)[None, :]
     )

@@ -56,6 +56,12 @@ class _Problem:
         """The visible keys, boolean ``[B, Tk]``; ``None`` for all."""
         return self.geometry.visible_keys()
 
+    @functools.cached_property
+    def has_broken_values(self) -> bool:
+        """Whether a value is an infinity or a NaN, in either precision."""
+        values = {id(x): x for x in (self.operands.v_high, self.operands.v_low)}
+        return not all(bool(x.isfinite().all()) for x in values.values())
+
     def aligned_rows(self) -> list[list[int]]:
         """Group the batch rows whose query blocks and key tiles start at the same indices."""
         groups: dict[tuple[int, int], list[int]] = {}
@@ -72,9 +78,10 @@ def attention_reference(call: AttentionCall) -> tuple[Tensor, Tensor]:
         the softmax denominator, fp32 (fp64 for fp64) ``[B, Hq, Tq]``. Sinks count in it: a row that sees no key has
         its sink logit there, and ``-inf`` without sinks.
     """
-    operands, geometry, _ = _prepare(call, call.recipe)
+    recipe = call.effective_recipe
+    operands, geometry, _ = _prepare(call, recipe)
     return attend_prepared(
-        operands, geometry, call.recipe, dtype=call.query.dtype, scale=call.score_scale, softcap=call.softcap,
+        operands, geometry, recipe, dtype=call.query.dtype, scale=call.score_scale, softcap=call.softcap,
         sinks=call.sinks, tile_counts=call.tile_counts,
     )  # fmt: skip
 
@@ -140,7 +147,7 @@ def attend_prepared(
             q_pos, k_pos = _positions(problem, block, columns)
             skip_tiles(scores, q_pos, k_pos, recipe, is_causal=geometry.is_causal, tile_counts=tile_counts)
         block_out, block_lse = _softmax_times_value(scores, problem, columns, high, sinks)
-        out[:, :, block] = block_out.flatten(1, 2).to(out.dtype)
+        out[:, :, block] = _narrow(block_out.flatten(1, 2), out.dtype)
         lse[:, :, block] = block_lse.flatten(1, 2)
     return out, lse
 
@@ -279,12 +286,26 @@ def _high_columns(problem: _Problem, block: slice, columns: slice) -> Iterator[s
             done = part.stop
 
 
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
+    """Return ``a @ b`` in the dtype of both, also under autocast, which would round them to 16 bits."""
+    with torch.autocast(a.device.type, enabled=False):
+        return a @ b
+
+
+def _narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert to a dtype; finite numbers stay finite, also those that FP8 values round up beyond fp16."""
+    if dtype == torch.float16:
+        limit = torch.finfo(dtype).max
+        x = torch.where(x.isfinite(), x.clamp(-limit, limit), x)
+    return x.to(dtype)
+
+
 def _product(q: Tensor, k: Tensor) -> Tensor:
     """Return ``q k^T`` for grouped heads, ``[B, Hq, R, D] x [B, Hkv, C, D] -> [B, Hkv, G, R, C]``."""
     batch, q_heads, rows, head_dim = q.shape
     kv_heads = k.shape[1]
     grouped = q.reshape(batch, kv_heads, (q_heads // kv_heads) * rows, head_dim)
-    return (grouped @ k.transpose(-1, -2)).view(batch, kv_heads, q_heads // kv_heads, rows, k.shape[2])
+    return _matmul(grouped, k.transpose(-1, -2)).view(batch, kv_heads, q_heads // kv_heads, rows, k.shape[2])
 
 
 def _masked(problem: _Problem, block: slice, columns: slice, q_pos: Tensor, k_pos: Tensor) -> Tensor | None:
@@ -326,7 +347,10 @@ def _softmax_times_value(
         denominator = denominator * numerator + torch.exp(sinks - shift)
     lse = (denominator.log() + shift).squeeze(-1)
     rounded = weights.to(problem.dtype).to(weights.dtype)
-    v_low = operands.v_low[:, :, columns]
+    v_low, v_high = operands.v_low, operands.v_high
+    if problem.has_broken_values:
+        v_low, v_high = (x.masked_fill(~x.isfinite(), 0.0) for x in (v_low, v_high))
+    v_low = v_low[:, :, columns]
     if operands.v_low is operands.v_high:
         out = _weighted_sum(rounded, v_low)
     else:
@@ -340,8 +364,39 @@ def _softmax_times_value(
         out = _weighted_sum(low, v_low) * descale
         for part, is_high in high:
             own = rounded[..., part.start - columns.start : part.stop - columns.start].masked_fill(~is_high, 0.0)
-            out = out + _weighted_sum(own, operands.v_high[:, :, part])
+            out = out + _weighted_sum(own, v_high[:, :, part])
+    if problem.has_broken_values:
+        out = out + _broken_values(weights > 0, problem, columns, high)
     return out * numerator / denominator.masked_fill(denominator == 0, 1.0), lse
+
+
+def _broken_values(seen: Tensor, problem: _Problem, columns: slice, high: list[_HighPart]) -> Tensor:
+    """Return the infinities and NaNs that the queries attend to, and zeros elsewhere.
+
+    They are kept out of the products, where a weight of 0 would not hide them: neither those of masked keys, nor a
+    low-precision NaN in a tile that is high for a query.
+
+    ``seen`` says which keys have a weight, ``[B, Hkv, G, R, C]``.
+    """
+    operands = problem.operands
+    is_low = seen.clone()
+    parts = [(columns, is_low, operands.v_low)]
+    if operands.v_low is not operands.v_high:
+        for part, is_high in high:
+            local = slice(part.start - columns.start, part.stop - columns.start)
+            is_low[..., local].masked_fill_(is_high, False)
+            parts.append((part, seen[..., local] & is_high, operands.v_high))
+    total: float | Tensor = 0.0
+    for part, reaches, value in parts:
+        value = value[:, :, part]
+        for number, is_there in (
+            (math.inf, value == math.inf),
+            (-math.inf, value == -math.inf),
+            (math.nan, value != value),
+        ):
+            count = _weighted_sum(reaches.to(value.dtype), is_there.to(value.dtype))
+            total = total + torch.where(count > 0, number, 0.0)
+    return total
 
 
 def _exponentials(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -358,11 +413,11 @@ def _transposed_sum(weights: Tensor, x: Tensor) -> Tensor:
     """Sum over the queries of a group, ``[B, Hkv, G, R, C] x [B, Hq, R, N] -> [B, Hkv, C, N]``."""
     batch, kv_heads, group, rows, width = weights.shape
     flat = weights.reshape(batch, kv_heads, group * rows, width)
-    return flat.transpose(-1, -2) @ x.reshape(batch, kv_heads, group * rows, x.shape[-1])
+    return _matmul(flat.transpose(-1, -2), x.reshape(batch, kv_heads, group * rows, x.shape[-1]))
 
 
 def _weighted_sum(weights: Tensor, value: Tensor) -> Tensor:
     """Return ``weights @ value`` for grouped heads, ``[B, Hkv, G, R, C] x [B, Hkv, C, Dv] -> [B, Hkv, G, R, Dv]``."""
     batch, kv_heads, group, rows, width = weights.shape
-    flat = weights.reshape(batch, kv_heads, group * rows, width) @ value
+    flat = _matmul(weights.reshape(batch, kv_heads, group * rows, width), value)
     return flat.view(batch, kv_heads, group, rows, value.shape[-1])

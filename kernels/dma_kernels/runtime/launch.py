@@ -36,6 +36,13 @@ SETTINGS: dict[tuple[int, ...], tuple[str, ...]] = dict.fromkeys([(3, 6), (3, 7)
 SETTINGS[3, 9] = (*_SINCE_3_6, "compilation.fpsan_homomorphic_casts")
 """Settings (``triton.knobs``) whose changes make Triton recompile a kernel, by tested version."""
 
+FP_FUSION = {"enable_fp_fusion": True}
+"""Launch option that lets a product and a sum become one instruction with one rounding: the default up to Triton 3.9.
+Without it the kernels have a tenth more instructions."""
+
+ASSERTS = {"debug": True, "sanitize_overflow": False}
+"""Launch options with which ``tl.device_assert`` holds without ``TRITON_DEBUG``; integers are not checked."""
+
 _SETTINGS = SETTINGS.get(triton_version())
 _read_settings = operator.attrgetter(*(_SETTINGS or _SINCE_3_6))
 
@@ -78,7 +85,7 @@ def launch_kernel(kernel: Any, constants: Mapping[str, Any], grid: Grid, *argume
     if 0 in grid:
         return
     values = tuple(constants[name] for name in names[runtime:])
-    _launcher.get()(KernelLaunch(kernel, grid, arguments, values, {**constants, **options}))
+    _launcher.get()(KernelLaunch(kernel, grid, arguments, values, {**constants, **FP_FUSION, **options}))
 
 
 def launch_by_triton(launch: KernelLaunch) -> Any:
@@ -111,6 +118,7 @@ class DirectLaunch:
     """
 
     def __init__(self, compiled: CompiledKernel, grid: Grid) -> None:
+        self._compiled = compiled  # owns the module that the function is in
         # Mirrors CudaLauncher.__call__ and the function that wrap_handle_tensordesc returns.
         launcher = compiled.run
         self._launch, self._map_layouts = launcher.launch, None

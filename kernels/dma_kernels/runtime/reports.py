@@ -1,8 +1,13 @@
 """Reports of the kernels that computed a call.
 
-Host code reports the kernel that it launches by name: ``warp-specialized``, ``multi-CTA`` or ``portable`` for prefill
-and chunked prefill, ``decode`` for decode steps over a cache, ``reference`` for torch. Without a listener that costs
-one lookup.
+Host code reports the kernel that it launches by name:
+
+* ``warp-specialized``, ``multi-CTA`` or ``portable`` for prefill and chunked prefill;
+* ``split-KV``, or PyTorch's ``sdpa``, for short calls over unquantized keys and values;
+* ``decode`` for decode steps over a packed cache;
+* ``reference`` for torch.
+
+Without a listener that costs one lookup.
 """
 
 from __future__ import annotations

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from decode_cases import FORMATS, STORED_FORMATS, Case, assert_storages_equal
 from dma_kernels.cache.append import append_tokens
+from dma_kernels.cache.decode import decode_step
+from dma_kernels.cache.reference import CacheOptions
+from dma_kernels.cache.storage import LayerStorage
+from dma_kernels.runtime import launch
+from triton.runtime import interpreter
+from triton.runtime.errors import InterpreterError
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these on the device")
 
@@ -71,6 +79,58 @@ def test_non_finite_values_constants_and_signed_zeros_equal_torch(format: str) -
     assert keys[:, :, 128:256].isnan().sum() == 2 * 128
     assert values[:, :, 128:256].isnan().sum() == 64
     assert torch.equal(keys[:, :, 256:, 3].half(), key[:, :, 256:, 3])
+
+
+def asserting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the interpreter evaluate device assertions, as the launch options do on a device."""
+    options = replace(interpreter.interpreter_builder.options, **launch.ASSERTS)
+    monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
+
+
+def _full(page: int, format: str) -> tuple[Case, LayerStorage]:
+    """Return a cache whose next token completes tile 2, which has no page: it is one too many, or its entry says so.
+
+    As in a CUDA graph, the host does not know the lengths.
+    """
+    case = Case(kv_len=384, kv_heads=2)
+    _, key, value = case.inputs(torch.float16, "cpu")
+    storage = case.storage(format, torch.float16, "cpu", is_filled=False)
+    storage.append(key[:, :, :383], value[:, :, :383])
+    if page < 0:
+        storage.page_table[:, 2] = page
+    else:
+        storage.page_table = storage.page_table[:, :2].contiguous()
+    storage.appended = 0
+    return case, storage
+
+
+@pytest.mark.parametrize("page", [0, -1], ids=["too-few", "negative"])
+@pytest.mark.parametrize("in_step", [False, True], ids=["append", "decode"])
+@formats
+def test_a_tile_without_a_page_fails_an_assertion_and_overwrites_no_other(
+    format: str, in_step: bool, page: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, storage = _full(page, format)
+    query, key, value = (x[:, :, -1:] for x in case.inputs(torch.float16, "cpu"))
+
+    def store() -> None:
+        if in_step:
+            decode_step(query, key, value, storage, CacheOptions(0.125))
+        else:
+            append_tokens(storage, key, value)
+
+    before, lengths = storage.kv_pages.clone(), storage.lengths.clone()
+    store()  # without assertions, so that the rest of the kernel runs
+    assert torch.equal(storage.kv_pages, before)
+    storage.lengths = lengths
+    asserting(monkeypatch)
+    with pytest.raises(InterpreterError, match="the cache has no page for a complete tile; reserve more tiles"):
+        store()
+
+
+def test_the_full_ring_of_a_window_never_lacks_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    asserting(monkeypatch)
+    _append_both(Case(kv_len=1500, kv_heads=1, window=200), "int8", (600, 700, 200))
 
 
 @formats

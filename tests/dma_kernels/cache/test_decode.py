@@ -14,6 +14,7 @@ from decode_cases import (
     Case,
     assert_as_exact,
     assert_decode_matches,
+    assert_small_value_channels_are_exact,
     assert_steps_match,
     assert_storages_equal,
     gathered,
@@ -76,6 +77,12 @@ def test_rotated_keys_with_outliers_are_as_accurate_as_the_reference() -> None:
     stored = key[:, :, :0], value[:, :, :0]
     exact, _ = cached_attention_reference(query.float(), *stored, storage, CacheOptions(scale=0.125))
     assert_as_exact(out, exact)
+
+
+@pytest.mark.parametrize("ratio", [1e3, 1e5])
+@pytest.mark.parametrize("q_len", [1, 5])
+def test_value_channels_next_to_larger_ones_are_exact(q_len: int, ratio: float) -> None:
+    assert_small_value_channels_are_exact(ratio, q_len, torch.bfloat16, "cpu")
 
 
 @formats

@@ -18,7 +18,9 @@ from prefill_cases import (
     RECIPES,
     SPARSE,
     Case,
+    assert_an_infinite_value_spreads_by_tile,
     assert_counting_changes_no_bit,
+    assert_largest_fp16_values_stay_finite,
     assert_matches_reference,
     assert_skips_as_the_reference,
 )
@@ -42,6 +44,17 @@ FEATURES = ("bidirectional", "window", "softcap", "sinks", "softcap-and-sinks", 
 @pytest.mark.parametrize("case", CASES)
 def test_default_recipe_matches_the_reference(case: str) -> None:
     assert_matches_reference(CASES[case], RECIPES["balanced"], torch.float16, "cpu")
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_the_largest_fp16_values_stay_finite(backend: str) -> None:
+    assert_largest_fp16_values_stay_finite(backend, "cpu")
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_an_infinite_value_spreads_by_tile(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chip, "INTERPRETED_ARCH", 80)  # the interpreter reads the NaN of E4M3 as a number
+    assert_an_infinite_value_spreads_by_tile(backend, "cpu")
 
 
 @pytest.mark.parametrize("window", [2**30, 2**31 - 1, 2**31, 2**40])

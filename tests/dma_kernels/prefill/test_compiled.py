@@ -284,3 +284,34 @@ def test_no_store_overlaps_a_barrier(call: str, compiled: CompiledCalls) -> None
     }
     assert stored  # the arguments of the warpgroups
     assert not stored & barriers
+
+
+ARCHS = (80, 90, 100, 120)
+DECODE = [
+    *(f"balanced:{arch}:{dim}:decode" for arch in ARCHS for dim in (64, 128)),
+    *(f"balanced:{arch}:{dim}:decode-options" for arch in ARCHS for dim in (64, 128)),
+    *(f"balanced:{arch}:{dim}:decode-63" for arch in ARCHS for dim in (64, 128, 256)),
+    *(f"balanced:{arch}:256:decode" for arch in ARCHS),
+]
+
+
+@pytest.mark.parametrize("call", DECODE)
+def test_a_short_call_fits_in_shared_memory_and_spills_nothing(call: str, compiled: CompiledCalls) -> None:
+    """One kernel attends; the other, by programmatic dependent launch, combines splits."""
+    split, combine = compiled[call]
+    assert (split["name"], combine["name"]) == ("split_kv_kernel", "combine_splits_kernel")
+    arch = int(call.split(":")[1])
+    for kernel, early in ((split, "launch_dependents"), (combine, "wait")):
+        assert kernel["shared"] <= SHARED_MEMORY[arch]
+        assert kernel["loop_spills"] == 0
+        assert kernel["stack"] == 0 or "256" in call
+        assert (f"griddepcontrol.{early}" in kernel["ptx"]) == (arch >= 90)
+
+
+@pytest.mark.parametrize("call", [call for call in DECODE if call.endswith(":decode")])
+def test_keys_and_values_of_a_short_call_are_copied_asynchronously_in_16_bytes(
+    call: str, compiled: CompiledCalls
+) -> None:
+    ptx = compiled[call][0]["ptx"]
+    copies = re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^\]]*\], \[[^\]]*\], (\w+)", ptx)
+    assert set(copies) == {"0x10"}

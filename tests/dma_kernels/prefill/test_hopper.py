@@ -387,6 +387,7 @@ CASES = {
         **HEADS,
     ),
     "softcap": Case(q_len=430, kv_len=430, options={"softcap": 5.0}, **HEADS),
+    "softcap-above-all-logits": Case(q_len=430, kv_len=430, options={"softcap": 1e7}, **HEADS),
     "softcap-and-sinks": Case(
         q_len=430,
         kv_len=430,

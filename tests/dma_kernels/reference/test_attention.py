@@ -266,8 +266,8 @@ class TestRowsWithoutKeys:
 
     @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
     def test_fully_masked_rows_are_zero_under_every_recipe(self, recipe: Recipe) -> None:
-        qkv = random_qkv(batch=2, q_len=5, kv_len=9)
-        out, lse = attention_with_lse(*qkv, recipe, kv_range=ints([4, 4], [0, 9]))
+        qkv = random_qkv(batch=2, q_len=64, kv_len=70)
+        out, lse = attention_with_lse(*qkv, recipe, kv_range=ints([4, 4], [0, 70]))
         assert_bits_equal(out[0], torch.zeros_like(out[0]))
         assert_bits_equal(lse[0], torch.full_like(lse[0], -math.inf))
         assert out[1].isfinite().all()
@@ -286,12 +286,12 @@ class TestHiddenContent:
     @pytest.mark.parametrize("filler", [math.nan, math.inf, 1e30], ids=str)
     def test_keys_outside_the_range_do_not_matter(self, recipe: Recipe, filler: float) -> None:
         # Neither for scales nor for means that tokens share.
-        query, key, value = random_qkv(batch=2, kv_heads=2, q_len=9, kv_len=40)
-        options = {"kv_range": ints([12, 40], [0, 31]), "kv_offset": ints(-12, 0), "q_offset": ints(19, 22)}
+        query, key, value = random_qkv(batch=2, kv_heads=2, q_len=64, kv_len=95)
+        options = {"kv_range": ints([12, 95], [0, 86]), "kv_offset": ints(-12, 0), "q_offset": ints(19, 22)}
         expected = attention(query, key, value, recipe, **options)
         for tensor in (key, value):
             tensor[0, :, :12] = filler
-            tensor[1, :, 31:] = filler
+            tensor[1, :, 86:] = filler
         assert expected.isfinite().all()
         assert_bits_equal(attention(query, key, value, recipe, **options), expected)
 

@@ -140,6 +140,46 @@ def test_only_some_inputs_may_require_a_gradient() -> None:
     assert torch.equal(gradients(out, [key])[0], expected)
 
 
+TRANSFORMS: dict[str, Any] = {
+    "grad": lambda loss, leaves: torch.func.grad(loss, argnums=tuple(range(len(leaves))))(*leaves),
+    "vjp": lambda loss, leaves: torch.func.vjp(loss, *leaves)[1](torch.ones((), dtype=leaves[0].dtype)),
+    "grad of vmap": lambda loss, leaves: torch.func.grad(
+        lambda *args: torch.func.vmap(loss)(*(x[None] for x in args)).sum(), argnums=tuple(range(len(leaves)))
+    )(*leaves),
+    "vmap of grad": lambda loss, leaves: [
+        grad[0]
+        for grad in torch.func.vmap(torch.func.grad(loss, argnums=tuple(range(len(leaves)))))(
+            *(x[None] for x in leaves)
+        )
+    ],
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("call", ["causal", "all"])
+def test_transforms_of_torch_func_equal_the_backward_pass(call: str, transform: str) -> None:
+    leaves, options = make(call)
+
+    def loss(*leaves: Tensor) -> Tensor:
+        named = {"sinks": leaves[3]} if len(leaves) > 3 else {}
+        return attention(*leaves[:3], EXACT, **named, **options).square().sum()
+
+    expected = torch.autograd.grad(loss(*leaves), leaves)
+    ours = TRANSFORMS[transform](loss, [leaf.detach() for leaf in leaves])
+    for each, gradient in zip(ours, expected, strict=True):
+        torch.testing.assert_close(each, gradient)
+
+
+def test_second_derivatives_of_torch_func_are_rejected() -> None:
+    query, key, value = (leaf.detach() for leaf in make("causal")[0])
+
+    def slope(query: Tensor) -> Tensor:
+        return torch.func.grad(lambda query: attention(query, key, value, EXACT).sum())(query).sum()
+
+    with pytest.raises(RuntimeError, match="attention has no second derivative; differentiate once"):
+        torch.func.grad(slope)(query)
+
+
 def test_second_derivatives_are_rejected() -> None:
     leaves, _ = make("causal")
     (first,) = torch.autograd.grad(attention(*leaves, EXACT).sum(), leaves[:1], create_graph=True)

@@ -55,6 +55,8 @@ def naive_rule(
     q, k, v = (x.double().numpy() for x in (query, key, value))
     kv_len, group = k.shape[1], len(q) // len(k)
     first = kv_len - q.shape[1]
+    if is_causal and q.shape[1] < 64 and q.shape[1] < kv_len and recipe.high == "bf16":
+        recipe = RECIPES["identity"]  # a short call has no low tiles
     shift = np.zeros(q.shape[:2])
     if recipe.smooth_k:
         mean = k[:, :128].mean(1, keepdims=True).astype(ml_dtypes.bfloat16).astype(np.float64)
@@ -133,9 +135,13 @@ class TestAgainstNaive:
         check_against_naive(oracle, recipe, {"q_heads": 4, "kv_heads": 2, "q_len": 150, "kv_len": 390}, {})
 
     @recipes
+    def test_a_short_call_equals_the_oracle(self, oracle: Any, recipe: Recipe) -> None:
+        check_against_naive(oracle, recipe, {"q_heads": 4, "kv_heads": 2, "q_len": 7, "kv_len": 390}, {})
+
+    @recipes
     @pytest.mark.parametrize("head_dim", [8, 80], ids=lambda d: f"D{d}")
     def test_padded_blocks_equal_the_oracle(self, oracle: Any, recipe: Recipe, head_dim: int) -> None:
-        shapes = {"q_len": 5, "kv_len": 389, "head_dim": head_dim, "value_dim": 24}
+        shapes = {"q_len": 64, "kv_len": 389, "head_dim": head_dim, "value_dim": 24}
         check_against_naive(oracle, recipe, shapes, {})
 
     @recipes
@@ -240,8 +246,8 @@ class TestPositions:
 
     @recipes
     def test_batch_rows_may_be_at_different_positions(self, recipe: Recipe) -> None:
-        query, key, value = random_qkv(batch=3, q_len=20, kv_len=400, dtype=torch.float64)
-        offsets = [380, 120, 251]
+        query, key, value = random_qkv(batch=3, q_len=64, kv_len=400, dtype=torch.float64)
+        offsets = [336, 76, 251]
         out = attention(query, key, value, recipe, q_offset=torch.tensor(offsets))
         for row, offset in enumerate(offsets):
             alone = (x[row : row + 1] for x in (query, key, value))
@@ -268,13 +274,15 @@ class TestPositions:
 
 
 class TestDecode:
-    @recipes
+    @pytest.mark.parametrize(
+        "recipe", [r for r in RECIPES.values() if r.high != "bf16"], ids=lambda r: f"{r.low}-{r.high}"
+    )
     @pytest.mark.parametrize("length", [1, 127, 128, 129, 256, 257, 385, 400], ids=lambda n: f"T{n}")
-    def test_token_by_token_equals_prefill(self, recipe: Recipe, length: int) -> None:
+    def test_token_by_token_equals_prefill_if_high_tiles_are_quantized(self, recipe: Recipe, length: int) -> None:
         query, key, value = random_qkv(q_heads=4, kv_heads=2, q_len=400, kv_len=400, dtype=torch.float64)
         prefill = attention(query, key, value, recipe)[:, :, length - 1 : length]
         decode = attention(query[:, :, length - 1 : length], key[:, :, :length], value[:, :, :length], recipe)
-        if recipe.smooth_k and recipe.high != "bf16" and length < 128:
+        if recipe.smooth_k and length < 128:
             pytest.skip("the mean of the first tile is not known yet, and quantized high keys see it")
         assert relative_error(decode, prefill) < 1e-12
 

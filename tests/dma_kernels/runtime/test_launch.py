@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ast
+import gc
 import inspect
 import re
 import textwrap
 import threading
+import tomllib
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +27,7 @@ from dma_kernels.runtime.descriptors import matrix_blocks
 from dma_kernels.runtime.launch import launch_kernel
 from hypothesis import given
 from hypothesis import strategies as st
+from packaging.requirements import Requirement
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel, make_backend
@@ -54,7 +59,14 @@ def test_a_launch_with_tensors_uses_tritons_launch(monkeypatch: pytest.MonkeyPat
     arguments = (torch.ones(64), torch.zeros(64), 2, 10, 0.5)
     launcher(GRID, *arguments)
     launcher((0, 1, 1), *arguments)  # launches nothing
-    assert calls == [{"grid": GRID, "arguments": arguments, "num_warps": 8, **CONSTANTS}]
+    assert calls == [{"grid": GRID, "arguments": arguments, "num_warps": 8, "enable_fp_fusion": True, **CONSTANTS}]
+
+
+def test_the_supported_range_of_triton_is_the_tested_one() -> None:
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (needed,) = [each for each in map(Requirement, project["dependencies"]) if each.name == "triton"]
+    (major, first), *_, (_, last) = sorted(launch.SETTINGS)
+    assert needed.specifier == Requirement(f"triton>={major}.{first},<{major}.{last + 1}").specifier
 
 
 class TestInstalledTriton:
@@ -141,6 +153,10 @@ def test_direct_launches_pass_the_same_arguments_as_triton(monkeypatch: pytest.M
     hooks = slice(10, 13) if chip.triton_version() == (3, 6) else slice(8, 11)  # with their metadata
     theirs[hooks] = [None] * 3
     assert ours == [theirs] * 2
+    owner = weakref.ref(compiled)
+    del compiled
+    gc.collect()
+    assert owner() is not None  # unloading its module would invalidate the function that is launched
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted here")

@@ -5,6 +5,10 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ...device.arithmetic import narrow as _narrow_triton
+
+narrow = gluon.jit(_narrow_triton.fn)
+
 
 @gluon.jit
 def row_indices(row, q_len, LAYOUT: gl.constexpr):
@@ -15,13 +19,16 @@ def row_indices(row, q_len, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def store_output(out_ptr, o, row, q_len, stride_t, channel, HEAD_DIM: gl.constexpr):
-    """Store 64 rows of a head's output ``[Tq, HEAD_DIM]``, from channel ``channel`` on; ``row`` may be negative."""
+    """Store 64 rows of a head's output ``[Tq, HEAD_DIM]``, from channel ``channel`` on; ``row`` may be negative.
+
+    ``o`` has the dtype of the output (:func:`narrow`).
+    """
     LAYOUT: gl.constexpr = o.type.layout
     rows, m_row = row_indices(row, q_len, gl.SliceLayout(1, LAYOUT))
     o_d = channel + gl.arange(0, o.shape[1], layout=gl.SliceLayout(0, LAYOUT))
     offset = rows.to(gl.int64)[:, None] * stride_t + o_d[None, :]
     mask = m_row[:, None] & (o_d < HEAD_DIM)[None, :]
-    gl.store(out_ptr + offset, o.to(out_ptr.dtype.element_ty), mask=mask)
+    gl.store(out_ptr + offset, o, mask=mask)
 
 
 @gluon.jit

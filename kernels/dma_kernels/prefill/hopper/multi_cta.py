@@ -28,7 +28,7 @@ from ...device.blocks import row_scale as _row_scale_triton
 from ...device.gluon import aggregate, reinterpret
 from ...device.gluon import barrier as _barrier
 from ...device.tiles import TILE, TILE_SHIFT
-from .epilogue import count_tiles, row_indices, store_lse, store_output
+from .epilogue import count_tiles, narrow, row_indices, store_lse, store_output
 from .hadamard import ORDER, hadamard_matrix, rotate_by_mma
 from .mask import Mask, bitmask_pointers, zero_out_of_bounds
 from .mma import add_pv, inverse_power_of_two, is_16bit, issue_pv_mma, join_columns, split_columns, to_mma_operand
@@ -478,7 +478,7 @@ def prefill_multi_cta_kernel(
     scale = gl.convert_layout(scale, X_ROW, assert_trivial=True)
     # Stage the output in the queries' shared memory, so that stores are coalesced.
     o = reinterpret(q_smem, V_DTYPE, [1, 1, ROWS, D], v_desc.layout).reshape([ROWS, D])
-    o.store((acc * scale[:, None]).to(V_DTYPE))
+    o.store(narrow(acc * scale[:, None], V_DTYPE))
     _barrier()
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     out_ptr += i_b.to(gl.int64) * stride_ob + i_h.to(gl.int64) * stride_oh

@@ -7,24 +7,13 @@ from typing import Any
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ...device.arithmetic import apply_softcap as _apply_softcap_triton
 from ...device.gluon import aggregate
 from ...device.operands import finite_or_zero as _finite_or_zero_triton
 from .mask import apply_bitmask
 
+apply_softcap = gluon.jit(_apply_softcap_triton.fn)
 finite_or_zero = gluon.jit(_finite_or_zero_triton.fn)
-
-
-@gluon.jit
-def _reciprocal(x):
-    """Return ``1 / x`` to one ulp, and 0 for ``x >= 2 ** 126``, in a third of a division's instructions."""
-    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
-
-
-@gluon.jit
-def apply_softcap(logits, softcap):
-    """Return ``softcap * tanh(logits / softcap)``; both in base 2."""
-    # tanh(y) = 1 - 2 / (exp(2 y) + 1), where a logit is y * softcap.
-    return softcap - 2.0 * softcap * _reciprocal(gl.exp2(logits * (2.8853900817779268 / softcap)) + 1.0)
 
 
 @gluon.jit

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...device.gluon import aggregate, reinterpret
 from ...device.tiles import TILE, TILE_SHIFT
-from .epilogue import count_tiles, row_indices, store_lse, store_output
+from .epilogue import count_tiles, narrow, row_indices, store_lse, store_output
 from .mask import Mask, bitmask_pointers, zero_out_of_bounds
 from .mma import column_chunks, finish_pv, inverse_power_of_two, is_16bit, issue_pv_mma, to_mma_operand, value_chunk
 from .pipeline import KVPipeline, KVSource, block_view, copy, first_stage, wait_for_operands
@@ -356,6 +356,7 @@ def _consume(params, G: gl.constexpr):
         if params.v_descale_ptr is not None:
             o_d = chunk * WIDTH + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, O_LAYOUT))
             result = result * gl.load(params.v_descale_ptr + o_d, mask=o_d < params.CONFIG.head_dim, other=0.0)[None, :]
+        result = narrow(result, V_DTYPE)
         store_output(params.out_ptr, result, row, seq.q_len, params.stride_ot, chunk * WIDTH, params.CONFIG.head_dim)
     store_lse(params.lse_ptr, lse, row, seq.q_len)
 

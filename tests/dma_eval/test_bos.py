@@ -1,0 +1,116 @@
+"""Windows of a text begin with BOS where the tokenizer adds it, as the prompts that a model is trained and used on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dma_eval.data import tokenize
+from dma_eval.models import load_model
+from dma_eval.render import section_pages
+from dma_eval.results import read_report
+
+Run = Callable[..., Any]
+Rows = list[list[int]]
+
+
+@pytest.fixture
+def measured(run: Run, bos_model: Path, text_file: Path, rows_read: Rows, tmp_path: Path) -> Run:
+    """Run a command on a model whose tokenizer adds BOS; return its result and its report."""
+
+    def invoke(command: str, *arguments: object, attn: tuple[str, ...] = ("sdpa", "dma_mxfp:balanced+int8")) -> Any:
+        common = ("-m", bos_model, "-d", text_file, "--device", "cpu", "--dtype", "float32", "--attn", *attn)
+        result = run(command, *common, "--out", tmp_path / "run", *arguments)
+        assert result.exit_code == 0, result.output
+        assert rows_read
+        assert all(row[0] == 0 and 0 not in row[1:] for row in rows_read)
+        return result, read_report(tmp_path / "run")
+
+    return invoke
+
+
+@pytest.mark.parametrize("stride", [None, 96, 128])
+def test_perplexity(measured: Run, bos_model: Path, prose: str, stride: int | None) -> None:
+    _, report = measured("ppl", "-c", 128, *([] if stride is None else ["--stride", stride]), attn=("sdpa",))
+    (section,) = report.perplexity
+    assert (section.begins_with, section.context) == (["<s>"], 128)
+    assert section.tokens_scored == section.data.tokens - 1  # all except BOS
+    how = "stride 96" if stride == 96 else "non-overlapping"
+    (page,) = section_pages(report)
+    assert f"windows of 128 tokens ({how}, each beginning with `<s>`)" in page.notes[1]
+    loaded = load_model(str(bos_model), dtype="float32", device="cpu")
+    ids, losses, step = tokenize(loaded.tokenizer, prose), [], min(stride or 127, 127)
+    for begin in range(1, len(ids), step):
+        window = torch.cat([ids[:1], ids[begin : begin + 127]])
+        with torch.no_grad():
+            log_probs = loaded.model(window[None]).logits[0].log_softmax(-1)
+        own = -log_probs[:-1].gather(-1, window[1:, None]).squeeze(-1)
+        losses.append(own if begin == 1 else own[127 - step :])
+        if begin + 127 >= len(ids):
+            break
+    assert section.backends[0].nll == pytest.approx(torch.cat(losses).double().mean().item(), rel=1e-5)
+
+
+def test_fidelity(measured: Run, rows_read: Rows) -> None:
+    """Windows, heads and prompts, also those from the second half of a window."""
+    arguments = ["-c", 128, "--max-windows", 1, "--prompts", 2, "--new-tokens", 2, "--head-windows", 1]
+    _, report = measured("fidelity", *arguments)
+    assert report.fidelity[0].tokens.begins_with == ["<s>"]
+    first, second = ([row[1:] for row in rows_read if len(row) == 64][i] for i in range(2))
+    window = next(row[1:] for row in rows_read if len(row) == 128)
+    assert (first, second) == (window[:63], window[63:126])
+
+
+def test_stress(measured: Run) -> None:
+    """The tokens over which ranges are measured, too: in 512 positions, 1,024 would be two windows."""
+    _, report = measured("stress", "-c", 128, "--max-windows", 2)
+    assert report.stress[0].range_tokens == 512
+    assert {twin.tokens.windows for twin in report.stress[0].twins if twin.tokens is not None} == {2}
+
+
+def test_retrieval(measured: Run) -> None:
+    _, report = measured("retrieval", "--kind", "needle", "kv", "--lengths", 200, "--samples", 1, "--depths", 0.5)
+    assert [section.begins_with for section in report.retrieval] == [["<s>"]] * 2
+    assert all(page.notes[0].endswith("; every prompt begins with `<s>`.") for page in section_pages(report))
+
+
+def test_equalize(run: Run, bos_folder: Path, text_file: Path, rows_read: Rows, tmp_path: Path) -> None:
+    arguments = ["-m", bos_folder, "-d", text_file, "--device", "cpu", "--dtype", "float32", "--tokens", 1536]
+    result = run("equalize", *arguments, "--out", tmp_path / "equal")
+    assert result.exit_code == 0, result.output
+    assert 512 in {len(row) for row in rows_read}
+    assert all(row[0] == 0 and 0 not in row[1:] for row in rows_read)
+    assert "Ranges are measured over 1,536 tokens" in result.stdout
+
+
+def test_inputs_of_benchmarks(run: Run, bos_model: Path, text_file: Path, rows_read: Rows, tmp_path: Path) -> None:
+    common = ["--data", text_file, "--batch", 2, "--device", "cpu"]
+    arguments = ["--inputs", bos_model, "--length", 140, "--dtype", "bfloat16", "--seconds", 0.01, "--attn", "sdpa"]
+    result = run("bench", "prefill", *arguments, *common, "--json", tmp_path / "prefill.json")
+    assert result.exit_code == 0, result.output
+    assert "prose.txt after <s>" in " ".join(result.stdout.split())
+    (captured,) = json.loads((tmp_path / "prefill.json").read_text())["results"]
+    assert captured["shape"]["inputs"]["begins_with"] == ["<s>"]
+    arguments = ["--model", bos_model, "--context", 140, "--new-tokens", 8, "--run", "sdpa+dynamic"]
+    result = run("bench", "generate", *arguments, *common, "--dtype", "float32", "--json", tmp_path / "generate.json")
+    assert result.exit_code == 0, result.output
+    assert json.loads((tmp_path / "generate.json").read_text())["begins_with"] == ["<s>"]
+    windows = {tuple(row) for row in rows_read if len(row) == 140}
+    assert len(windows) == 2  # the same for both commands
+    assert all(row[0] == 0 and 0 not in row[1:] for row in rows_read)
+
+
+def test_a_tokenizer_without_bos_reads_adjoining_windows(
+    run: Run, model_folder: Path, text_file: Path, rows_read: Rows, prose: str, tmp_path: Path
+) -> None:
+    common = ["-m", model_folder, "-d", text_file, "--device", "cpu", "--attn", "sdpa", "-c", 128]
+    result = run("ppl", *common, "--max-windows", 2, "--json", tmp_path / "r.json")
+    assert result.exit_code == 0, result.output
+    tokens = tokenize(load_model(str(model_folder), device="cpu").tokenizer, prose)
+    assert rows_read == tokens[:256].view(2, 128).tolist()
+    assert read_report(tmp_path / "r.json").perplexity[0].begins_with == []
+    assert "beginning with" not in result.stdout

@@ -1,0 +1,86 @@
+"""Whether the Hub answers, and what a command does if it does not."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from dma_eval import hub
+from dma_eval.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As on a machine that sets no variable, with a cache that holds one model."""
+    for name in hub.OFFLINE:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NO_PROXY", "*")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    (tmp_path / "models--org--tiny" / "snapshots").mkdir(parents=True)
+
+
+@pytest.fixture
+def closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No server at the Hub's address."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+
+
+@pytest.fixture
+def answering(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A server that answers every request by an error."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.send_error(404)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield
+        server.shutdown()
+
+
+@pytest.mark.usefixtures("answering")
+def test_a_hub_that_answers_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    hub.prepare("org/unknown", "--model")
+    assert hub.OFFLINE[0] not in os.environ
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.usefixtures("closed")
+def test_without_a_network_the_cache_is_used(capsys: pytest.CaptureFixture[str]) -> None:
+    hub.prepare("org/tiny", "--model")
+    assert os.environ[hub.OFFLINE[0]] == "1"
+    assert "cannot be reached (Connection refused); the Hub's cache is used" in " ".join(
+        capsys.readouterr().err.split()
+    )
+
+
+@pytest.mark.usefixtures("closed")
+def test_what_is_not_in_the_cache_is_refused() -> None:
+    with pytest.raises(UserError, match=r"--model: cannot load 'tiny': .*cache has no such model, and .*refused"):
+        hub.prepare("tiny", "--model")
+
+
+def test_an_address_that_is_none_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "hub.example")
+    with pytest.raises(UserError, match=r"hub\.example cannot be reached \(unknown url type"):
+        hub.prepare("tiny", "--model")
+
+
+@pytest.mark.parametrize("variable", hub.OFFLINE)
+def test_a_variable_that_forbids_the_network_is_named(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "true")
+    hub.prepare("org/tiny", "--model")
+    with pytest.raises(UserError, match=f"and {variable} is set$"):
+        hub.prepare("org/unknown", "--model")

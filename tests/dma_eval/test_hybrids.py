@@ -1,0 +1,176 @@
+"""Caches of hybrid models are compared with the 16-bit cache in the same chunks: the chunks are not their loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dma_eval.backends import activate, needs_chunks, parse_backends, with_references
+from dma_eval.data import tokenize
+from dma_eval.errors import UserError
+from dma_eval.models import LoadedModel
+from dma_eval.perplexity import measure_perplexity
+from dma_eval.reading import read
+from dma_eval.results import read_report
+from transformers import AutoTokenizer, BambaConfig, BambaForCausalLM, DynamicCache, JambaConfig, JambaForCausalLM
+
+from dma_hf.integrations.cache_argument import CACHE_ARGUMENT
+
+Run = Callable[..., Any]
+NAMES = ("sdpa", "dma_mxfp:balanced", "dma_mxfp:balanced+int8")
+SIZES: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.2,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+
+
+@pytest.fixture(scope="module", params=["bamba", "jamba"])
+def hybrid_folder(request: pytest.FixtureRequest, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A hybrid of one layer with a recurrent state and one with attention."""
+    torch.manual_seed(0)
+    if request.param == "bamba":
+        state = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16}
+        model: Any = BambaForCausalLM(BambaConfig(**SIZES, **state, attn_layer_indices=[1], mamba_chunk_size=32))
+    else:
+        experts = {"num_experts": 2, "num_experts_per_tok": 1, "attn_layer_period": 2, "attn_layer_offset": 1}
+        state = {"mamba_d_state": 8, "mamba_dt_rank": 8, "use_mamba_kernels": False}
+        model = JambaForCausalLM(JambaConfig(**SIZES, **experts, **state))
+    folder = tmp_path_factory.mktemp("hybrid") / request.param
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model_folder).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def measured(run: Run, hybrid_folder: Path, text_file: Path, tmp_path: Path) -> Run:
+    def invoke(command: str, *arguments: object, attn: tuple[str, ...] = NAMES) -> Any:
+        common = ("-m", hybrid_folder, "--device", "cpu", "--dtype", "float32", "--attn", *attn)
+        text = () if command == "lm-eval" else ("-d", text_file)
+        result = run(command, *common, *text, "--out", tmp_path / "run", *arguments)
+        assert result.exit_code == 0, result.output
+        return read_report(tmp_path / "run")
+
+    return invoke
+
+
+def test_a_row_of_a_cache_shows_the_loss_of_the_cache(measured: Run) -> None:
+    """What the chunks cost has a row of its own."""
+    (section,) = measured("ppl", "-c", 512, "--max-windows", 2).perplexity
+    sdpa, balanced, chunks, int8 = section.backends
+    assert [chunks.label, int8.label] == ["sdpa+dynamic", "dma_mxfp:balanced+int8"]
+    assert [each.reference for each in section.backends] == [None, None, None, "sdpa+dynamic"]
+    assert chunks.kl_mean > 1e-3
+    assert 0 < int8.kl_mean < chunks.kl_mean / 100
+    assert int8.change_percent == pytest.approx(100 * (int8.perplexity / chunks.perplexity - 1), abs=1e-6)
+    assert balanced.change_percent == pytest.approx(100 * (balanced.perplexity / sdpa.perplexity - 1), abs=1e-6)
+
+
+def test_the_note_says_what_it_is_relative_to(measured: Run, tmp_path: Path) -> None:
+    measured("ppl", "-c", 256, "--max-windows", 1)
+    page = (tmp_path / "run/report.md").read_text(encoding="utf-8")
+    assert "- `dma_mxfp:balanced+int8`: relative to `sdpa+dynamic`, which reads the same chunks" in page
+    assert "| `sdpa+dynamic` | sdpa | DynamicCache of Transformers |" in page
+
+
+def test_fidelity_has_both_references_in_fp32(measured: Run) -> None:
+    arguments = ("-c", 256, "--max-windows", 1, "--prompts", 1, "--new-tokens", 2, "--dtype", "bfloat16")
+    (section,) = measured("fidelity", *arguments).fidelity
+    labels = ["sdpa, fp32", "sdpa, fp32+dynamic", "sdpa", "dma_mxfp:balanced", "sdpa+dynamic", NAMES[2]]
+    assert [each.label for each in section.tokens.backends] == labels
+    references = [None, None, None, None, None, "sdpa, fp32+dynamic"]
+    assert [each.reference for each in section.tokens.backends] == references
+    assert [each.label for each in section.divergence] == labels[2:]
+
+
+def test_tasks_are_paired_with_it(measured: Run, tiny_tasks: Path) -> None:
+    arguments = ("--tasks", "tiny_last_word", "--include-path", tiny_tasks, "--limit", 4)
+    (section,) = measured("lm-eval", *arguments).tasks
+    assert [each.reference for each in section.backends] == [None, None, None, "sdpa+dynamic"]
+    for metric in section.tasks[0].metrics:
+        values = {each.label: each for each in metric.values}
+        expected = values[NAMES[2]].value - values["sdpa+dynamic"].value
+        assert values[NAMES[2]].difference == pytest.approx(expected)
+
+
+def test_logits_of_the_reference_are_those_of_the_dynamic_cache(
+    hybrid_folder: Path, text_file: Path, prose: str
+) -> None:
+    from dma_eval.models import load_model
+
+    loaded = load_model(str(hybrid_folder), dtype="float32", device="cpu")
+    ids = tokenize(loaded.tokenizer, prose)[None, :300]
+    (backend,) = parse_backends(["sdpa+dynamic"])
+    activate(loaded.model, backend)
+    cache, expected = DynamicCache(config=loaded.model.config), []
+    with torch.inference_mode():
+        for begin in range(0, 300, 128):
+            expected.append(loaded.model(ids[:, begin : begin + 128], **{CACHE_ARGUMENT: cache}).logits)
+    torch.testing.assert_close(read(loaded.model, backend, ids), torch.cat(expected, 1))
+
+
+def test_other_models_need_none(loaded: LoadedModel, compared: Callable[..., Any]) -> None:
+    """In chunks, attention alone computes the same to rounding."""
+    backends = parse_backends(NAMES)
+    assert with_references(loaded.model, backends) == backends
+    sdpa, dynamic = compared("sdpa", "sdpa+dynamic", context=256, max_windows=1).backends
+    assert dynamic.kl_mean == pytest.approx(0, abs=1e-6)
+    assert dynamic.nll == pytest.approx(sdpa.nll, rel=1e-5)
+
+
+def test_it_is_added_once_and_only_for_caches(hybrid_folder: Path) -> None:
+    from dma_eval.models import load_model
+
+    model = load_model(str(hybrid_folder), dtype="float32", device="cpu").model
+
+    def labels(*names: str) -> list[str]:
+        return [each.label for each in with_references(model, parse_backends(names))]
+
+    assert labels("sdpa", "dma_mxfp") == ["sdpa", "dma_mxfp"]
+    assert labels("sdpa", "sdpa+dynamic", "dma_mxfp+int8") == ["sdpa", "sdpa+dynamic", "dma_mxfp+int8"]
+    assert labels("sdpa", "dma_mxfp+int8", "sdpa+dynamic") == ["sdpa", "dma_mxfp+int8", "sdpa+dynamic"]
+    assert labels("sdpa", "dma_mxfp+int8", "sdpa+hqq4") == ["sdpa", "sdpa+dynamic", "dma_mxfp+int8", "sdpa+hqq4"]
+    assert not needs_chunks(model, parse_backends(["sdpa", "sdpa+dynamic"]))
+
+
+def test_dma_mxfp_takes_no_dynamic_cache() -> None:
+    with pytest.raises(UserError, match=r"unknown preset 'balanced\+dynamic'"):
+        parse_backends(["dma_mxfp:balanced+dynamic"])
+
+
+def test_a_failed_one_leaves_the_others_without_a_comparison(
+    hybrid_folder: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dma_eval import perplexity
+    from dma_eval.data import load_text
+    from dma_eval.models import load_model
+    from dma_eval.parts import PerplexityPart
+    from dma_eval.session import Session
+
+    forward = perplexity._forward
+
+    def fail(model: Any, backend: Any, *others: Any) -> Any:
+        if backend.label == "sdpa+dynamic":
+            raise RuntimeError("no room")
+        return forward(model, backend, *others)
+
+    monkeypatch.setattr(perplexity, "_forward", fail)
+    loaded = load_model(str(hybrid_folder), dtype="float32", device="cpu")
+    section = measure_perplexity(
+        Session(loaded, parse_backends(NAMES)), load_text(str(text_file)), PerplexityPart(max_windows=1), 256
+    )
+    *_, chunks, int8 = section.backends
+    assert chunks.failure == "no room"
+    assert (int8.kl_mean, int8.change_percent, int8.reference) == (None, None, "sdpa+dynamic")
+    assert int8.perplexity is not None

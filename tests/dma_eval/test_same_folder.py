@@ -1,0 +1,243 @@
+"""Several commands with one ``--out``: nothing is lost, and every number says where it was measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dma_eval import environment, session
+from dma_eval.environment import Environment
+from dma_eval.files import write_json
+from dma_eval.results import Report, merged, read_report
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Measure from now on in an environment with other values."""
+    here = environment.collect()
+
+    def change(**values: Any) -> None:
+        changed: Environment = dataclasses.replace(here, **values)
+        monkeypatch.setattr(session, "collect", lambda: changed)
+
+    return change
+
+
+@pytest.fixture
+def measure(ppl: Run, out: Path) -> Run:
+    def run(*arguments: object) -> Any:
+        result = ppl("--attn", "sdpa", "dma_mxfp:paper", "--max-windows", 1, "--out", out, *arguments)
+        assert result.exit_code == 0, result.output
+        return result
+
+    return run
+
+
+class TestSections:
+    def test_of_every_command_are_kept(
+        self,
+        run: Run,
+        measure: Run,
+        out: Path,
+        model_folder: Path,
+        text_file: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr("sys.argv", ["dma-hf", "ppl"])
+        measure()
+        monkeypatch.setattr("sys.argv", ["dma-hf", "ppl", "-c", "256"])
+        measure("-c", 256)
+        monkeypatch.setattr("sys.argv", ["dma-hf", "fidelity"])
+        common = ("-m", model_folder, "-d", text_file, "--device", "cpu", "--out", out)
+        assert run("fidelity", *common, "-c", 128, "--max-windows", 1, "--prompts", 0).exit_code == 0
+        report = read_report(out)
+        assert [section.context for section in report.perplexity] == [128, 256]
+        assert len(report.fidelity) == 1
+        commands = [section.origin.command for _, section in report.sections if section.origin is not None]
+        assert commands == ["dma-hf ppl", "dma-hf ppl -c 256", "dma-hf fidelity"]
+        page = (out / "report.md").read_text(encoding="utf-8")
+        for heading in ("## Perplexity at context 128", "## Perplexity at context 256", "## Fidelity"):
+            assert heading in page
+        for command in commands:
+            assert page.count(f"by `{command}`") == 1
+        assert page.count("## Model and machine, ") == 3
+        for plot in out.glob("*.png"):
+            assert f"({plot.name})" in page
+
+    def test_of_the_same_command_are_replaced(self, measure: Run, out: Path) -> None:
+        measure()
+        first = read_report(out)
+        measure()
+        assert read_report(out).sections == first.sections
+        assert "## Model and machine, " not in (out / "report.md").read_text(encoding="utf-8")
+
+    @pytest.mark.parametrize(
+        "change", [("--max-windows", 2), ("--dtype", "bfloat16"), ("--attn", "sdpa", "dma_mxfp:fp4"), ("--stride", 64)]
+    )
+    def test_of_other_settings_are_added(self, measure: Run, out: Path, change: tuple[object, ...]) -> None:
+        measure()
+        (first,) = read_report(out).perplexity
+        measure(*change)
+        kept, second = read_report(out).perplexity
+        assert kept == first
+        assert second != first
+
+    def test_single_file_has_those_of_its_command(self, measure: Run, out: Path, tmp_path: Path) -> None:
+        measure()
+        measure("-c", 256, "--json", tmp_path / "r.json")
+        assert [section.context for section in read_report(tmp_path / "r.json").perplexity] == [256]
+
+    def test_of_an_older_file_keep_its_date_and_machine(self, measure: Run, out: Path) -> None:
+        measure()
+        values = json.loads((out / "results.json").read_text(encoding="utf-8"))
+        values |= {"schema_version": 8, "created": "2001-01-01T00:00:00+00:00", "command": "dma-hf ppl old"}
+        del values["perplexity"][0]["origin"]
+        (out / "results.json").write_text(json.dumps(values), encoding="utf-8")
+        measure("-c", 256)
+        old, new = read_report(out).perplexity
+        assert old.origin is not None
+        assert new.origin is not None
+        assert (old.origin.created[:4], old.origin.command) == ("2001", "dma-hf ppl old")
+        assert new.origin.command != "dma-hf ppl old"
+
+    def test_interrupted_ones_do_not_replace_complete_ones(self, measure: Run, out: Path) -> None:
+        measure()
+        report = read_report(out)
+        (section,) = report.perplexity
+        partial = dataclasses.replace(report, perplexity=[dataclasses.replace(section, windows_left=1)])
+        assert merged(report, partial).perplexity == [section, *partial.perplexity]
+        assert merged(partial, report).perplexity == [section]
+        assert merged(merged(report, partial), partial).perplexity == [section, *partial.perplexity]
+
+
+class TestOthersResults:
+    def test_are_not_replaced_by_a_run(self, ppl: Run, out: Path, refused: Callable[[Any], str]) -> None:
+        out.mkdir()
+        (out / "results.json").write_text('{"accuracy": 0.5}', encoding="utf-8")
+        assert f"--out: {out} holds other results; name another folder" in refused(ppl("--out", out))
+        assert (out / "results.json").read_text(encoding="utf-8") == '{"accuracy": 0.5}'
+
+    @pytest.mark.parametrize("theirs", ['{"accuracy": 0.5}', None])
+    def test_are_not_replaced_by_a_report_of_a_file(
+        self, run: Run, measure: Run, out: Path, tmp_path: Path, refused: Callable[[Any], str], theirs: str | None
+    ) -> None:
+        measure("--json", tmp_path / "mine.json")
+        folder = tmp_path / "theirs"
+        folder.mkdir()
+        if theirs is None:  # a run of other settings
+            measure("-c", 256, "--json", folder / "results.json")
+        else:
+            (folder / "results.json").write_text(theirs, encoding="utf-8")
+        before = (folder / "results.json").read_bytes()
+        (tmp_path / "mine.json").rename(folder / "mine.json")
+        message = f"--out: {folder} holds the results of another run (results.json); name another folder"
+        assert message in refused(run("report", folder / "mine.json"))
+        assert message in refused(run("report", folder / "mine.json", "--out", folder))
+        assert sorted(path.name for path in folder.iterdir()) == ["mine.json", "results.json"]
+        assert (folder / "results.json").read_bytes() == before
+        assert run("report", folder / "mine.json", "--out", tmp_path / "pages").exit_code == 0
+        assert read_report(tmp_path / "pages") == read_report(folder / "mine.json")
+
+    def test_a_report_leaves_its_own_results_as_they_are(self, run: Run, measure: Run, out: Path) -> None:
+        measure()
+        write_json(read_report(out), out / "results.json", indent=7)
+        before = (out / "results.json").read_bytes()
+        (out / "report.md").unlink()
+        assert "results.json" not in run("report", out).stdout
+        assert (out / "results.json").read_bytes() == before
+        assert (out / "report.md").is_file()
+
+
+class TestEnvironment:
+    @pytest.mark.parametrize(
+        "change", [{"commit": "edited"}, {"gpus": ["Another GPU"]}, {"threads": 77}, {"cpu": "Another CPU"}]
+    )
+    def test_another_one_measures_anew(
+        self, measure: Run, machine: Callable[..., None], out: Path, change: dict[str, Any]
+    ) -> None:
+        measure()
+        machine(**change)
+        assert "taken from the folder" not in measure().stderr
+        assert "taken from the folder" in measure().stderr
+        (section,) = read_report(out).perplexity
+        assert section.origin is not None
+        assert getattr(section.origin.environment, next(iter(change))) == next(iter(change.values()))
+
+    def test_an_edit_of_the_code_measures_anew(self, measure: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Two edits of one commit have the same name, ``-dirty``."""
+        measure()
+        monkeypatch.setattr(session, "source_hash", lambda: "edited")
+        assert "taken from the folder" not in measure().stderr
+
+    def test_of_a_kept_section_is_that_of_its_measurement(
+        self, measure: Run, machine: Callable[..., None], out: Path
+    ) -> None:
+        """Not that of the last command."""
+        machine(commit="first", threads=3)
+        measure()
+        machine(commit="second", threads=5)
+        measure("-c", 256)
+        origins = [section.origin for section in read_report(out).perplexity]
+        assert [(each.environment.commit, each.environment.threads) for each in origins if each is not None] == [
+            ("first", 3),
+            ("second", 5),
+        ]
+        page = (out / "report.md").read_text(encoding="utf-8")
+        one, two = page.split("## Perplexity at context")[1:]
+        assert "3 threads" in one
+        assert "commit first" in one
+        assert "commit first" not in two.partition("## Model and machine")[0]
+
+    def test_of_tasks_too(
+        self, run: Run, machine: Callable[..., None], out: Path, model_folder: Path, tiny_tasks: Path
+    ) -> None:
+        common = ("-m", model_folder, "--device", "cpu", "--attn", "sdpa", "--limit", 2, "--out", out)
+        arguments = ("lm-eval", *common, "--tasks", "tiny_choice", "--include-path", tiny_tasks)
+        machine(commit="first")
+        assert run(*arguments).exit_code == 0
+        (first,) = read_report(out).tasks
+        assert "taken from the folder" in run(*arguments).stderr
+        assert read_report(out).tasks == [first]
+        machine(commit="second")
+        assert "taken from the folder" not in run(*arguments).stderr
+        (second,) = read_report(out).tasks
+        assert first.origin is not None
+        assert second.origin is not None
+        assert [each.environment.commit for each in (first.origin, second.origin)] == ["first", "second"]
+
+    def test_source_hash_covers_every_package(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("dma_kernels", "dma_hf", "dma_eval"):
+            (tmp_path / name / "inner").mkdir(parents=True)
+            (tmp_path / name / "__init__.py").touch()
+            (tmp_path / name / "inner/code.py").write_text("a = 1\n", encoding="utf-8")
+
+        def spec(name: str) -> Any:
+            return type("Spec", (), {"origin": str(tmp_path / name / "__init__.py")})
+
+        monkeypatch.setattr(environment.importlib.util, "find_spec", spec)
+        found = []
+        for name in ("", "dma_kernels", "dma_hf", "dma_eval"):
+            if name:
+                (tmp_path / name / "inner/code.py").write_text("a = 2\n", encoding="utf-8")
+            environment.source_hash.cache_clear()
+            found.append(environment.source_hash())
+        environment.source_hash.cache_clear()
+        assert len(set(found)) == 4
+
+
+def test_a_report_without_origins_has_its_own(measure: Run, out: Path) -> None:
+    measure()
+    report: Report = read_report(out)
+    plain = dataclasses.replace(report.perplexity[0], origin=None)
+    assert report.origin_of(plain).command == report.command

@@ -1,0 +1,295 @@
+"""``generate`` decodes in CUDA graphs, with the tokens of eager steps.
+
+On a CPU a stand-in for a graph runs the captured step again. What it shares with a graph: the step runs on tensors at
+fixed addresses, the cache gives its length as a tensor, and the capture itself changes nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from transformers import CompileConfig, set_seed
+
+import dma_hf
+from dma_hf import DMACache, decoding
+from dma_hf.cache_layers import Capture, DMALayer
+from dma_hf.integrations import generate as hooks
+from dma_hf.integrations.cache_argument import CACHE_ARGUMENT
+from dma_hf.stats import recorded_uses
+
+PROMPT, NEW = 240, 24  # steps that complete a tile
+
+
+def record(step):
+    """Stand in for :func:`dma_hf.decoding.record`."""
+    arguments = dict(zip(step.__code__.co_freevars, step.__closure__, strict=True))["arguments"].cell_contents
+    cache = arguments[CACHE_ARGUMENT] = copy.copy(arguments[CACHE_ARGUMENT])  # a graph does not keep the cache alive
+    layers = [layer for layer in cache.layers if isinstance(layer, DMALayer) and layer.is_initialized]
+    capture = cache.owner.capture
+    before = [tensor.clone() for layer in layers for tensor in layer.storage.tensors().values()]
+    output = step()
+    capture.position.sub_(1)
+    for tensor, old in zip((t for layer in layers for t in layer.storage.tensors().values()), before, strict=True):
+        tensor.copy_(old)
+
+    def replay():
+        cache.owner.capture = Capture(capture.position, capture.room)
+        counters = [(layer.storage.appended, layer.storage.rolled_back) for layer in layers]
+        with recorded_uses():
+            output.logits.copy_(step().logits)
+        cache.owner.capture = None
+        for layer, (layer.storage.appended, layer.storage.rolled_back) in zip(layers, counters, strict=True):
+            layer.pending = None
+
+    return replay, output
+
+
+@pytest.fixture(autouse=True)
+def graphs_on_a_cpu(monkeypatch):
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(decoding, "record", record)
+        monkeypatch.setattr(hooks, "_is_on_gpu", lambda model: True)
+
+
+@pytest.fixture
+def build(families):
+    def make(name="llama", cache="int4", **sizes):
+        model = families[name].build("dma_mxfp", **sizes)
+        model = model if name == "gpt_oss" else model.double()  # its experts take no fp64
+        dma_hf.configure(model, "balanced", cache=cache)
+        return model
+
+    return make
+
+
+def _tokens(model, ids, new=NEW, seed=0, **options):
+    set_seed(seed)
+    return model.generate(ids, max_new_tokens=new, pad_token_id=0, eos_token_id=None, **options)
+
+
+def _replays(model):
+    found = dma_hf.stats(model)
+    dma_hf.reset_stats(model)
+    assert not found.eager_decoding
+    return found.replays
+
+
+@pytest.mark.parametrize("mode", [{"do_sample": False}, {"do_sample": True, "top_k": 20}], ids=["greedy", "sampling"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
+def test_tokens_are_those_of_eager_steps(name, mode, build, token_ids):
+    model = build(name)
+    ids = token_ids(2, PROMPT)
+    expected = _tokens(model, ids, disable_compile=True, **mode)
+    dma_hf.reset_stats(model)
+    assert torch.equal(_tokens(model, ids, **mode), expected)
+    assert _replays(model) == NEW - 1 - decoding.EAGER_STEPS
+    assert torch.equal(_tokens(model, ids, **mode), expected)  # over the storage of the first call
+    assert _replays(model) == NEW - 1
+
+
+def test_padded_rows_and_an_early_end_give_the_same_tokens(build, token_ids):
+    model = build()
+    ids = token_ids(4, PROMPT)
+    mask = torch.ones_like(ids)
+    mask[0, :30], mask[2, :190] = 0, 0
+    options = {"attention_mask": mask, "do_sample": False, "pad_token_id": 0, "max_new_tokens": 60}
+    free = model.generate(ids, eos_token_id=None, disable_compile=True, **options)
+    options["eos_token_id"] = [int(free[0, PROMPT + 10]), int(free[1, PROMPT + 30])]
+    expected = model.generate(ids, disable_compile=True, **options)
+    dma_hf.reset_stats(model)
+    assert torch.equal(model.generate(ids, **options), expected)
+    assert _replays(model) > 0
+
+
+def test_turns_of_a_chat_replay_one_graph(build, token_ids):
+    model = build()
+    cache, eager = DMACache(model.config), DMACache(model.config)
+    ids = other = token_ids(1, 100)
+    for turn in range(3):
+        options = {"attention_mask": torch.ones_like(ids)}  # a token may be that of padding
+        ids = torch.cat((_tokens(model, ids, 20, **options, **{CACHE_ARGUMENT: cache}), token_ids(1, 30, turn)), -1)
+        graph = cache.owner.graph
+        output = _tokens(model, other, 20, disable_compile=True, **options, **{CACHE_ARGUMENT: eager})
+        other = torch.cat((output, token_ids(1, 30, turn)), -1)
+        assert torch.equal(ids, other)
+        assert graph is not None
+    assert dma_hf.stats(model).replays == 16 + 19 + 19
+
+
+def test_a_cache_that_grows_is_captured_again(build, token_ids, monkeypatch):
+    monkeypatch.setattr("dma_hf.cache_layers.ROOM_AHEAD", 40)
+    model = build()
+    captured = []
+    monkeypatch.setattr(decoding, "_captured", _spy(decoding._captured, captured))
+    expected = _tokens(model, token_ids(1, PROMPT), 150, disable_compile=True)
+    assert torch.equal(_tokens(model, token_ids(1, PROMPT), 150), expected)
+    assert len(captured) > 1
+
+
+def _spy(function, calls):
+    def call(*arguments):
+        calls.append(arguments)
+        return function(*arguments)
+
+    return call
+
+
+def test_a_returned_cache_is_not_used_again(build, token_ids):
+    model = build()
+    first = _tokens(model, token_ids(1, PROMPT), 20, return_dict_in_generate=True)
+    keys = first[CACHE_ARGUMENT].layers[0].keys.clone()
+    _tokens(model, token_ids(1, PROMPT, seed=2), 20, return_dict_in_generate=True)
+    _tokens(model, token_ids(1, PROMPT, seed=2), 20)
+    assert torch.equal(first[CACHE_ARGUMENT].layers[0].keys, keys)
+    assert first[CACHE_ARGUMENT].get_seq_length() == PROMPT + 19
+
+
+@pytest.mark.parametrize("change", ["weights", "adapter", "settings", "batch"])
+def test_a_changed_model_is_captured_again(change, build, token_ids):
+    model = build()
+    ids = token_ids(1, PROMPT)
+    _tokens(model, ids, 20)
+    layer = model.model.layers[0].self_attn
+    if change == "weights":
+        layer.o_proj.weight = nn.Parameter(layer.o_proj.weight * 1.5)
+    elif change == "adapter":
+        layer.o_proj = Adapter(layer.o_proj)
+        _tokens(model, ids, 20)
+        layer.o_proj.scale = {"default": 3.0}
+    elif change == "settings":
+        dma_hf.configure(model, "fp4", cache="int8")
+    else:
+        ids = token_ids(3, PROMPT)
+    dma_hf.reset_stats(model)
+    actual = _tokens(model, ids, 20)
+    assert _replays(model) == 19 - decoding.EAGER_STEPS
+    assert torch.equal(actual, _tokens(model, ids, 20, disable_compile=True))
+
+
+class Adapter(nn.Module):
+    """A layer with a scale that calls may change."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.scale = base, {"default": 1.0}
+
+    def forward(self, x):
+        return self.base(x) * self.scale["default"]
+
+
+def _hooked(model):
+    model.model.layers[1].register_forward_hook(lambda *_: None)
+
+
+def _mode(**options):
+    return lambda model: options
+
+
+REASONS = {
+    "beam search": (_mode(num_beams=2, do_sample=False), "the generation mode is beam_search"),
+    "lookup": (_mode(prompt_lookup_num_tokens=3, do_sample=False), "the generation mode is assisted_generation"),
+    "compile off": (_mode(disable_compile=True), "disable_compile is set"),
+    "hidden states": (_mode(output_hidden_states=True, return_dict_in_generate=True), "the call returns attentions"),
+    "hook": (_hooked, "model.layers.1 has a forward hook"),
+    "training": (lambda model: model.train() and None, "the model is in training mode"),
+}
+
+
+@pytest.mark.parametrize("case", REASONS)
+def test_stats_say_why_steps_are_eager(case, build, token_ids):
+    model = build()
+    prepare, reason = REASONS[case]
+    options = prepare(model) or {}
+    _tokens(model, token_ids(1, PROMPT), 8, **options)
+    found = dma_hf.stats(model)
+    assert found.replays == 0
+    assert [count for text, count in found.eager_decoding.items() if reason in text] == [1]
+    assert f"1 x generate without CUDA graphs: {reason}" in str(found)
+
+
+def test_a_mask_with_holes_runs_eagerly(build, token_ids):
+    model = build()
+    mask = torch.ones(1, PROMPT, dtype=torch.long)
+    mask[:, 50:60] = 0
+    _tokens(model, token_ids(1, PROMPT), 8, attention_mask=mask)
+    assert list(dma_hf.stats(model).eager_decoding) == ["the attention mask hides keys other than padding on the left"]
+
+
+def test_a_model_that_needs_the_length_on_the_host_runs_eagerly(build, token_ids, monkeypatch):
+    model = build()
+    ids = token_ids(1, PROMPT)
+    expected = _tokens(model, ids, 12)
+    dma_hf.decoding.release(model)
+    dma_hf.reset_stats(model)
+
+    def fail(step):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(decoding, "record", fail)
+    assert torch.equal(_tokens(model, ids, 12), expected)
+    assert list(dma_hf.stats(model).eager_decoding) == [
+        "the step cannot be captured: operation not permitted when stream is capturing"
+    ]
+
+
+def test_compile_config_asks_for_a_static_cache(build, token_ids, monkeypatch):
+    model = build()
+    kinds = []
+    monkeypatch.setattr(type(model), "get_compiled_call", lambda self, config: kinds.append(config) or self.__call__)
+    config = CompileConfig(backend="eager")
+    config._compile_all_devices = True
+    _tokens(model, token_ids(1, PROMPT), 6, compile_config=config)
+    assert kinds == [config]
+    assert dma_hf.stats(model).replays == 0
+
+
+def test_copies_of_a_cache_have_no_graph(build, token_ids):
+    model = build()
+    ids = token_ids(1, 100)
+    cache = DMACache(model.config)
+    ids = _tokens(model, ids, 20, **{CACHE_ARGUMENT: cache})
+    assert cache.owner.graph is not None
+    saved = io.BytesIO()
+    torch.save(cache, saved)
+    saved.seek(0)
+    copies = [copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)), torch.load(saved, weights_only=False)]
+    more = torch.cat((ids, token_ids(1, 3)), -1)
+    expected = _tokens(model, more, 20, **{CACHE_ARGUMENT: cache})
+    for each in copies:
+        assert each.owner.graph is None
+        assert torch.equal(_tokens(model, more, 20, **{CACHE_ARGUMENT: each}), expected)
+
+
+def test_a_dropped_model_frees_its_idle_cache(build, token_ids, monkeypatch):
+    if not torch.cuda.is_available():  # the stand-in keeps the model alive
+        monkeypatch.setattr(decoding, "record", lambda step: (lambda: None, record(step)[1]))
+    model = build()
+    _tokens(model, token_ids(1, PROMPT), 12)
+    assert model in decoding._idle
+    storage = weakref.ref(decoding._idle[model][1][0].storage)
+    del model
+    gc.collect()
+    assert storage() is None
+
+
+def test_configure_frees_the_idle_cache(build, token_ids):
+    model = build()
+    _tokens(model, token_ids(1, PROMPT), 12)
+    dma_hf.configure(model, cache="int8")
+    assert model not in decoding._idle
+
+
+def test_calls_of_layers_are_counted_in_replays(build, token_ids):
+    model = build(cache="int8")
+    dma_hf.reset_stats(model)
+    _tokens(model, token_ids(1, PROMPT), 30)
+    found = dma_hf.stats(model)
+    assert found.calls == 30 * len(found.layers)
+    assert f"{found.replays} decoding steps replayed a CUDA graph" in str(found)

@@ -1,0 +1,368 @@
+"""Packed rows: each document is computed as if it were alone, however the call describes the documents."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from tiny_models import DECODERS, ENCODERS, IDENTITY
+from torch.nn import functional as F
+from transformers import DynamicCache, LlamaConfig
+from transformers import masking_utils as upstream
+
+import dma_hf
+from dma_hf import DMACache, dma_mask, packing
+
+LENGTHS = (128, 500, 1, 171)
+TOKENS = sum(LENGTHS)
+SHORT = (17, 33, 10)
+
+
+def _positions(lengths=LENGTHS):
+    return torch.cat([torch.arange(length) for length in lengths])[None]
+
+
+def _ends(lengths=LENGTHS):
+    return F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int()
+
+
+def _flash_arguments(lengths=LENGTHS):
+    """What Transformers' ``DataCollatorWithFlattening`` makes for FlashAttention, without positions."""
+    ends, longest = _ends(lengths), max(lengths)
+    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+
+
+ROUTES = {
+    "mask function": lambda ids: {"position_ids": _positions(), "use_cache": False},
+    "default cache": lambda ids: {"position_ids": _positions()},
+    "mask of ones": lambda ids: {"position_ids": _positions(), "attention_mask": torch.ones_like(ids)},
+    "cu_seq_lens": lambda ids: {**_flash_arguments(), "use_cache": False},
+    "cu_seq_lens, a cache and a mask of ones": lambda ids: (
+        _flash_arguments() | {"attention_mask": torch.ones_like(ids)}
+    ),
+    "cu_seq_lens and positions": lambda ids: {**_flash_arguments(), "position_ids": _positions(), "use_cache": False},
+}
+"""The ways to say where documents begin. With ``cu_seq_lens_q`` alone, the positions of RoPE run on."""
+
+
+@pytest.fixture
+def llama():
+    return DECODERS["llama"].build("dma_mxfp")
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """The results of reading positions."""
+    found = []
+    read = packing._documents_of_positions
+
+    def record(*arguments):
+        found.append(read(*arguments))
+        return found[-1]
+
+    monkeypatch.setattr(packing, "_documents_of_positions", record)
+    return found
+
+
+def _spans(lengths):
+    ends = _ends(lengths).tolist()
+    return [slice(*span) for span in pairwise(ends)]
+
+
+class TestDocuments:
+    @pytest.mark.parametrize("route", ROUTES)
+    @pytest.mark.parametrize("preset", ["balanced", "paper"])
+    def test_a_document_equals_the_document_alone(self, preset, route, llama, token_ids, assert_same):
+        dma_hf.configure(llama, preset)
+        ids = token_ids(1, TOKENS)
+        arguments = ROUTES[route](ids)
+        packed = llama(ids, **arguments).logits
+        for span in _spans(LENGTHS):
+            positions = arguments.get("position_ids", torch.arange(TOKENS)[None])[:, span]
+            assert_same(packed[:, span], llama(ids[:, span], position_ids=positions, use_cache=False).logits)
+
+    @pytest.mark.parametrize("preset", ["balanced", "paper"])
+    @pytest.mark.parametrize("route", ["mask function", "mask of ones"])
+    def test_every_architecture_separates_documents(self, decoder, route, preset, token_ids, assert_same):
+        if decoder.model.startswith("BigBird"):
+            pytest.skip("takes no position_ids")
+        if decoder.model == "Llama4ForCausalLM" and route == "mask of ones":
+            pytest.skip("its layers do not pass positions on")
+        model = decoder.build("dma_mxfp")
+        dma_hf.configure(model, preset)
+        ids = token_ids(1, TOKENS)
+        packed = model(ids, **ROUTES[route](ids)).logits
+        for span in _spans(LENGTHS)[1:3]:
+            assert_same(packed[:, span], model(ids[:, span], use_cache=False).logits)
+
+    def test_rows_of_a_batch_have_their_own_documents(self, llama, token_ids, assert_same):
+        ids = token_ids(2, 60)
+        positions = torch.cat((_positions(SHORT), _positions((40, 20))))
+        for arguments in ({"use_cache": False}, {"attention_mask": torch.ones_like(ids)}):
+            packed = llama(ids, position_ids=positions, **arguments).logits
+            for row, lengths in enumerate((SHORT, (40, 20))):
+                for span in _spans(lengths):
+                    alone = llama(ids[row : row + 1, span], use_cache=False).logits
+                    assert_same(packed[row : row + 1, span], alone)
+
+    @pytest.mark.parametrize("side", ["left", "right"])
+    def test_padding_belongs_to_no_document(self, side, llama, token_ids, assert_same):
+        dma_hf.configure(llama, "paper")
+        ids = token_ids(2, 600)
+        mask = torch.ones_like(ids)
+        mask[0, -100:] = 0
+        positions = torch.cat((_positions((300, 200, 100)), _positions((150, 450))))
+        positions[0, 500:] = 1
+        spans = [(0, slice(0, 300)), (0, slice(300, 500)), (1, slice(0, 150)), (1, slice(150, 600))]
+        if side == "left":
+            ids[0], mask[0], positions[0] = ids[0].roll(100), mask[0].roll(100), positions[0].roll(100)
+            spans[:2] = [(0, slice(100, 400)), (0, slice(400, 600))]
+        packed = llama(ids, attention_mask=mask, position_ids=positions).logits
+        for row, span in spans:
+            assert_same(packed[row : row + 1, span], llama(ids[row : row + 1, span], use_cache=False).logits)
+
+    def test_a_bidirectional_model_separates_documents_by_cu_seq_lens(self, token_ids, assert_same):
+        """With every position in reach of the embeddings, ModernBERT has no others."""
+        model = ENCODERS["modernbert"].build("dma_mxfp")
+        dma_hf.configure(model, "paper")
+        ids = token_ids(1, TOKENS)
+        packed = model(ids, position_ids=_positions(), **_flash_arguments()).logits
+        for span in _spans(LENGTHS):
+            assert_same(packed[:, span], model(ids[:, span]).logits)
+
+    def test_a_models_own_pattern_is_cut_at_the_documents(self, llama, token_ids, assert_same):
+        """Here a 4-D mask of a prefix, in each document."""
+        dma_hf.configure(llama, "paper")
+        ids = token_ids(1, TOKENS)
+
+        def prefix(length):
+            mask = torch.ones(1, 1, length, length, dtype=torch.bool).tril()
+            mask[..., :5] = True
+            return mask
+
+        mask = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool)
+        for span in _spans(LENGTHS):
+            mask[..., span, span] = prefix(span.stop - span.start)
+        lengths = _flash_arguments((0, *LENGTHS, 0))
+        packed = llama(ids, attention_mask=mask, position_ids=_positions(), **lengths).logits
+        for span in _spans(LENGTHS):
+            alone = llama(ids[:, span], attention_mask=prefix(span.stop - span.start), use_cache=False).logits
+            assert_same(packed[:, span], alone)
+
+    @pytest.mark.parametrize("route", ["mask function", "mask of ones", "cu_seq_lens and positions"])
+    def test_gradients_are_those_of_the_documents_alone(self, route, token_ids):
+        found = []
+        ids = token_ids(1, TOKENS)
+        for spans in ([slice(None)], _spans(LENGTHS)):
+            model = DECODERS["llama"].build("dma_mxfp")
+            with torch.enable_grad():
+                for span in spans:
+                    arguments = ROUTES[route](ids) if span == slice(None) else {"use_cache": False}
+                    model(ids[:, span], **arguments).logits.square().sum().backward()
+            found.append([parameter.grad for parameter in model.parameters()])
+        for packed, alone in zip(*found, strict=True):
+            assert (packed - alone).abs().max() <= 1e-4 * alone.abs().max()
+
+    def test_sdpa_in_place_of_the_backend_separates_documents_too(self, llama, token_ids, assert_same):
+        dma_hf.configure(llama, on_unsupported="sdpa")
+        ids = token_ids(1, TOKENS)
+        for layer in llama.model.layers:
+            layer.self_attn.register_forward_pre_hook(
+                lambda module, args, kwargs: (args, kwargs | {"position_bias": torch.zeros(1, 1, 1, 1)}),
+                with_kwargs=True,
+            )
+        with pytest.warns(UserWarning, match="does not support position_bias"):
+            packed = llama(ids, **ROUTES["mask of ones"](ids)).logits
+        for span in _spans(LENGTHS):
+            assert_same(packed[:, span], llama(ids[:, span], use_cache=False).logits)
+
+
+class TestReading:
+    def test_positions_are_read_once_in_a_forward_pass(self, llama, token_ids, reads):
+        llama(token_ids(1, 60), position_ids=_positions(SHORT))
+        assert len(reads) == 1
+        assert reads[0].tolist() == [0, 17, 50, 60]
+
+    def test_a_later_pass_reads_again(self, llama, token_ids, reads):
+        """Also if nothing tells that the contents have changed."""
+        ids, positions = token_ids(1, 60), _positions(SHORT)
+        llama(ids, position_ids=positions)
+        positions.data.copy_(_positions((30, 30)))
+        llama(ids, position_ids=positions)
+        assert [read.tolist() for read in reads] == [[0, 17, 50, 60], [0, 30, 60]]
+
+    def test_positions_that_change_in_place_are_read_again_by_another_model(self, llama, token_ids, reads):
+        ids, positions = token_ids(1, 60), _positions(SHORT)
+        llama(ids, position_ids=positions)
+        positions.copy_(_positions((30, 30)))
+        DECODERS["llama"].build("dma_mxfp")(ids, position_ids=positions)
+        assert reads[1].tolist() == [0, 30, 60]
+
+    def test_inference_tensors_are_read(self, llama, token_ids, reads):
+        with torch.inference_mode():
+            llama(token_ids(1, 60), position_ids=_positions(SHORT))
+        assert len(reads) == 1
+
+    @pytest.mark.parametrize("cache", ["dynamic", "static"])
+    def test_decoding_steps_read_nothing(self, cache, llama, token_ids, reads):
+        llama.generate(token_ids(2, 20), max_new_tokens=5, do_sample=False, cache_implementation=cache)
+        assert reads in ([], [None])  # the prompt at most
+
+    def test_a_compiled_model_reads_nothing(self, llama, token_ids, reads):
+        torch._dynamo.reset()
+        compiled = torch.compile(llama, fullgraph=True, backend="eager")
+        compiled(token_ids(1, 60), position_ids=_positions(SHORT), use_cache=False)
+        assert reads == []
+
+    @pytest.mark.parametrize(
+        ("route", "settings"),
+        [
+            ("mask function", IDENTITY),
+            ("mask of ones", IDENTITY),
+            ("default cache", "balanced"),
+            ("default cache", "paper"),
+        ],
+        ids=["mask function", "mask of ones", "balanced", "paper"],
+    )
+    def test_a_compiled_model_separates_documents_by_cu_seq_lens(self, route, settings, llama, token_ids, assert_same):
+        """With a dense mask, tiles do not start anew, so those routes are compared without quantization."""
+        dma_hf.configure(llama, settings)
+        ids = token_ids(1, TOKENS)
+        torch._dynamo.reset()
+        compiled = torch.compile(llama, fullgraph=True, backend="eager")
+        packed = compiled(ids, **ROUTES[route](ids) | _flash_arguments()).logits
+        for span in _spans(LENGTHS):
+            assert_same(packed[:, span], llama(ids[:, span], use_cache=False).logits)
+
+
+class TestNotPacked:
+    """Positions that do not restart."""
+
+    @pytest.mark.parametrize("hidden", ["masked_fill", "clamp", "minus one"])
+    @pytest.mark.parametrize("padding", ["left", "right", "holes", "whole row"])
+    def test_padding_is_not_a_document(self, padding, hidden, llama, token_ids, reads):
+        ids = token_ids(2, 60)
+        mask = torch.ones_like(ids)
+        mask[
+            0, {"left": slice(20), "right": slice(-20, None), "holes": slice(20, 30), "whole row": slice(None)}[padding]
+        ] = 0
+        positions = mask.cumsum(-1) - 1
+        if hidden == "masked_fill":  # as Transformers does
+            positions = positions.masked_fill(mask == 0, 1)
+        elif hidden == "clamp":
+            positions = positions.clamp(min=0)
+        llama(ids, attention_mask=mask, position_ids=positions.clamp(min=-1) + (hidden == "minus one"))
+        assert reads == [None]
+
+    @pytest.mark.parametrize(
+        "positions",
+        [
+            torch.arange(60),
+            torch.arange(60) + 7,
+            torch.cat((torch.arange(30), torch.arange(90, 120))),
+            torch.cat((torch.arange(20), torch.full((20,), 20), torch.arange(21, 41))),
+        ],
+        ids=["plain", "from seven", "a jump", "one for an image"],
+    )
+    def test_positions_may_jump_and_repeat(self, positions, llama, token_ids, reads):
+        llama(token_ids(1, 60), position_ids=positions[None])
+        assert reads == [None]
+
+
+class TestRefused:
+    @pytest.mark.parametrize("route", ["mask of ones", "cu_seq_lens, a cache and a mask of ones"])
+    def test_a_packed_cache_does_not_take_packed_rows(self, route, llama, token_ids):
+        ids = token_ids(1, TOKENS)
+        with pytest.raises(ValueError, match=r"a packed cache holds one document a row; pass use_cache=False"):
+            llama(ids, **ROUTES[route](ids), cache=DMACache(llama.config, "int8"))
+
+    def test_chunks_of_a_row_do_not_fit_its_documents(self, token_ids):
+        """Without a mask and a cache, Transformers counts the chunks of Llama 4 within documents."""
+        model = DECODERS["llama4"].build("dma_mxfp")
+        with pytest.raises(
+            ValueError, match=r"the model masks rows as a whole; pass position_ids that restart, no att"
+        ):
+            model(token_ids(1, TOKENS), **ROUTES["cu_seq_lens"](None))
+
+    @pytest.mark.parametrize("hidden", [slice(0), slice(3, 6)], ids=["full", "holes"])
+    def test_a_pattern_of_a_row_does_not_fit_its_documents(self, hidden, llama):
+        padding = torch.ones(1, 60, dtype=torch.bool)
+        padding[:, hidden] = False
+        prefix = upstream.or_masks(upstream.causal_mask_function, lambda b, h, q, k: k < 3)
+        mask = dma_mask(1, 60, 60, mask_function=prefix, allow_is_causal_skip=False, attention_mask=padding)
+        layer, states = llama.model.layers[0].self_attn, torch.ones(3, 1, 4, 60, 16)
+        plain = (padding.cumsum(-1) - 1).masked_fill(~padding, 1)
+        dma_hf.dma_attention_forward(layer, *states, mask, position_ids=plain)
+        with pytest.raises(ValueError, match="position_ids that restart: the model masks rows as a whole"):
+            dma_hf.dma_attention_forward(layer, *states, mask, position_ids=_positions(SHORT))
+
+    def test_a_later_chunk_cannot_be_packed(self, llama, token_ids):
+        cache = DynamicCache(config=llama.config)
+        llama(token_ids(1, 20), cache=cache)
+        with pytest.raises(ValueError, match=r"cu_seq_lens_q: the call has 60 queries and 80 keys; pass all tokens in"):
+            llama(token_ids(1, 60), cache=cache, **_flash_arguments(SHORT))
+
+    def test_hidden_tokens_between_documents_are_ambiguous(self, llama, token_ids):
+        ids = token_ids(1, 60)
+        mask = torch.ones_like(ids)
+        mask[:, 14:17] = 0
+        message = r"does not support position_ids that restart: attention_mask hides tokens; leave attention_mask out"
+        with pytest.raises(ValueError, match=message):
+            llama(ids, attention_mask=mask, position_ids=_positions(SHORT))
+
+    def test_padding_and_cu_seq_lens_are_ambiguous(self, llama, token_ids):
+        ids = token_ids(1, 60)
+        mask = torch.ones_like(ids)
+        mask[:, :7] = 0
+        with pytest.raises(ValueError, match=r"cu_seq_lens_q: attention_mask hides tokens; leave attention_mask out"):
+            llama(ids, attention_mask=mask, **_flash_arguments(SHORT))
+
+    def test_keys_and_queries_have_the_same_documents(self, llama, token_ids):
+        arguments = _flash_arguments(SHORT) | {"cu_seq_lens_k": _ends((20, 30, 10))}
+        with pytest.raises(ValueError, match=r"cu_seq_lens_k: it differs from cu_seq_lens_q; pass the same lengths"):
+            llama(token_ids(1, 60), use_cache=False, **arguments)
+
+    @pytest.mark.parametrize("rows", [1, 2])
+    def test_each_row_begins_a_document(self, rows, llama, token_ids):
+        lengths = (17, 33, 10) if rows == 1 else (17, 33, 72)
+        message = rf"cu_seq_lens_q: it lacks the end of a row, of which there are {rows} with 61 tokens; pass where"
+        with pytest.raises(ValueError, match=message):
+            llama(token_ids(rows, 61), use_cache=False, **_flash_arguments(lengths))
+
+
+class TestMask:
+    @pytest.mark.parametrize("kind", ["causal", "sliding", "chunked"])
+    def test_a_packed_mask_equals_upstreams(self, kind, token_ids):
+        config = LlamaConfig(sliding_window=6, attention_chunk_size=7, attn_implementation="sdpa")
+        make = getattr(upstream, {"causal": "create_causal_mask"}.get(kind, f"create_{kind}_window_causal_mask"), None)
+        make = make or upstream.create_chunked_causal_mask
+        arguments = {"inputs_embeds": torch.zeros(2, 60, 64), "attention_mask": None, "cache": None}
+        arguments["position_ids"] = torch.cat((_positions(SHORT), _positions((40, 20))))
+        expected = make(config, **arguments)
+        config._attn_implementation = "dma_mxfp"
+        config.attention_chunk_size = 7 if kind == "chunked" else None
+        config.sliding_window = 6 if kind == "sliding" else None
+        mask = make(config, **arguments)
+        assert torch.equal(mask.dense(), expected)
+        assert mask.dma_geometry.documents.tolist() == [0, 17, 50, 60, 100, 120]
+        assert (mask.dma_geometry.pattern is None) == (kind != "chunked")
+
+    def test_a_mask_that_is_more_than_packed_keeps_its_pattern(self):
+        function = upstream.or_masks(upstream.causal_mask_function, lambda b, h, q, k: k < 3)
+        packed = upstream.packed_sequence_mask_function(torch.tensor([[0, 0, 0, 0, 1, 1, 1]]))
+        sizes = {"batch_size": 1, "q_length": 7, "kv_length": 7, "allow_is_causal_skip": False}
+        mask = dma_mask(mask_function=upstream.and_masks(function, packed), **sizes)
+        expected = upstream.sdpa_mask(mask_function=upstream.and_masks(function, packed), **sizes)
+        assert torch.equal(mask.dense(), expected)
+        assert mask.dma_geometry.documents.tolist() == [0, 4, 7]
+        for other in (upstream.and_masks(packed, function), upstream.and_masks(function, packed, function), packed):
+            mask = dma_mask(mask_function=other, **sizes)
+            assert mask.dma_geometry.documents is None
+            assert torch.equal(mask.dense(), upstream.sdpa_mask(mask_function=other, **sizes))
+
+
+def test_layers_count_the_kernels_of_packed_rows(llama, token_ids):
+    dma_hf.reset_stats(llama)
+    llama(token_ids(1, 60), position_ids=_positions(SHORT))
+    assert dict(dma_hf.stats(llama).uses) == {("reference", "balanced", "none"): 2}

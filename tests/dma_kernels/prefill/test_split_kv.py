@@ -1,0 +1,182 @@
+"""The split-KV kernels of short calls, in the interpreter. ``tests/gpu`` runs the same cases on a GPU."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from dma_kernels import attention, attention_with_lse
+from dma_kernels.prefill import plan as plans
+from dma_kernels.prefill.plan import plan
+from dma_kernels.runtime import chip
+from dma_kernels.runtime.reports import kernel_reports
+from dma_kernels.testing import assert_bits_equal, random_qkv, relative_error
+from prefill_cases import RECIPES, SHORT, Case, assert_matches_reference
+from torch import Tensor
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these on the device"),
+    pytest.mark.usefixtures("poisoned"),  # no split may be read that no CTA wrote
+]
+BALANCED = RECIPES["balanced"]
+
+
+def kernels_of(*arguments: Any, **options: Any) -> list[str]:
+    """Return the names of the kernels that compute a call."""
+    names: list[str] = []
+    with kernel_reports(names.append):
+        attention(*arguments, **options)
+    return names
+
+
+@pytest.mark.parametrize("case", SHORT)
+def test_a_short_call_matches_the_reference(case: str) -> None:
+    assert_matches_reference(SHORT[case], BALANCED, torch.float16, "cpu")
+
+
+@pytest.mark.parametrize("sms", [1, 3, 16, 200])
+@pytest.mark.parametrize("case", ["one-query", "rows-of-uneven-length", "63-queries-of-8-heads", "nothing-visible"])
+def test_any_number_of_ctas_gives_the_same_result(case: str, sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chip, "INTERPRETED_SMS", sms)
+    assert_matches_reference(SHORT[case], BALANCED, torch.float16, "cpu")
+
+
+@pytest.mark.parametrize("recipe", ["fp4", "int8-pv16", "identity"])
+def test_the_low_tiles_of_a_recipe_do_not_matter(recipe: str) -> None:
+    results = (SHORT["all"].call(RECIPES[name], "triton", torch.float16, "cpu") for name in (recipe, "balanced"))
+    for ours, expected in zip(*results, strict=True):
+        assert_bits_equal(ours, expected)
+
+
+@pytest.mark.parametrize("filler", [math.nan, math.inf], ids=str)
+def test_slots_that_a_static_cache_has_not_filled_are_not_read(filler: float) -> None:
+    query, key, value = random_qkv(batch=2, q_len=3, kv_len=200, dtype=torch.float16)
+    options: dict[str, Any] = {"q_offset": torch.tensor([60, 97]), "backend": "triton"}
+    for x in (key, value):
+        x[0, :, 63:] = x[1, :, 100:] = 0.0
+    expected = attention_with_lse(query, key, value, BALANCED, **options)
+    for x in (key, value):
+        x[0, :, 63:] = x[1, :, 100:] = filler
+    for ours, out in zip(attention_with_lse(query, key, value, BALANCED, **options), expected, strict=True):
+        assert_bits_equal(ours, out)
+
+
+@pytest.mark.parametrize("layout", ["token-major", "sliced", "every-other-channel", "broadcast-heads"])
+def test_strides_do_not_matter(layout: str) -> None:
+    query, key, value = random_qkv(batch=2, q_heads=4, kv_heads=2, q_len=3, kv_len=90, dtype=torch.float16)
+    if layout == "broadcast-heads":
+        key, value = (x[:, :1].expand(-1, 2, -1, -1) for x in (key, value))
+
+    def strided(x: Tensor) -> Tensor:
+        if layout == "token-major":
+            return x.transpose(1, 2).contiguous().transpose(1, 2)
+        if layout == "sliced":
+            return torch.cat((x, x + 1.0), 2)[:, :, : x.shape[2]]
+        return x.repeat_interleave(2, -1)[..., ::2] if layout == "every-other-channel" else x
+
+    out = attention(*map(strided, (query, key, value)), BALANCED, backend="triton")
+    dense = (x.contiguous() for x in (query, key, value))
+    assert_bits_equal(out, attention(*dense, BALANCED, backend="triton"))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.uint8], ids=str)
+@pytest.mark.parametrize("shape", [(), (1,), (2,)], ids=str)
+def test_offsets_of_any_integer_dtype_and_shape_are_read(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    qkv = random_qkv(batch=2, q_len=3, kv_len=200, dtype=torch.float16)
+    expected = attention(*qkv, BALANCED, q_offset=torch.tensor([130, 130]), backend="triton")
+    out = attention(*qkv, BALANCED, q_offset=torch.full(shape, 130, dtype=dtype), backend="triton")
+    assert_bits_equal(out, expected)
+
+
+def test_offsets_beyond_32_bits_are_clamped() -> None:
+    query, key, value = random_qkv(batch=2, q_len=3, kv_len=100, dtype=torch.float16)
+    out = attention(query, key, value, BALANCED, q_offset=torch.tensor([2**40, -(2**40)]), backend="triton")
+    expected = attention(query, key, value, BALANCED, q_offset=1000, backend="triton")
+    assert_bits_equal(out[0], expected[0])
+    assert_bits_equal(out[1], torch.zeros_like(out[1]))
+
+
+def test_other_lengths_launch_the_same_kernels() -> None:
+    """Constexprs must not depend on lengths: each value would be compiled."""
+    keys = set()
+    for kv_len in (100, 101, 3000):
+        launches = plan(Case(q_len=2, kv_len=kv_len).problem(BALANCED, torch.float16, "cpu")).launches
+        assert launches is not None
+        assert launches.kernels == ["split_kv_kernel", "combine_splits_kernel"]
+        keys.add(tuple(launch.constants for launch in launches.launches))
+    assert len(keys) == 1
+
+
+@pytest.mark.parametrize(
+    ("recipe", "q_len", "kv_len", "options", "kernel"),
+    [
+        ("balanced", 1, 300, {}, "split-KV"),
+        ("balanced", 63, 300, {}, "split-KV"),
+        ("balanced", 64, 300, {}, "multi-CTA"),
+        ("balanced", 40, 40, {}, "portable"),
+        ("balanced", 1, 300, {"is_causal": False}, "portable"),
+        ("paper", 1, 300, {}, "portable"),
+    ],
+)
+def test_short_calls_run_on_the_split_kv_kernel(
+    recipe: str, q_len: int, kv_len: int, options: dict[str, Any], kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = random_qkv(q_len=q_len, kv_len=kv_len, dtype=torch.float16)
+    kernel = "portable" if kernel == "multi-CTA" else kernel  # the interpreter runs no Gluon
+    assert kernels_of(*inputs, RECIPES[recipe], backend="triton", **options) == [kernel]
+
+
+class TestSDPA:
+    """``auto`` on CUDA, where PyTorch's kernel computes the plainest calls; its choice needs no GPU."""
+
+    @pytest.fixture(autouse=True)
+    def on_cuda(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(plans.chip, "resolve_backend", lambda backend, device, dtype: "triton")
+
+    @pytest.mark.parametrize("options", [{}, {"q_offset": 299}, {"window": 300}, {"q_offset": 400, "kv_offset": 101}])
+    def test_one_query_over_all_keys_runs_on_pytorchs_kernel(self, options: dict[str, Any]) -> None:
+        inputs = random_qkv(batch=2, q_heads=4, kv_heads=2, q_len=1, kv_len=300, dtype=torch.float16)
+        assert kernels_of(*inputs, BALANCED, **options) == ["sdpa"]
+        out = attention(*inputs, BALANCED, scale=0.1, **options)
+        expected = attention(*inputs, BALANCED, scale=0.1, backend="reference", **options)
+        assert out.transpose(1, 2).is_contiguous()
+        assert relative_error(out, expected) < 2e-3
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"backend": "triton"},
+            {"window": 299},
+            {"q_offset": 298},
+            {"q_offset": torch.tensor(299)},
+            {"kv_range": torch.tensor([[0, 300]])},
+            {"mask": torch.ones(1, 300, dtype=torch.bool)},
+            {"softcap": 5.0},
+            {"sinks": torch.zeros(2)},
+        ],
+        ids=lambda options: next(iter(options)),
+    )
+    def test_other_calls_run_on_the_split_kv_kernel(self, options: dict[str, Any]) -> None:
+        inputs = random_qkv(q_len=1, kv_len=300, dtype=torch.float16)
+        assert kernels_of(*inputs, BALANCED, **options) == ["split-KV"]
+
+    def test_a_call_with_a_log_sum_exp_or_two_queries_runs_on_the_split_kv_kernel(self) -> None:
+        names: list[str] = []
+        with kernel_reports(names.append):
+            attention_with_lse(*random_qkv(q_len=1, kv_len=300, dtype=torch.float16), BALANCED)
+            attention(*random_qkv(q_len=2, kv_len=300, dtype=torch.float16), BALANCED)
+            attention(*random_qkv(q_len=1, kv_len=300, value_dim=32, dtype=torch.float16), BALANCED)
+        assert names == ["split-KV"] * 3
+
+
+def test_a_compiled_step_over_a_static_cache_equals_the_eager_one() -> None:
+    query, key, value = random_qkv(q_heads=4, kv_heads=2, q_len=1, kv_len=200, dtype=torch.float16)
+
+    def step(offset: Tensor) -> Tensor:
+        return attention(query, key, value, BALANCED, q_offset=offset, backend="triton")
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for position in (0, 77, 199):
+        assert_bits_equal(compiled(torch.tensor(position)), step(torch.tensor(position)))
