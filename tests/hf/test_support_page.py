@@ -16,6 +16,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "support.md"
 WORKING_AT_LEAST = {"decoder": 153, "encoder-decoder": 30, "multimodal": 74, "encoder": 28, "tower": 96}
 """Architectures with only equal cells, by kind. Fewer is a regression."""
 
+PACKED_DECODERS_AT_LEAST = {"packed cache": 135, "generate_batch": 91, "packed pages": 88}
+"""Decoders with an equal cell, by column. Transformers' own `generate_batch` fails for half of them."""
+
 
 @pytest.fixture(scope="module")
 def text():
@@ -41,9 +44,9 @@ def test_no_fewer_architectures_work_than_before(kind, text):
 
 
 def test_no_fewer_decoders_use_packed_caches_and_batches_than_before(text):
-    title = KIND_TITLES["decoder"]
-    counts = Counter(name for (kind, _), cells in cells_on(text).items() for name in OF_CACHES if kind == title and cells[name] == "yes")
-    assert {name: counts[name] for name in OF_CACHES} == PACKED_DECODERS
+    decoders = [cells for (title, _), cells in cells_on(text).items() if title == KIND_TITLES["decoder"]]
+    for name, least in PACKED_DECODERS_AT_LEAST.items():
+        assert sum(cells[name] == "yes" for cells in decoders) >= least
 
 
 def test_no_cell_is_a_failure(text):
