@@ -119,7 +119,9 @@ class DMACache(DynamicCache):  # type: ignore[misc]
                 f"the cache has {len(self.layers)} layers, but the model updates layer {layer_idx}; make the cache "
                 "with the configuration of this model: DMACache(model.config)"
             )
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if self.offloading:
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens.

@@ -153,6 +153,7 @@ class RepeatedUpdate:
         window: Window of the layer.
         kv_len: See :class:`Step`.
         kv_offset: See :class:`Step`.
+        states: Tensors with the shapes of the :class:`CachedStates`.
     """
 
     tokens: int
@@ -162,12 +163,13 @@ class RepeatedUpdate:
     window: int | None
     kv_len: int
     kv_offset: int
+    states: tuple[Tensor, Tensor]
 
     @classmethod
-    def of(cls, layer: DMALayer, new: Step) -> RepeatedUpdate:
+    def of(cls, layer: DMALayer, new: Step, states: tuple[Tensor, Tensor]) -> RepeatedUpdate:
         """Return the update ``new`` of a layer."""
         numbers = (layer.window, new.kv_len, new.kv_offset)
-        return cls(layer.tokens, _kind(new.key), _kind(new.value), _kinds(layer.storage), *numbers)
+        return cls(layer.tokens, _kind(new.key), _kind(new.value), _kinds(layer.storage), *numbers, states)
 
     def covers(self, layer: DMALayer, key: Tensor, value: Tensor) -> bool:
         """Return whether the update of another layer, with the keys ``key``, is like this one."""
@@ -204,16 +206,21 @@ class CachedStates(Tensor):
     dma_is_value: bool
 
     @staticmethod
-    def of(layer: Any, step: Step, is_value: bool) -> Tensor:
-        """Return the states of an update, with the dtype and device of its keys or values."""
-        like = step.value if is_value else step.key
-        number = torch.empty((1, 1, 1, 1), dtype=like.dtype, device=like.device)  # never read
-        shape = like.shape[0], like.shape[1], step.kv_len, like.shape[3]
-        states: Tensor = number.expand(shape).as_subclass(CachedStates)
-        states.dma_layer = layer  # type: ignore[attr-defined]
-        states.dma_step = step  # type: ignore[attr-defined]
-        states.dma_is_value = is_value  # type: ignore[attr-defined]
-        return states
+    def like(tensor: Tensor, kv_len: int) -> Tensor:
+        """Return a tensor with the shape, dtype and device of states, of which no element is ever read."""
+        batch, heads, _, channels = tensor.shape
+        number = torch.empty((1, 1, 1, 1), dtype=tensor.dtype, device=tensor.device)
+        return number.expand(batch, heads, kv_len, channels)
+
+    @staticmethod
+    def of(layer: Any, step: Step, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of an update, with the shapes of :meth:`like`."""
+        keys: Any = key.as_subclass(CachedStates)
+        values: Any = value.as_subclass(CachedStates)
+        keys.dma_layer = values.dma_layer = layer
+        keys.dma_step = values.dma_step = step
+        keys.dma_is_value, values.dma_is_value = False, True
+        return keys, values
 
     def dense(self) -> Tensor:
         """Return the dequantized states as a plain tensor."""
@@ -327,7 +334,7 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
         if repeated is not None and repeated.covers(self, key_states, value_states):
             numbers = (repeated.kv_len, repeated.kv_offset, self.is_empty)
             new = self.pending = Step(key_states, value_states, *numbers)
-            return CachedStates.of(self, new, is_value=False), CachedStates.of(self, new, is_value=True)
+            return CachedStates.of(self, new, *repeated.states)
         if not self.is_empty and self.owner.prompt_length is not None:
             self.owner.prompt_length = None
         dtype = autocast_dtype(key_states)
@@ -347,9 +354,10 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
         if not (self.owner.reads_packed and is_plain):
             return self.dense(new)
         self.pending = new
+        states = CachedStates.like(key_states, new.kv_len), CachedStates.like(value_states, new.kv_len)
         if self.checks_steps and not isinstance(self.tokens, Tensor):
-            self.owner.repeated = RepeatedUpdate.of(self, new) if dtype is None else None
-        return CachedStates.of(self, new, is_value=False), CachedStates.of(self, new, is_value=True)
+            self.owner.repeated = RepeatedUpdate.of(self, new, states) if dtype is None else None
+        return CachedStates.of(self, new, *states)
 
     def dense(self, new: Step) -> tuple[Tensor, Tensor]:
         """Return all keys and values that the mask of an update covers, dequantized, and store the new ones.

@@ -129,8 +129,10 @@ def _eval_results(report: Report, label: str) -> Iterator[EvalResult]:
 
 def _reduced(report: Report, label: str) -> Report:
     """Return the report of one backend and its references."""
-    groups = [[each.label for each in group] for group in backend_groups(report)]
-    others = {each for group in groups for each in group[1:]} - {label, *(group[0] for group in groups)}
+    groups = backend_groups(report)
+    own = [each for group in groups for each in group if each.label == label]
+    kept = {label, *(group[0].label for group in groups), *(each.reference for each in own)}
+    others = {each.label for group in groups for each in group} - kept
 
     def reduce(value: Any) -> Any:
         if isinstance(value, list):

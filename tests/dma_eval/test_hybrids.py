@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from dma_eval.backends import activate, needs_chunks, parse_backends, with_references
+from dma_eval.card import make_card
 from dma_eval.data import tokenize
 from dma_eval.errors import UserError
 from dma_eval.models import LoadedModel
@@ -82,6 +83,15 @@ def test_the_note_says_what_it_is_relative_to(measured: Run, tmp_path: Path) -> 
     page = (tmp_path / "run/report.md").read_text(encoding="utf-8")
     assert "- `dma_mxfp:balanced+int8`: relative to `sdpa+dynamic`, which reads the same chunks" in page
     assert "| `sdpa+dynamic` | sdpa | DynamicCache of Transformers |" in page
+
+
+def test_a_card_keeps_it(measured: Run, tiny_tasks: Path) -> None:
+    measured("lm-eval", "--tasks", "tiny_last_word", "--include-path", tiny_tasks, "--limit", 4)
+    report = measured("ppl", "-c", 256, "--max-windows", 1, attn=(*NAMES, "dma_mxfp:paper"))
+    text = make_card(report, backend=NAMES[2], base_model="me/tiny").text
+    assert "| sdpa+dynamic |" in text
+    assert f"| {NAMES[2]} |" in text
+    assert "| dma_mxfp:paper |" not in text
 
 
 def test_fidelity_has_both_references_in_fp32(measured: Run) -> None:

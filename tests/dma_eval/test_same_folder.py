@@ -149,6 +149,14 @@ class TestOthersResults:
         assert run("report", folder / "mine.json", "--out", tmp_path / "pages").exit_code == 0
         assert read_report(tmp_path / "pages") == read_report(folder / "mine.json")
 
+    def test_a_report_of_a_file_is_written_again_after_the_file(self, run: Run, measure: Run, tmp_path: Path) -> None:
+        for context in (128, 256):
+            measure("-c", context, "--json", tmp_path / "pages/mine.json")
+            assert run("report", tmp_path / "pages/mine.json").exit_code == 0
+            page = (tmp_path / "pages/report.md").read_text(encoding="utf-8")
+            assert f"## Perplexity at context {context}" in page
+        assert not (tmp_path / "pages/results.json").exists()
+
     def test_a_report_leaves_its_own_results_as_they_are(self, run: Run, measure: Run, out: Path) -> None:
         measure()
         write_json(read_report(out), out / "results.json", indent=7)

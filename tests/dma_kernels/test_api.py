@@ -604,6 +604,25 @@ def test_a_checked_call_does_not_make_an_unchecked_one_valid() -> None:
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("offset", [2**32 + 5, 2**31, -(2**32) - 5])
+def test_positions_on_the_device_are_clipped_to_the_valid_range(offset: int, backend: str) -> None:
+    """Not taken modulo 2^32: queries far after all keys see all of them in low precision, those before them none."""
+    query, key, value = random_qkv(q_len=20, kv_len=300, head_dim=32, dtype=torch.float16)
+    recipe = Recipe(low="mxfp4", sink_tiles=0)
+    limit = 2**30 if offset > 0 else -(2**30)
+    ours, expected = (
+        attention(query, key, value, recipe, q_offset=torch.tensor([each]), backend=backend) for each in (offset, limit)
+    )
+    assert_bits_equal(ours, expected)
+    assert (expected == 0.0).all() == (offset < 0)
+    clipped, near = (
+        attention(query, key, value, recipe, kv_offset=torch.tensor([each]), q_offset=0, backend=backend)
+        for each in (offset, limit)
+    )
+    assert_bits_equal(clipped, near)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("arch", [90, 80], ids=["e4m3", "dequantized"])
 def test_saturated_values_are_counted_and_trigger_one_warning(
     arch: int, backend: str, monkeypatch: pytest.MonkeyPatch

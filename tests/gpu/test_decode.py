@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -140,3 +143,41 @@ def test_every_output_is_written() -> None:
     out, lse = decode_attention(query, storage, CacheOptions(0.1))
     assert out.isfinite().all()
     assert lse.isfinite().all()
+
+
+OVERFLOW = """
+import torch
+from decode_cases import Case
+from dma_kernels.cache.decode import decode_step
+from dma_kernels.cache.reference import CacheOptions
+
+case = Case(kv_len=385)
+query, key, value = case.inputs(torch.bfloat16, "cuda")
+storage = case.storage("int8", torch.bfloat16, "cuda", is_filled=False)
+storage.page_table = storage.page_table[:, :2].contiguous()
+storage.append(key[:, :, :380], value[:, :, :380])
+step = query, key[:, :, -1:], value[:, :, -1:], storage, CacheOptions(0.125)
+side = torch.cuda.Stream()
+with torch.cuda.stream(side):
+    decode_step(*step)
+torch.cuda.synchronize()
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    decode_step(*step)
+for _ in range(2):
+    graph.replay()
+torch.cuda.synchronize()
+print("383 tokens are stored")
+graph.replay()
+torch.cuda.synchronize()
+print("the assertion did not fail")
+"""
+
+
+def test_a_replay_without_room_fails_an_assertion_on_the_device() -> None:
+    """In a process of its own, whose CUDA context it breaks. Tile 2 is complete with token 384, and has no page."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", OVERFLOW], capture_output=True, text=True, env=environment)
+    assert done.stdout == "383 tokens are stored\n"
+    assert "the cache has no page for a complete tile; reserve more tiles" in done.stderr + done.stdout
+    assert "device-side assert" in done.stderr

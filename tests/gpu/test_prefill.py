@@ -7,11 +7,20 @@ import torch
 from dma_kernels import attention
 from dma_kernels.prefill import operands
 from dma_kernels.prefill.plan import plan
-from dma_kernels.prefill.registry import PORTABLE
+from dma_kernels.prefill.registry import MULTI_CTA, PORTABLE, WARP_SPECIALIZED, PrefillKernel
 from dma_kernels.runtime.chip import triton_version
 from dma_kernels.testing import random_qkv, relative_error
 from kernel_choice import use_kernel
-from prefill_cases import CASES, RECIPES, SPARSE, Case, assert_matches_reference, assert_skips_as_the_reference
+from prefill_cases import (
+    CASES,
+    RECIPES,
+    SPARSE,
+    Case,
+    assert_an_infinite_value_spreads_by_tile,
+    assert_largest_fp16_values_stay_finite,
+    assert_matches_reference,
+    assert_skips_as_the_reference,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -43,6 +52,17 @@ def test_swizzle_groups_of_heads_are_all_computed(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(operands, "select_swizzle_group", lambda kv_heads, size: 2)  # 9 heads: the last group has one
     plan.cache_clear()
     assert_matches_reference(case, RECIPES["int8"], torch.bfloat16, "cuda")
+
+
+@pytest.mark.parametrize("kernel", [PORTABLE, MULTI_CTA, WARP_SPECIALIZED], ids=lambda kernel: kernel.name)
+def test_infinities_and_the_largest_fp16_values_match_the_reference(
+    kernel: PrefillKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kernel is not PORTABLE and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper")
+    use_kernel(monkeypatch, kernel)
+    assert_largest_fp16_values_stay_finite("triton", "cuda")
+    assert_an_infinite_value_spreads_by_tile("triton", "cuda")
 
 
 def test_every_output_is_written() -> None:

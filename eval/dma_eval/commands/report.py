@@ -61,12 +61,12 @@ def report(args: ReportOptions) -> int:
     folder = args.out or (args.run if args.run.is_dir() else args.run.parent)
     run, results = read_report(args.run), folder / RESULTS
     written = []
-    if not results.exists():
+    if results.exists() and not _is_of(run, results):
+        raise UserError(f"--out: {folder} holds the results of another run ({RESULTS}); name another folder")
+    if args.out is not None and not results.exists():  # a copy, which makes the folder complete
         make_folder(folder)
         write_json(run, results)
         written = [RESULTS]
-    elif not _is_of(run, results):
-        raise UserError(f"--out: {folder} holds the results of another run ({RESULTS}); name another folder")
     console.print_wrote(*written, *write_run(run, folder), folder=folder)
     return 0
 

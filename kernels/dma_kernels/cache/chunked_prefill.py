@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..numerics.call import narrow_positions
 from ..numerics.formats import TILE
 from ..numerics.geometry import AttentionGeometry
 from ..numerics.recipe import Recipe
@@ -77,7 +78,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, storage: LayerStorage, op
         start = first.div(TILE, rounding_mode="floor") * TILE
         low = restore_dense(storage, start, (-(-kv_len // TILE) + 1) * TILE, as_low=True)
     visible = (-first).clamp(0, kv_len), (end - first).clamp(0, kv_len)
-    seq_info = torch.stack((first_query, first, *visible), 1).to(torch.int32)
+    seq_info = narrow_positions(torch.stack((first_query, first, *visible), 1))
     recipe = Recipe(low="bf16", high="bf16", diagonal_tiles=storage.diagonal_tiles, sink_tiles=storage.sink_len // TILE)
     report("portable")
     return launch_chunk(

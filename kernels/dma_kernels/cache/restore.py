@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..device.arithmetic import hadamard, narrow
 from ..device.tiles import TILE, TILE_SHIFT, head_rows
+from ..numerics.call import narrow_positions
 from ..numerics.formats import MAX_BAND_TILES
 from ..runtime.launch import launch_kernel
 from ..runtime.plan import Planned
@@ -121,7 +121,7 @@ def restore_dense(
     if key is None or value is None:
         key, value = storage.empty_kv()
     keys, values = launch_restore(
-        first.to(torch.int32).contiguous(), key, value, *CacheInputs.of(storage), format=storage.format,
+        narrow_positions(first).contiguous(), key, value, *CacheInputs.of(storage), format=storage.format,
         out_len=out_len, band_tiles=0 if as_low else MAX_BAND_TILES, rolled_back=storage.rolled_back,
     )  # fmt: skip
     return keys, values

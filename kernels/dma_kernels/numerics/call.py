@@ -8,12 +8,19 @@ import torch
 from torch import Tensor
 
 from .arguments import is_int
-from .formats import UNQUANTIZED
+from .formats import MAX_POSITION, UNQUANTIZED
 from .layout import TensorLayout
 from .recipe import Recipe
 
 SHORT_CALL = 64
 """A causal call with fewer queries is short if it continues a sequence."""
+
+
+def narrow_positions(positions: Tensor) -> Tensor:
+    """Return positions as int32; those of 64 bits are clipped to 2^30 on either side of 0, not taken modulo 2^32."""
+    if positions.dtype.itemsize > 4:
+        positions = positions.clamp(-MAX_POSITION, MAX_POSITION)
+    return positions.to(torch.int32)
 
 
 class AttentionCall(NamedTuple):
@@ -76,7 +83,7 @@ class AttentionCall(NamedTuple):
             return self.q_offset
         if not self.is_causal:
             return 0
-        offset = self.kv_offset if is_int(self.kv_offset) else self.kv_offset.to(torch.int32)
+        offset = self.kv_offset if is_int(self.kv_offset) else narrow_positions(self.kv_offset)
         return offset + self.key.shape[2] - self.query.shape[2]
 
     @property
@@ -111,7 +118,8 @@ class AttentionCall(NamedTuple):
             return None
         kv_len = self.key.shape[2]
         info = torch.empty((self.key.shape[0], 4), dtype=torch.int32, device=self.key.device)
-        info[:, 0], info[:, 1] = self.first_query, self.kv_offset
+        for column, position in enumerate((self.first_query, self.kv_offset)):
+            info[:, column] = position if is_int(position) else narrow_positions(position)
         info[:, 2], info[:, 3] = 0, kv_len
         if self.kv_range is not None:
             info[:, 2:] = self.kv_range.long().clamp(0, kv_len)  # clamp before narrowing to 32 bits

@@ -36,6 +36,7 @@ MAX_POSITION = 1 << 30
 MAX_BAND_TILES = 1 << 20
 """Largest number of band or sink tiles: more than a sequence has."""
 
+E8M0_BIAS = 127
 E8M0_NAN = 255
 E8M0_MAX_CODE = 254
 

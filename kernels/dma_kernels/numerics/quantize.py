@@ -38,8 +38,8 @@ class QuantizedTensor:
     def dequantize(self) -> Tensor:
         """Return the represented values, fp32 ``[..., T, D]``."""
         _, decode = _ELEMENT_CODECS[self.format.element]
-        scale = _to_float(self.scale, self.global_scale)
-        blocks = _split(decode(self.data), self.format.block_size) * scale[..., None]
+        scale, divisor = _scale_as_quotient(self.scale, self.global_scale)
+        blocks = _split(decode(self.data), self.format.block_size) * scale / divisor
         return blocks.flatten(-2)[..., : self.head_dim]
 
 
@@ -101,9 +101,11 @@ def quantize(
         scale = e8m0_scale(amax, fmt.element, ScaleRounding.CEIL if is_searched else rounding)
         other = e8m0_scale(amax, fmt.element, ScaleRounding.FLOOR)
         units = 2, 1  # where the two differ
-    scaled = blocks / _to_float(scale, global_scale)[..., None]
+    divisor, factor = _scale_as_quotient(scale, global_scale)
+    scaled = blocks * factor / divisor
     if is_searched:
-        scaled_by_other = blocks / _to_float(other, global_scale)[..., None]
+        divisor, factor = _scale_as_quotient(other, global_scale)
+        scaled_by_other = blocks * factor / divisor
         loss = _loss(scaled, fmt.element) * units[0]
         is_better = _loss(scaled_by_other, fmt.element) * units[1] < loss * formats.SEARCH_MARGIN
         scale = torch.where(is_better, other.view(torch.uint8), scale.view(torch.uint8)).view(scale.dtype)
@@ -240,9 +242,16 @@ def _choice(name: str, value: str, enum: type[_Choice]) -> _Choice:
         raise ValueError(f"{name} must be one of {', '.join(enum)}; got {value!r}") from None
 
 
-def _to_float(scale: Tensor, global_scale: Tensor | None) -> Tensor:
-    """Return block scales in fp32: E8M0 codes or, with NVFP4's global scale, E4M3 numbers."""
-    return e8m0_to_float(scale) if global_scale is None else scale.float() * global_scale
+def _scale_as_quotient(scale: Tensor, global_scale: Tensor | None) -> tuple[Tensor, Tensor | float]:
+    """Return block scales, E8M0 codes or NVFP4's E4M3 numbers, as quotients of two fp32 numbers, ``[..., block, 1]``.
+
+    Both are normal numbers: a CPU may be set to flush the smallest scale, 2^-127, to 0.
+    """
+    if global_scale is not None:
+        return (scale.float() * global_scale)[..., None], 1.0
+    exponent = scale.int()[..., None] - formats.E8M0_BIAS
+    up, down = (formats.E8M0_BIAS + each.clamp(min=0) for each in (exponent, -exponent))
+    return e8m0_to_float(up), e8m0_to_float(down)
 
 
 def _split(x: Tensor, block_size: int) -> Tensor:

@@ -45,6 +45,13 @@ def test_positions_may_have_any_stride(start: str) -> None:
         assert_bits_equal(actual, expected)
 
 
+def test_positions_beyond_32_bits_hold_nothing() -> None:
+    storage = Case(kv_len=300).storage("int8", torch.float16, "cpu")
+    for position in (2**32 + 5, -(2**32) - 5):
+        for x in restore_dense(storage, torch.tensor([position]), 20):
+            assert (x == 0.0).all()
+
+
 def test_unaligned_positions_have_their_own_plan() -> None:
     """The caller may pass any tensor of positions."""
     storage = Case(kv_len=300).storage("int8", torch.float16, "cpu")

@@ -498,3 +498,27 @@ class TestErrors:
 
     def test_every_format_is_tested(self) -> None:
         assert set(ALL_FORMATS) == set(BLOCK_FORMATS)
+
+
+@pytest.mark.parametrize("shared", ["block", "row", "tile"])
+@pytest.mark.parametrize("format", ["mxfp4", "mxfp8", "mxint8", "nvfp4"])
+def test_flushed_subnormal_numbers_make_nothing_nan(format: str, shared: str) -> None:
+    """A block of zeros has the scale 2^-127, which is subnormal in fp32; numbers near 2^127 have the largest scales."""
+    if format == "nvfp4" and shared != "block":
+        pytest.skip("its scales are not shared")
+    x = mixed_magnitudes(64, 64, seed=1)
+    x[:32] = 0.0
+    x[40, :32] *= 2.0**-126
+    x[41] = 2.0**127
+    expected = quantize(x, format, shared_scale=shared)
+    assert torch.set_flush_denormal(True)
+    try:
+        flushed = quantize(x, format, shared_scale=shared)
+        values = flushed.dequantize()
+    finally:
+        torch.set_flush_denormal(False)
+    assert values.isfinite().all()
+    normal = slice(42, 64)
+    assert_bits_equal(flushed.data[normal], expected.data[normal])
+    assert_bits_equal(values[normal], expected.dequantize()[normal])
+    assert (values[:32] == 0.0).all()

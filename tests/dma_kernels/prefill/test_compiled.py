@@ -267,6 +267,19 @@ def test_each_product_is_waited_for_once(call: str, compiled: CompiledCalls) -> 
     assert 0 < 2 * kernel["loop_waits"] <= kernel["loop_products"]
 
 
+@pytest.mark.parametrize("call", [call for call in LONG if call.endswith("skip")])
+def test_the_warps_of_a_warpgroup_meet_between_two_votes(call: str, compiled: CompiledCalls) -> None:
+    """Every wait for a stage has a barrier of the warpgroup before it; those for the queries precede the votes."""
+    lines = [line.strip() for line in compiled[call][-1]["ptx"].splitlines()]
+    lines = [line for line in lines if line and not line.startswith(("//", ".loc"))]
+    waits = [i for i, line in enumerate(lines) if line.startswith("mbarrier.try_wait")]
+    apart = [i for i in waits if not any(re.match(r"bar\.sync\s+\d+, 128;", line) for line in lines[i - 12 : i])]
+    groups = len({match for line in lines for match in re.findall(r"bar\.arrive (\d+), 128;", line)})
+    assert 2 <= groups <= 4
+    assert len(apart) == groups * (2 if call.startswith("fp4") else 1)
+    assert len(waits) > len(apart)
+
+
 @pytest.mark.parametrize("call", LONG)
 def test_no_store_overlaps_a_barrier(call: str, compiled: CompiledCalls) -> None:
     """A CTA with an overwritten barrier faults when the GPU switches to another process and back."""

@@ -88,6 +88,10 @@ def _any_row_keeps(s, scale, bound, tile, WARPGROUP: gl.constexpr, BARRIER: gl.c
     """Whether one of the warpgroup's 64 rows has a logit at or above its bound. NaN counts as above.
 
     A warp that finds one continues at once; only the others wait. So a tile that all warps keep costs no wait.
+
+    The warps share one word. A warp must not write it for the next tile before the others have read it for this one:
+    between two votes, all four must meet. In the warp-specialized kernel they meet only because Triton puts a
+    ``bar.sync`` of the warpgroup before each wait for a stage; a test looks for it in the PTX.
     """
     s_0, s_1 = _row_halves(s)
     scale_0, scale_1 = _row_halves(scale)
