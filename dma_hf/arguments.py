@@ -183,7 +183,7 @@ def note_missing_weights() -> None:
 
 
 _with_other_cache: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Layers of models whose last call of ``generate`` asked for another cache than the one in the configuration."""
+"""Layers of models whose last call of ``generate`` requested another cache than the one in the configuration."""
 
 
 def expect_other_cache(model: nn.Module, is_expected: bool) -> None:
@@ -194,7 +194,7 @@ def expect_other_cache(model: nn.Module, is_expected: bool) -> None:
 
 
 def note_other_cache(module: nn.Module, format: str) -> None:
-    """Warn that keys come from another cache than the one in the configuration, unless ``generate`` asked for it."""
+    """Warn that keys come from another cache than the one in the configuration, unless ``generate`` requested it."""
     if not torch.compiler.is_compiling() and module not in _with_other_cache:
         warnings.warn(
             f"the configuration of this model says cache={format!r}, but its keys came from another cache, or were "

@@ -20,7 +20,7 @@ from transformers import ContinuousBatchingConfig, PreTrainedModel
 from ..config import NAME, PAGED_NAME, cache_of, is_dma, is_ours
 from .attention_name import decoder_attention
 from .paged_attention import enter_batching, leave_batching
-from .versions import private_imports
+from .versions import check_version, private_imports
 
 
 def init_continuous_batching(
@@ -66,10 +66,10 @@ def _make_manager(
         UnsupportedTransformersError: This package does not support Transformers' manager.
         ValueError: Packed pages do not support a kind of layer of the model.
     """
+    check_version("continuous batching")
     with private_imports():
-        from .manager import DMAManager, check_interfaces  # 5.17 cannot import it
+        from .manager import DMAManager  # 5.17 cannot import it
 
-    check_interfaces()
     settings = generation_config or model.generation_config
     batching = continuous_batching_config or getattr(settings, "continuous_batching_config", None)
     if settings.eos_token_id is None:

@@ -1,116 +1,31 @@
 """Transformers' manager of continuous batching, for a model that runs ``dma_mxfp``.
 
-It supports Transformers 5.18 to 5.24. :func:`check_interfaces` checks the installed version.
+It supports Transformers 5.18 to 5.24. ``tests/compat/test_interfaces.py`` has what this module needs of them.
 """
 
 from __future__ import annotations
 
 import copy
-import dis
 import math
 import threading
-from functools import cache
 from typing import Any
 
 from dma_kernels.numerics.formats import TILE
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
-from transformers.generation.continuous_batching.cache import PagedAttentionCache, PagedAttentionMemoryHandler
-from transformers.generation.continuous_batching.cache_allocators import CachePool, FullAttentionCacheAllocator
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.continuous_api import (
-    BackgroundThreadStatus,
     ContinuousBatchingManager,
     ContinuousBatchProcessor,
 )
 from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
-from transformers.generation.continuous_batching.utils import WorkloadHints, find_head_dim, find_num_key_value_heads
+from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from ..config import cache_of
 from .paged_attention import enter_batching, leave_batching
 from .paged_cache import DEFAULT_BLOCKS, PackedPagedCache, check_layers
-from .versions import UnsupportedTransformersError, check_attributes, check_parameters
 
-__all__ = ["ContinuousBatchingManager", "DMAManager", "PagedAttentionCache", "WorkloadHints", "check_interfaces"]
-
-_MEMORY = (
-    "config cb_config dtype bytes_per_sector tokens_per_sector bytes_per_block attn_types model_supports_logits_to_keep"
-)
-_PARAMETERS: tuple[tuple[Any, ...], ...] = (
-    (ContinuousBatchingManager.__init__, "model generation_config continuous_batching_config workload_hints"),
-    (ContinuousBatchingManager.switch_to_cb_friendly_attn, "model", "model auto_switch_to_flash"),
-    (ContinuousBatchingManager.warmup, ""),
-    (ContinuousBatchingManager.stop, "block timeout keep_for_next_session hard_stop"),
-    (ContinuousBatchingManager.destroy, ""),
-    (ContinuousBatchingManager._run_generation_loop, "", "use_inference_mode"),
-    (ContinuousBatchingManager._create_batch_processor, ""),
-    (ContinuousBatchingManager._handle_critical_error, "error batch_processor"),
-    (
-        ContinuousBatchProcessor.__init__,
-        "cache config generation_config continuous_batching_config logit_processor input_queue cancel_queue "
-        "output_router background_thread_status model_device model_dtype scheduler distributed_helper",
-    ),
-    (PagedAttentionCache.extend_read_and_write_indices, "request_id past_length query_length read_index write_index"),
-    (
-        PagedAttentionCache.update,
-        "key_states value_states layer_idx read_index write_index",
-        "key_states value_states layer_idx kwargs",
-    ),
-    (PagedAttentionMemoryHandler.__init__, _MEMORY, f"{_MEMORY} kv_tp_size"),
-    (PagedAttentionMemoryHandler.infer_max_batch_tokens_and_num_sectors, ""),
-    (CachePool.__init__, "num_sectors num_allocators num_reserved_sectors"),
-    (
-        FullAttentionCacheAllocator._before_cache_tensor_init,
-        "index layer_indices tokens_per_page bytes_per_page allow_block_sharing",
-    ),
-    (FullAttentionCacheAllocator._after_cache_tensor_init, "non_trash_bytes bytes_per_sector cache_tensor pool"),
-    (FullAttentionCacheAllocator._compute_blocks_needed, "allocated_blocks past_length query_length"),
-    (FullAttentionCacheAllocator.register_cache_tensor, "bytes_per_sector non_trash_bytes cache_tensor pool"),
-    (FullAttentionCacheAllocator.fill_block_table, "request_id past_length query_length block_table"),
-    (update_cb_config_after_cache_creation, "cb_config num_blocks max_batch_tokens"),
-    (WorkloadHints, "max_prompt_length max_generated_length num_requests"),
-    (find_head_dim, "config"),
-    (find_num_key_value_heads, "config"),
-    *((scheduler, "cache safety_margin max_requests_per_batch") for scheduler in SCHEDULER_MAPPING.values()),
-)
-"""Functions that are called or overridden, with their parameters in the supported versions."""
-
-_ATTRIBUTES = (
-    *("background_thread_status", "batch_processor", "cancel_queue", "continuous_batching_config"),
-    *("distributed_helper", "generation_config", "input_queue", "is_tp_driver", "logit_processor", "output_router"),
-    "_use_prefix_sharing",
-)
-"""Attributes of a manager that this module reads or sets."""
-
-_CACHE_ATTRIBUTES = frozenset(
-    {
-        *("_block_table_key", "allow_block_sharing", "bytes_per_sector", "cache_allocators", "cache_tensor", "config"),
-        *("device", "dtype", "layer_to_allocator", "max_batch_tokens", "max_blocks_per_request", "num_blocks"),
-        *("max_decode_fast_path_length", "max_tokens_read", "num_sectors", "pool", "read_cache_limit"),
-        *("tokens_per_sector", "use_prefix_sharing"),
-    }
-)
-"""Attributes that the constructor of Transformers' paged cache sets. :class:`PackedPagedCache` does not call it.
-
-Only FlashAttention's kernel needs ``_block_table_key``.
-"""
-
-
-@cache
-def check_interfaces() -> None:
-    """Check the interfaces of continuous batching in the installed Transformers.
-
-    Raises:
-        UnsupportedTransformersError: They differ from the supported versions.
-    """
-    for function, *known in _PARAMETERS:
-        check_parameters(function, *known)
-    check_attributes(BackgroundThreadStatus, ["mark_as_stopped"])
-    code = dis.get_instructions(PagedAttentionCache.__init__)
-    unknown = {each.argval for each in code if each.opname == "STORE_ATTR"} - _CACHE_ATTRIBUTES
-    if unknown:
-        raise UnsupportedTransformersError(
-            "PagedAttentionCache", f"has the new attributes {', '.join(sorted(unknown))}"
-        )
+__all__ = ["ContinuousBatchingManager", "DMAManager", "PagedAttentionCache", "WorkloadHints"]
 
 
 class DMAManager(ContinuousBatchingManager):  # type: ignore[misc]
@@ -142,9 +57,6 @@ class DMAManager(ContinuousBatchingManager):  # type: ignore[misc]
             batching.use_cuda_graph = False  # lengths are read on the host
         try:
             super().__init__(model, settings, batching, hints)
-            check_attributes(self, _ATTRIBUTES)
-            check_attributes(self.output_router, ["result_handlers"])
-            check_attributes(self.logit_processor, ["logits_processor"])
         except Exception:
             self._leave()
             raise

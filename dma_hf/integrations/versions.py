@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,6 +31,17 @@ class UnsupportedTransformersError(RuntimeError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.interface, self.difference)
+
+
+def check_version(interface: str) -> None:
+    """Check that the installed Transformers is one that continuous integration tests.
+
+    Raises:
+        UnsupportedTransformersError: It is older or newer.
+    """
+    oldest, too_new = (tuple(map(int, re.findall(r"\d+", bound))) for bound in SUPPORTED.split(","))
+    if not oldest <= tuple(map(int, transformers.__version__.split(".")[:2])) < too_new:
+        raise UnsupportedTransformersError(interface, "has not been tested")
 
 
 @contextmanager

@@ -15,7 +15,8 @@ KIND_TITLES = {
     "encoder": "Encoders",
     "tower": "Vision, audio and other base models",
 }
-FEATURES = ("forward", "padded batch", "chunked prefill", "static cache", "generate")
+OF_CACHES = ("packed cache", "generate_batch", "packed pages")
+FEATURES = ("forward", "padded batch", "chunked prefill", "static cache", "generate", *OF_CACHES)
 CELLS = {WORKS: "yes", FALLBACK: "sdpa", REFUSED: "refused", UPSTREAM: "upstream"}
 
 REASONS: tuple[tuple[str, str], ...] = (
@@ -26,6 +27,9 @@ REASONS: tuple[tuple[str, str], ...] = (
     ("an additive bias", "adds a bias to its scores"),
     ("needs additive ones", "needs an additive mask"),
     ("this head_dim", "has a head wider than 256"),
+    ("caches latents", "no packed cache: it caches latents (multi-head latent attention)"),
+    ("that share keys and values", "no packed pages: layers share keys and values"),
+    ("an attention_mask of its own", "passes a mask of its own in `generate_batch`"),
     ("as eager attention", "equals eager attention; SDPA differs from it"),
 )
 
@@ -44,6 +48,9 @@ The logits must be equal to fp32 rounding, and the generated tokens must be equa
 | refused | refused with an error that names the reason |
 | upstream | Transformers' own attention fails with this model, too |
 | (empty) | models of this kind lack the feature, or the tiny model cannot use it |
+
+The last columns are `generate` with `cache="int8"`, and `generate_batch` over 16-bit pages and over packed pages. The
+numbers below do not count them.
 
 A padded batch of a decoder is padded on the left, and of other models on the right. The chunks of a prompt have 9, 14
 and 1 tokens. Windows are 8 tokens wide, so that they have an effect. Composite models get text only if they accept it.
@@ -117,19 +124,26 @@ def _summary(records: Sequence[Record]) -> str:
 def _verdict(record: Record) -> str:
     if record.skipped:
         return "not tested"
-    statuses = {outcome.status for outcome in record.features.values()}
+    statuses = {outcome.status for name, outcome in record.features.items() if name not in OF_CACHES}
     return "refused" if statuses & {REFUSED, FALLBACK} else "equal"
 
 
 def _reasons(record: Record) -> str:
-    reasons = dict.fromkeys(_reason(outcome) for outcome in record.features.values() if outcome.detail)
-    return "; ".join(reasons)
+    outcomes = [
+        outcome
+        for name, outcome in record.features.items()
+        if outcome.detail and not (name in OF_CACHES and outcome.status == UPSTREAM)
+    ]
+    return "; ".join(dict.fromkeys(map(_reason, outcomes)))
 
 
 def _reason(outcome: Outcome) -> str:
     for part, reason in REASONS:
         if part in outcome.detail:
             return reason
+    why = re.search(r"cannot use a packed cache, because ([^;]*)", outcome.detail)
+    if why:
+        return f"no packed cache: {why[1]}"
     argument = re.search(r"the argument '(\w+)'", outcome.detail)
     if argument:
         return f"passes `{argument[1]}` to its attention"
