@@ -127,8 +127,8 @@ def dma_attention_forward(
                     options = {"is_causal": geometry.is_causal, "window": geometry.window, **offsets}
                     compute = prompt(call, settings.recipe, query, step.key, step.value, **options)
                 if compute is not None:
-                    given = (attention_mask, is_causal, sliding_window, kwargs, compute)
-                    let_repeat(module, (query,), step.kv_len, True, *given)
+                    shared: tuple[Any, ...] = (attention_mask, is_causal, sliding_window, kwargs, compute)
+                    let_repeat(module, (query,), step.kv_len, True, *shared)
             return out.transpose(1, 2).contiguous(), None
         key, value = layer.dense(step)
     recipe = settings.cross_recipe if geometry.two_sequences else settings.recipe
@@ -155,8 +155,8 @@ def dma_attention_forward(
         options = {"is_causal": geometry.is_causal, "q_offset": geometry.q_offset, "kv_offset": geometry.kv_offset}
         compute = prompt(call, recipe, query, key, value, window=geometry.window, **options)
         if compute is not None:
-            given = (attention_mask, is_causal, sliding_window, kwargs, compute)
-            let_repeat(module, (query, key, value), key.shape[2], False, *given)
+            shared = (attention_mask, is_causal, sliding_window, kwargs, compute)
+            let_repeat(module, (query, key, value), key.shape[2], False, *shared)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -93,13 +93,14 @@ class DecodingSteps:
 
     def __call__(self, **inputs: Any) -> Any:
         """Call the model with the arguments of its ``forward``."""
-        cache, tokens = inputs.get(CACHE_ARGUMENT), inputs.get("input_ids")
+        cache: Any = inputs.get(CACHE_ARGUMENT)
+        tokens = inputs.get("input_ids")
         if not decodes_by_graphs(cache):
             return self.otherwise()(**inputs)
         if tokens is None or tokens.shape[1] != 1 or self.eager_reason is not None:
             return self.model(**inputs)
         owner, signature = cache.owner, _signature_of(inputs)
-        graph = owner.graph
+        graph: DecodingGraph | None = owner.graph
         if graph is not None and graph is self.checked:
             layers = packed_layers(cache)
             if graph.fits(signature, layers):
@@ -327,7 +328,7 @@ def lend(model: PreTrainedModel, cache: DMACache, batch: int) -> None:
         batch: Batch rows.
     """
     with _lock:
-        owner, layers = _idle.pop(model, (None, None))
+        owner, layers = _idle.pop(model, (None, []))
     if owner is not None and owner.matches(cache.owner) and all(map(_alike, layers, cache.layers)):
         packed = [layer for layer in layers if isinstance(layer, DMALayer)]
         if all(layer.clear(batch, model.dtype) for layer in packed):

@@ -52,7 +52,7 @@ def prepare_cache(
     given = (generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
     if not is_ours(model):
         return method(model, *given)
-    cache = next((model_kwargs[name] for name in CACHE_ARGUMENTS if model_kwargs.get(name) is not None), None)
+    cache = _cache_in(model_kwargs)
     is_new = cache is None and cache_of(model) is not None
     is_new = is_new and generation_config.use_cache is not False and generation_config.cache_implementation in OPEN
     if is_new:

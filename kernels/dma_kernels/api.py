@@ -143,7 +143,8 @@ class PreparedAttention:
         Returns:
             ``None`` if a compiler, autograd or a tensor mode must see each call as one operation.
         """
-        known = dict.fromkeys(AttentionCall._fields) | {"is_causal": True, "kv_offset": 0, "backend": "auto"} | options
+        known: dict[str, Any] = dict.fromkeys(AttentionCall._fields)
+        known |= {"is_causal": True, "kv_offset": 0, "backend": "auto"} | options
         known |= {"query": query, "key": key, "value": value, "recipe": recipe, "needs_lse": False}
         call = AttentionCall(**known)
         return None if _needs_op(_tensors_of(call)) else cls(call)

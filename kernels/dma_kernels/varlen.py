@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .api import _RECIPE, _needs_op, attention
+from .api import _RECIPE, _is_transformed, _needs_op, attention
 from .numerics.arguments import check_call, check_kind, check_options, is_int, is_integer
 from .numerics.call import AttentionCall
 from .numerics.formats import MAX_POSITION, TILE
@@ -323,11 +323,6 @@ def _backward(ctx: Any, grad_out: Tensor, _counts: Tensor | None) -> tuple[Tenso
 
 
 _attention_varlen.register_autograd(_backward, setup_context=_save_for_backward)
-
-
-def _is_transformed() -> bool:
-    """Whether a transform of ``torch.func`` is active; a compiler has its own ones."""
-    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
 
 class _TransformedVarlen(torch.autograd.Function):

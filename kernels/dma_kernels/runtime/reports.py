@@ -27,7 +27,7 @@ def report(kernel: str) -> None:
         listener(kernel)
 
 
-class kernel_reports:  # noqa: N801 (a context manager; a generator would take the host longer in each call)
+class kernel_reports:
     """Report the kernels that this thread launches in a ``with`` block to ``listener``; the innermost block wins."""
 
     __slots__ = ("_listener", "_token")
