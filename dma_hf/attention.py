@@ -127,7 +127,7 @@ def dma_attention_forward(
                     options = {"is_causal": geometry.is_causal, "window": geometry.window, **offsets}
                     compute = prompt(call, settings.recipe, query, step.key, step.value, **options)
                 if compute is not None:
-                    shared: tuple[Any, ...] = (attention_mask, is_causal, sliding_window, kwargs, compute)
+                    shared = (attention_mask, is_causal, sliding_window, kwargs, compute)
                     let_repeat(module, (query,), step.kv_len, True, *shared)
             return out.transpose(1, 2).contiguous(), None
         key, value = layer.dense(step)

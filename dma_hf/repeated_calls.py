@@ -127,7 +127,7 @@ def let_repeat(
     states: tuple[Tensor, ...],
     kv_len: int,
     is_cached: bool,
-    mask: CompactMask,
+    mask: Any,
     is_causal: bool | None,
     sliding_window: int | None,
     arguments: Mapping[str, Any],
@@ -172,7 +172,7 @@ def prompt(call: Call, recipe: Recipe, query: Tensor, key: Tensor, value: Tensor
             layer.pending = None
         out = counted(module, settings.name, name, prepared, query, key, value, sinks)
         if layer is not None:
-            layer.is_settled = True
+            layer.is_settled, layer.is_padded = True, False
             layer.store_later(step)
         return out.transpose(1, 2).contiguous()
 

@@ -335,7 +335,7 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
             is_run = all(b - a == length for a, b in pairwise(starts))
             chosen = [self._batch[index] for index, _ in members]
             columns = math.ceil(max(len(pages) for _, _, pages, _ in chosen) / ROUNDED_PAGES) * ROUNDED_PAGES
-            table = [[slot, past, *pages, *[0] * (columns - len(pages))] for past, _, pages, slot in chosen]
+            table = [[slot, past, *pages, *[-1] * (columns - len(pages))] for past, _, pages, slot in chosen]
             numbers = self._on_device(table, torch.int32)
             tokens: slice | Tensor = slice(starts[0], starts[-1] + length)
             if not is_run:
