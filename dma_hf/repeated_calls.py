@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from .arguments import HARMLESS, OF_GENERATION, Call
 from .cache_layers import DECODED_AT_ONCE, DMALayer, Step
 from .compact_mask import CompactMask, MaskGeometry
-from .stats import counted
+from .stats import Use, count_use, counted
 
 Compute = Callable[[nn.Module, DMALayer | None, Step | None, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """Takes a module, its cache layer and update, queries, keys, values and sink logits. Returns ``[B, T, Hq, Dv]``."""
@@ -167,10 +167,10 @@ def prompt(call: Call, recipe: Recipe, query: Tensor, key: Tensor, value: Tensor
         return None
 
     def compute(module: Any, layer: Any, step: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Any) -> Tensor:
-        name = "none" if layer is None else layer.cache
         if layer is not None:
             layer.pending = None
-        out = counted(module, settings.name, name, prepared, query, key, value, sinks)
+        out = prepared(query, key, value, sinks)
+        count_use(module, Use(prepared.kernel, settings.name, "none" if layer is None else layer.cache))
         if layer is not None:
             layer.is_settled, layer.is_padded = True, False
             layer.store_later(step)

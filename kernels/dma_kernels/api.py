@@ -129,11 +129,15 @@ class PreparedAttention:
     """:func:`attention` for calls that differ in the contents of their tensors alone, such as those of many layers.
 
     The first call of its kind must have been checked: run :func:`attention` with the same arguments before.
+
+    Attributes:
+        kernel: Name of the kernel that computes the calls, as in :mod:`dma_kernels.runtime.reports`.
     """
 
     def __init__(self, call: AttentionCall) -> None:
         self._layouts = call.layouts()
         self._plan = plan(self._layouts)
+        self.kernel = self._plan.kernel
         self._call = call._replace(query=None, key=None, value=None, sinks=None)  # keeps no tensors
 
     @classmethod
