@@ -54,8 +54,6 @@ SHAPES = {
     "tiny": LlamaConfig(**TINY, vocab_size=256, num_attention_heads=4, num_key_value_heads=2),
 }
 """Models with random weights, on which the speed does not depend."""
-UNTIMED_STEPS = 4
-"""First steps, in which clocks and caches settle after the prompt, are not counted."""
 FILL_TOKENS = 65_536
 """Tokens that fill a cache at a time, enough to keep the device busy."""
 
@@ -230,7 +228,7 @@ def _timed(
     clock = _Clock()
     _generate(model, prompt, run, new_tokens, streamer=clock)
     # The streamer gets the prompt, then each token.
-    steps = Timing.of((1e3 * np.diff(clock.times[2 + UNTIMED_STEPS :])).tolist())
+    steps = Timing.of((1e3 * np.diff(clock.times[2:])).tolist())
     return replace(
         result,
         first_token_seconds=clock.times[2] - clock.times[0],
