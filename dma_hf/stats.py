@@ -24,9 +24,9 @@ class Use(NamedTuple):
     """How a call was computed.
 
     Attributes:
-        kernel: ``warp-specialized``, ``multi-CTA``, ``portable`` or ``reference`` (prompts, and later chunks over a
-            cache), ``split-KV`` or ``sdpa``, PyTorch's (short calls over plain keys), ``decode`` (steps over a packed
-            cache), or several in one call, joined by " + ".
+        kernel: ``warp-specialized``, ``multi-CTA``, ``portable`` or ``reference`` for prompts, and for later chunks
+            over a cache. Short calls over plain keys run ``split-KV``, or ``sdpa``, which is PyTorch's kernel. Steps
+            over a packed cache run ``decode``. Several kernels of one call are joined by " + ".
         recipe: The preset with these numerics, or ``custom``.
         cache: Where the keys came from: ``int8``, ``int4``, ``pages`` (16-bit pages), or ``none`` for plain tensors,
             including those of Transformers' caches.

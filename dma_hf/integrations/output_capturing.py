@@ -23,5 +23,5 @@ def _collector() -> Any:
 
 
 def is_output_hook(hook: Any) -> bool:
-    """Return whether a forward hook is one of Transformers that only collects outputs that a caller asked for."""
+    """Return whether a forward hook is one of Transformers that only collects requested outputs."""
     return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"

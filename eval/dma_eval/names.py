@@ -37,7 +37,7 @@ PREFILL_PEERS = (
 DECODE_PEERS = ("sdpa", "sdpa:flash", "sdpa:dynamic", "fa3", "fa3:fp8", *(f"sdpa{suffix}" for suffix in PEER_SUFFIXES))
 SERVE_PEERS = ("vllm", "vllm:fp8")
 """What benchmarks compare with, by names of the command line."""
-GENERATE_CACHES = ("dynamic", "static", "int8", "int4", "int8-static", "int4-static")
+GENERATE_CACHES = ("dynamic", "static", "int8", "int4")
 """Caches of ``dma-hf bench generate``."""
 PAGED = "paged|"
 """Prefix of what continuous batching runs in place of an implementation."""

@@ -10,12 +10,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from dma_eval.bench import generate
-from dma_eval.bench.generate import GenerateRun, build_model, cache_bytes, measure, parse_runs
+from dma_eval.bench.generate import build_model, cache_bytes, measure, parse_runs
+from dma_eval.commands.bench_options import GenerateOptions
 from dma_eval.data import tokenize
 from dma_eval.errors import UserError
 from dma_eval.models import load_model
 
-RUNS = ("sdpa+dynamic", "sdpa+static", "dma_mxfp:balanced+int8", "dma_mxfp+int4-static")
+from dma_hf.config import cache_of
+from dma_hf.integrations.cache_argument import CACHE_ARGUMENT
+from dma_hf.stats import count_replay
+
+RUNS = ("sdpa+dynamic", "sdpa+static", "dma_mxfp:balanced+int8", "dma_mxfp+int4")
 CPU = torch.device("cpu")
 
 
@@ -33,11 +38,12 @@ def test_every_run_is_timed_at_every_context(results):
     assert [(r.context, r.label) for r in results] == [(c, label) for c in (40, 400) for label in RUNS]
     for result in results:
         assert result.failure is None
-        assert result.steps == 12 - 1 - generate.UNTIMED_STEPS
+        assert result.steps == 12 - 1
         assert 0 < result.step_milliseconds_fast <= result.step_milliseconds <= result.step_milliseconds_slow
         assert result.tokens_per_second == pytest.approx(2000 / result.step_milliseconds)
         assert result.first_token_seconds > 0
         assert result.peak_bytes is None  # no GPU
+        assert result.graph_steps == 0
         assert (result.config is None) == result.label.startswith("sdpa")
 
 
@@ -52,33 +58,71 @@ def test_cache_bytes(model, results):
     per_token = 2 * 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim * 4  # batch, K and V, fp32
     of = {(r.context, r.label): r.cache_bytes for r in results}
     assert of[400, "sdpa+dynamic"] == per_token * (400 + 12 - 1)
-    assert of[400, "sdpa+static"] == per_token * (400 + 12)
+    assert of[400, "sdpa+static"] == per_token * (400 + 12 - 1)
     cache = parse_runs(["dma_mxfp+int8"])[0].make_cache(model, 1)
     assert cache_bytes(cache) == cache.nbytes
 
 
-def test_the_whole_prompt_is_computed_once_before_it_is_timed(model, monkeypatch):
+def generated(calls):
+    """Return a stand-in for ``generate`` that records its arguments, and replays a graph in every decoding step."""
+
+    def generate_tokens(model, prompt, run, new_tokens, streamer=None, **options):
+        calls.append((prompt.shape[1], new_tokens, streamer is not None))
+        for _ in range(new_tokens - 1):
+            count_replay(model, [])
+        if streamer is not None:
+            streamer.times += range(1, new_tokens + 2)
+        return SimpleNamespace(**{CACHE_ARGUMENT: SimpleNamespace(layers=[])})
+
+    return generate_tokens
+
+
+def test_the_timed_call_repeats_earlier_ones(model, monkeypatch):
     calls = []
+    monkeypatch.setattr(generate, "_generate", generated(calls))
+    (result,) = measure(model, [12_000], parse_runs(["sdpa+dynamic"]), batch=1, new_tokens=8)
+    assert calls == [(12_000, 8, False), (12_000, 8, False), (12_000, 8, True)]
+    assert result.graph_steps == 7
 
-    def generated(_model, prompt, _cache, new_tokens, clock):
-        calls.append((prompt.shape[1], clock is not None))
-        if clock is not None:
-            clock.times += range(1, new_tokens + 2)
 
-    monkeypatch.setattr(generate, "_generate", generated)
-    monkeypatch.setattr(generate, "cache_bytes", lambda _: 0)
-    list(measure(model, [12_000], parse_runs(["sdpa+dynamic"]), batch=1, new_tokens=8))
-    assert calls[-2:] == [(12_000, False), (12_000, True)]  # kernels that only long prompts use are compiled
+def test_runs_are_what_a_user_types(model, monkeypatch):
+    def recorded(**arguments):
+        caches.add((cache_of(model), arguments.get("cache_implementation")))
+        assert not {"cache", "past_key_values", "compile_config", "disable_compile"} & set(arguments)
+        return typed(**arguments)
+
+    caches, typed = set(), model.generate
+    monkeypatch.setattr(model, "generate", recorded)
+    for name, expected in zip(RUNS, [(None, None), (None, "static"), ("int8", None), ("int4", None)], strict=True):
+        (result,) = measure(model, [20], parse_runs([name]), batch=1, new_tokens=8)
+        assert result.failure is None
+        assert caches == {expected}
+        assert cache_of(model) is None  # a packed cache takes no memory of later runs
+        caches.clear()
+
+
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_flash_attention_3_is_a_default_where_it_is_installed(is_installed, monkeypatch, capsys):
+    monkeypatch.setattr(generate, "is_flash_attn_3_available", lambda: is_installed)
+    names = generate.default_runs()
+    assert names[0] == "sdpa+dynamic"
+    assert ("flash_attention_3+dynamic" in names) == is_installed
+    assert ("flash_attention_3+dynamic is left out" in capsys.readouterr().err) != is_installed
+    assert [run.label for run in parse_runs(names)] == names
+
+
+def test_contexts_ascend_so_that_a_static_cache_is_no_larger_than_needed():
+    assert GenerateOptions(context=[400, 20, 400]).contexts_on(CPU) == [20, 400]
 
 
 def test_a_run_that_fails_leaves_the_others(model, monkeypatch):
-    def broken(run: GenerateRun, *arguments: object) -> None:
+    def broken(model, prompt, run, *arguments):
         if run.cache == "static":
             raise ValueError("no room")
-        return made(run, *arguments)
+        return timed(model, prompt, run, *arguments)
 
-    made = GenerateRun.make_cache
-    monkeypatch.setattr(GenerateRun, "make_cache", broken)
+    timed = generate._timed
+    monkeypatch.setattr(generate, "_timed", broken)
     first, second = measure(model, [20], parse_runs(RUNS[1:3]), batch=1, new_tokens=8)
     assert (first.failure, first.step_milliseconds) == ("no room", None)
     assert second.failure is None
@@ -182,9 +226,10 @@ class TestFp8Weights:
         ([], "--run needs at least one value"),
         (
             ["sdpa"],
-            "expected ATTENTION.CACHE with a cache of dynamic, static, int8, int4, int8-static, .*, got 'sdpa'",
+            "expected ATTENTION.CACHE with a cache of dynamic, static, int8, int4, got 'sdpa'",
         ),
         (["sdpa+quantized"], "got 'sdpa.quantized'"),
+        (["dma_mxfp+int8-static"], "got 'dma_mxfp.int8-static'"),
         (["flash9+dynamic"], "unknown backend 'flash9'"),
         (["dma_mxfp:kv9+int8"], r"--run: unknown preset 'kv9'; .* or a TOML file \(dma_mxfp:FILE.toml\)"),
         (["sdpa+int4"], "'sdpa' takes neither presets nor caches of dma_mxfp, got 'sdpa.int4'"),
@@ -228,8 +273,10 @@ def test_wrong_command_lines(arguments, message, run):
 
 def test_a_real_model_reads_windows_of_a_text(tmp_path, run, model_folder, text_file, monkeypatch):
     prompts = []
-    generated = generate._generate
-    monkeypatch.setattr(generate, "_generate", lambda *each: (prompts.append(each[1]), generated(*each)))
+    typed = generate._generate
+    monkeypatch.setattr(
+        generate, "_generate", lambda *each, **options: (prompts.append(each[1]), typed(*each, **options))[1]
+    )
     arguments = ["--model", model_folder, "--data", text_file, "--context", 520, "--yarn", 2, "--batch", 2]
     common = ["--device", "cpu", "--dtype", "float32", "--new-tokens", 10, "--run", "sdpa+dynamic", "dma_mxfp+dynamic"]
     result = run("bench", "generate", *arguments, *common, "--json", tmp_path / "g.json")

@@ -51,6 +51,26 @@ def test_what_did_not_run_leaves_a_gap(script):
     assert cells.loc["8K"].tolist() == ["1.00x", "2.00x", "–"]
 
 
+def test_a_table_of_generate_says_how_steps_ran(script, monkeypatch):
+    labels = ["sdpa+dynamic", "sdpa+static", "dma_mxfp:balanced+int4", "dma_mxfp:balanced+int4-static"]
+    figures = dict.fromkeys(("first_token_seconds", "step_milliseconds", "cache_bytes", "peak_bytes"), 1.0)
+    rows = pd.DataFrame({"label": labels, "device": "H100", "weights": None, "context": 8192, **figures})
+    monkeypatch.setattr(script, "load", lambda *files: rows.assign(graph_steps=[0, 0, 47, None]))
+    assert list(script.generate()["steps"].items()) == [
+        ("`sdpa+dynamic`", "eager"),
+        ("`sdpa+static`", "compiled"),
+        ("`balanced+int4`", "CUDA graphs"),
+        ("`balanced+int4`", "compiled"),  # of an older file
+    ]
+
+
+def test_the_row_of_generate_compares_with_the_runs_that_worked(script, monkeypatch):
+    labels = ["sdpa+dynamic", "flash_attention_3+dynamic", "sdpa+static", "dma_mxfp:balanced+int4"]
+    rows = pd.DataFrame({"label": labels, "context": 8192, "step_milliseconds": [20.0, None, 12.0, 8.0]})
+    monkeypatch.setattr(script, "load", lambda *files: rows)
+    assert script.typed_token()[-2:] == ["SDPA, static cache, compiled; SDPA", "1.5x; 2.5x as fast"]
+
+
 def test_the_index_lists_every_file_of_results(script):
     index = script.markdown("files")
     for path in BENCHMARKS.rglob("*.json"):

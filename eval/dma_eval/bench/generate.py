@@ -1,8 +1,10 @@
 """Time ``generate`` with several attentions and caches on one model.
 
-A run is named ``ATTENTION+CACHE``. The attention is a backend (:mod:`dma_eval.backends`). The cache is ``dynamic`` or
-``static`` (Transformers' own, in 16 bits), or a format of :class:`dma_hf.DMACache` such as ``int4`` or ``int4-static``.
-On a GPU ``generate`` compiles its steps if the cache is static.
+A run is named ``ATTENTION+CACHE``. The attention is a backend (:mod:`dma_eval.backends`). The cache is ``dynamic``
+(Transformers' default), ``static`` (Transformers' static cache), or a format of :class:`dma_hf.DMACache`.
+
+A run calls ``generate`` as a user does, without options for speed. So a step is eager over a dynamic cache, compiled
+over a static cache on a GPU, and a CUDA graph over a packed cache on a GPU.
 """
 
 from __future__ import annotations
@@ -13,19 +15,21 @@ import importlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Cache, DynamicCache, LlamaConfig, PreTrainedModel, StaticCache
 from transformers.generation.streamers import BaseStreamer
+from transformers.utils import is_flash_attn_3_available
 
 import dma_hf
 from dma_eval import console
 from dma_eval.backends import Backend, activate, parse_backends
 from dma_eval.errors import UserError, one_line
 from dma_eval.models import head_dim_of
-from dma_eval.names import DMA, FORMAT_SUFFIXES, GENERATE_CACHES, check_runs, refuse_repeats
+from dma_eval.names import DMA, FORMAT_SUFFIXES, check_runs, refuse_repeats
 from dma_hf.integrations.cache_argument import CACHE_ARGUMENT
 
 from .capture import text_windows
@@ -33,7 +37,8 @@ from .results import GenerateResult, LongestContext
 from .timing import FAILURES, Timing, measure_each, stored_bytes
 
 PACKED = tuple(FORMAT_SUFFIXES.values())
-DEFAULT_RUNS = ("sdpa+dynamic", "sdpa+static", *(f"{DMA}+{cache}" for cache in GENERATE_CACHES[2:]))
+FLASH_3 = "flash_attention_3+dynamic"
+DEFAULT_RUNS = ("sdpa+dynamic", FLASH_3, "sdpa+static", *(f"{DMA}:balanced+{c}" for c in ("dynamic", *PACKED)))
 LLAMA_3 = {
     "vocab_size": 128256,
     "num_attention_heads": 32,
@@ -49,8 +54,6 @@ SHAPES = {
     "tiny": LlamaConfig(**TINY, vocab_size=256, num_attention_heads=4, num_key_value_heads=2),
 }
 """Models with random weights, on which the speed does not depend."""
-UNTIMED_STEPS = 4
-"""First steps, which compile and capture, are not counted."""
 FILL_TOKENS = 65_536
 """Tokens that fill a cache at a time, enough to keep the device busy."""
 
@@ -64,17 +67,25 @@ class GenerateRun:
     cache: str
 
     @property
-    def is_static(self) -> bool:
-        """Whether the cache has room for all tokens from the start."""
-        return self.cache.endswith("static")
+    def options(self) -> dict[str, str]:
+        """Arguments of ``generate`` that select the cache. A packed cache is a setting of the model."""
+        return {"cache_implementation": "static"} if self.cache == "static" else {}
 
     def make_cache(self, model: PreTrainedModel, max_tokens: int) -> Cache:
-        """Return an empty cache with room for ``max_tokens`` tokens."""
+        """Return an empty cache with room for ``max_tokens`` tokens, of the kind that ``generate`` makes."""
         if self.cache == "dynamic":
             return DynamicCache(config=model.config)
         if self.cache == "static":
             return StaticCache(config=model.config, max_cache_len=max_tokens)
-        return dma_hf.DMACache(model.config, max_cache_len=max_tokens if self.is_static else None)
+        return dma_hf.DMACache(model.config)
+
+
+def default_runs() -> list[str]:
+    """Return the names of the runs that are measured by default. A note says if FlashAttention-3 is left out."""
+    if is_flash_attn_3_available():
+        return list(DEFAULT_RUNS)
+    console.print_note(f"{FLASH_3} is left out: Transformers finds no package flash_attn_interface of FlashAttention-3")
+    return [name for name in DEFAULT_RUNS if name != FLASH_3]
 
 
 def parse_runs(names: Sequence[str]) -> list[GenerateRun]:
@@ -88,8 +99,7 @@ def parse_runs(names: Sequence[str]) -> list[GenerateRun]:
     runs = []
     for name in names:
         attention, _, cache = name.rpartition("+")
-        format = cache.removesuffix("-static")
-        packed = f"+{format}" if format in PACKED else ""
+        packed = f"+{cache}" if cache in PACKED else ""
         (backend,) = parse_backends([f"{attention}{packed}"], "--run")
         runs.append(GenerateRun(f"{backend.label.removesuffix(packed)}+{cache}", backend, cache))
     refuse_repeats("--run", [run.label for run in runs])
@@ -185,29 +195,40 @@ class _Clock(BaseStreamer):  # type: ignore[misc]
         pass
 
 
-@torch.inference_mode()
 def _measure_one(model: PreTrainedModel, prompt: Tensor, run: GenerateRun, new_tokens: int) -> GenerateResult:
-    batch, context = prompt.shape
-    result = GenerateResult(label=run.label, context=context, config=run.backend.info["config"])
-    device = model.device
+    result = GenerateResult(label=run.label, context=prompt.shape[1], config=run.backend.info["config"])
     torch.compiler.reset()
     try:
         activate(model, run.backend)
-        cache = run.make_cache(model, context + new_tokens)
-        # Compile steps and kernels with the cache of the run itself.
-        _generate(model, prompt[:, :16], cache, UNTIMED_STEPS, None)
-        cache = _emptied(run, model, cache, context + new_tokens)
-        _generate(model, prompt, cache, 2, None)  # shorter prompts may use other kernels
-        cache = _emptied(run, model, cache, context + new_tokens)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-            torch.cuda.reset_peak_memory_stats(device)
-        clock = _Clock()
-        _generate(model, prompt, cache, new_tokens, clock)
+        try:
+            return _timed(model, prompt, run, new_tokens, result)
+        finally:
+            if run.cache in PACKED:
+                dma_hf.configure(model, cache=None)  # frees the idle storage and graph
     except FAILURES as error:
         return replace(result, failure=one_line(error))
+
+
+def _timed(
+    model: PreTrainedModel, prompt: Tensor, run: GenerateRun, new_tokens: int, result: GenerateResult
+) -> GenerateResult:
+    """Generate three times, and time the third call. The first one returns its cache, whose size is measured.
+
+    Earlier calls compile kernels, build cuDNN's plans for each new length, and capture the graph.
+    """
+    device = model.device
+    output = _generate(model, prompt, run, new_tokens, return_dict_in_generate=True)
+    stored = cache_bytes(getattr(output, CACHE_ARGUMENT))
+    del output
+    _generate(model, prompt, run, new_tokens)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    replays = dma_hf.stats(model).replays
+    clock = _Clock()
+    _generate(model, prompt, run, new_tokens, streamer=clock)
     # The streamer gets the prompt, then each token.
-    steps = Timing.of((1e3 * np.diff(clock.times[2 + UNTIMED_STEPS :])).tolist())
+    steps = Timing.of((1e3 * np.diff(clock.times[2:])).tolist())
     return replace(
         result,
         first_token_seconds=clock.times[2] - clock.times[0],
@@ -215,28 +236,21 @@ def _measure_one(model: PreTrainedModel, prompt: Tensor, run: GenerateRun, new_t
         step_milliseconds_fast=steps.fast,
         step_milliseconds_slow=steps.slow,
         steps=steps.repeats,
-        tokens_per_second=1e3 * batch / steps.median,
-        cache_bytes=cache_bytes(cache),
+        graph_steps=dma_hf.stats(model).replays - replays,
+        tokens_per_second=1e3 * prompt.shape[0] / steps.median,
+        cache_bytes=stored,
         peak_bytes=torch.cuda.max_memory_allocated(device) - weight_bytes(model) if device.type == "cuda" else None,
     )
 
 
-def _emptied(run: GenerateRun, model: PreTrainedModel, cache: Cache, max_tokens: int) -> Cache:
-    """Return an empty cache. A static one stays the same object, because compiled steps refer to its tensors."""
-    if run.is_static:
-        cache.reset()
-        return cache
-    return run.make_cache(model, max_tokens)
-
-
-def _generate(model: PreTrainedModel, prompt: Tensor, cache: Cache, new_tokens: int, clock: _Clock | None) -> None:
-    model.generate(
+def _generate(model: PreTrainedModel, prompt: Tensor, run: GenerateRun, new_tokens: int, **options: Any) -> Any:
+    return model.generate(
         input_ids=prompt,
         attention_mask=torch.ones_like(prompt),
-        **{CACHE_ARGUMENT: cache},
         max_new_tokens=new_tokens,
         do_sample=False,
-        streamer=clock,
+        **run.options,
+        **options,
     )
 
 

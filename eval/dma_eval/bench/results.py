@@ -176,6 +176,7 @@ class GenerateResult(SpeedResult):
     step_milliseconds_fast: float | None = None  # the first quartile
     step_milliseconds_slow: float | None = None  # the third quartile
     steps: int | None = None  # timed intervals between tokens
+    graph_steps: int | None = None  # steps of the timed call that replayed a CUDA graph of ``dma_hf``; since version 6
     tokens_per_second: float | None = None  # new tokens of all sequences, by ``step_milliseconds``
     cache_bytes: int | None = None  # what the cache holds
     peak_bytes: int | None = None  # most memory allocated while generating, weights left out
@@ -260,9 +261,12 @@ class DecodeReport(SpeedReport):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateReport(SpeedReport):
-    """What ``dma-hf bench generate`` measured."""
+    """What ``dma-hf bench generate`` measured.
 
-    schema_version: int = 5
+    Since version 6 the timed call of ``generate`` repeats an earlier one. Before, it got a cache as an argument.
+    """
+
+    schema_version: int = 6
     model: str  # the shape's name, or that of a real model
     weights: str | None = None  # what they were quantized to after loading (``fp8``); since version 3
     data: str | None = None  # text of a real model's prompts; null for random ones; since version 2

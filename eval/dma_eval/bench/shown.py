@@ -75,6 +75,7 @@ def generate_tables(report: GenerateReport, title: str) -> list[Table]:
         "context": lambda r: f"{r.context:,}",
         "first token": of("first_token_seconds", ".3f", " s"),
         "step": of("step_milliseconds", ".2f", " ms"),
+        "graph steps": of("graph_steps", ".0f"),
         "tokens/s": of("tokens_per_second", ",.1f"),
         "speed": of("speedup", ".2f", "x"),
         "cache": of("cache_bytes", ",.2f", " GiB", factor=1 / GIB),

@@ -163,13 +163,14 @@ def time_decode(args: DecodeOptions) -> int:
 def time_generate(args: GenerateOptions) -> int:
     """Time generate: seconds to the first token, tokens per second, memory.
 
-    Without --model the weights are random, which affects only tile skipping. The JSON file is written after every run.
+    Each run calls generate as a user does, and times a later call. Without --model the weights are random, which
+    affects only tile skipping. The JSON file is written after every run.
     Exit code 1 if no run worked at some context, 2 for invalid input.
 
     Examples:
     dma-hf bench generate --json generate.json
-    dma-hf bench generate --context 32768 --run sdpa+static dma_mxfp+int8-static dma_mxfp+int4-static --longest
-    dma-hf bench generate --context 131072 --run sdpa+static dma_mxfp+int4-static --weights fp8
+    dma-hf bench generate --context 32768 --run sdpa+dynamic dma_mxfp+int8 dma_mxfp+int4 --longest
+    dma-hf bench generate --context 131072 --run sdpa+static dma_mxfp+int4 --weights fp8
     dma-hf bench generate --model HuggingFaceTB/SmolLM2-135M --data book.txt --yarn 4 --context 32000
     dma-hf bench generate --device cpu --shape tiny --dtype float32 --run sdpa+dynamic dma_mxfp+int4
     """
@@ -185,7 +186,7 @@ def time_generate(args: GenerateOptions) -> int:
         from dma_eval.bench.shown import generate_tables
         from dma_eval.data import leading_tokens
 
-    runs = generate.parse_runs(args.runs or generate.DEFAULT_RUNS)
+    runs = generate.parse_runs(args.runs or generate.default_runs())
     device, dtype, facts = _look(args)
     if args.longest and device.type != "cuda":
         raise UserError("--longest needs a CUDA device, because a CPU has no clear limit of memory")

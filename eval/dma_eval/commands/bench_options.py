@@ -174,9 +174,10 @@ class GenerateOptions(ModelChoice):
         "--run",
         "-r",
         metavar="ATTENTION+CACHE...",
-        shown="sdpa with dynamic and static, dma_mxfp with every cache of DMACache",
-        help="What to compare; the first is the reference. Caches: dynamic and static (Transformers' own); int8, int4, "
-        "int8-static, int4-static (DMACache). On a GPU, generate compiles the steps of a static cache.",
+        shown="sdpa with dynamic and static, flash_attention_3+dynamic if installed, dma_mxfp:balanced with dynamic, "
+        "int8 and int4",
+        help="What to compare; the first is the reference. Caches: dynamic (Transformers' default); static "
+        "(Transformers' static cache, whose steps it compiles on a GPU); int8, int4 (DMACache).",
     )
     batch: int = option(1, min=1, help="Sequences.")
     new_tokens: int = option(48, min=MIN_NEW_TOKENS, help="Tokens to generate in each sequence.")
@@ -193,8 +194,11 @@ class GenerateOptions(ModelChoice):
         check_yarn(self.yarn)
 
     def contexts_on(self, device: torch.device) -> list[int]:
-        """The contexts to measure, with the defaults for a device."""
-        return list(dict.fromkeys(self.context or (CONTEXTS if device.type == "cuda" else CPU_CONTEXTS)))
+        """The contexts to measure, with the defaults for a device.
+
+        They ascend: a static cache of ``generate`` is at least as large as the largest before.
+        """
+        return sorted(set(self.context or (CONTEXTS if device.type == "cuda" else CPU_CONTEXTS)))
 
 
 @dataclass(frozen=True, kw_only=True)
