@@ -294,7 +294,7 @@ def attend(
         )
         if not new.is_stored:
             layer.settle(new, geometry)
-            layer.store_later(new)
+            (layer.store_later if prompt is None else layer.store)(new)  # candidates follow in the same call
         return out
     if new.is_stored and query.shape[2] > TILE:
         raise ValueError(

@@ -196,26 +196,12 @@ class TestDefault:
         assert type(actual.past_key_values) is DMACache
         assert torch.equal(actual.sequences, _generate(model, ids, **options).sequences)
 
-    def test_cache_implementation_can_select_dma_cache(self, build, token_ids):
-        model = build("llama")
-        options = {"do_sample": False, "return_dict_in_generate": True, "cache_implementation": "dma"}
-        dma_hf.configure(model, cache="int4")
-        model.generation_config.cache_implementation = "static"
-        cache = _generate(model, token_ids(1, 20), **options).past_key_values
-        assert type(cache) is DMACache
-        assert cache.format == "int4"
-        model.generation_config.cache_implementation = None
-        model.set_attn_implementation("sdpa")
-        with pytest.raises(ValueError, match="is an argument of generate for models that run dma_mxfp"):
-            model.generate(token_ids(1, 20), **options)
-
     @pytest.mark.parametrize("in_call", [True, False])
-    @pytest.mark.parametrize("as_name", [True, False])
-    def test_a_cache_excludes_use_cache_false(self, as_name, in_call, build, token_ids):
+    def test_a_cache_excludes_use_cache_false(self, in_call, build, token_ids):
         """Every step would read all tokens again, although the cache has them."""
         model, options = build("llama"), {"use_cache": False} if in_call else {}
         model.generation_config.use_cache = in_call
-        options |= {"cache_implementation": "dma"} if as_name else {CACHE_ARGUMENT: DMACache(model.config)}
+        options |= {CACHE_ARGUMENT: DMACache(model.config)}
         with pytest.raises(ValueError, match="got a DMACache, but use_cache is False; leave one of them out"):
             _generate(model, token_ids(1, 20), **options)
 
@@ -236,18 +222,6 @@ class TestDefault:
         model = families["llama"].build(name)
         result = _generate(model, token_ids(1, 20), do_sample=False, return_dict_in_generate=True)
         assert result[CACHE_ARGUMENT].format == "int4"
-
-    def test_the_cache_in_a_generation_config_is_an_error_with_a_hint(self, build, token_ids):
-        """The saved generation_config.json would not load without this package."""
-        message = r"is an argument of generate .* not a field of .*; .* dma_hf.configure\(model, cache='int4'\)"
-        with pytest.raises(ValueError, match=message):
-            GenerationConfig(cache_implementation="dma")
-        model, settings = build("llama"), GenerationConfig(max_new_tokens=2)
-        settings.cache_implementation = "dma"  # not checked before use
-        with pytest.raises(ValueError, match=message):
-            model.generate(token_ids(1, 20), generation_config=settings)
-        with pytest.raises(ValueError, match="Invalid `cache_implementation`"):
-            GenerationConfig(cache_implementation="dmaa")
 
     def test_forward_with_another_cache_warns(self, build, token_ids):
         model = build("llama")
@@ -333,7 +307,6 @@ class TestDefault:
             ({"cache_implementation": "hybrid"}, {}, DMACache),  # as in Gemma's configurations on the Hub
             ({"cache_implementation": "static"}, {}, StaticCache),
             ({"cache_implementation": "static"}, {"cache_implementation": "dynamic"}, DynamicCache),
-            ({"cache_implementation": "static"}, {"cache_implementation": "dma"}, DMACache),
             ({"use_cache": False}, {}, type(None)),
             ({"use_cache": False}, {"use_cache": True}, DMACache),
         ],
@@ -347,10 +320,8 @@ class TestDefault:
         for name, value in own.items():
             setattr(model.generation_config, name, value)
         options = {"max_new_tokens": 2, "pad_token_id": 0, "return_dict_in_generate": True}
-        if as_config and given.get("cache_implementation") != "dma":
+        if as_config:
             options = {"generation_config": GenerationConfig(**options, **given)}
-        elif as_config:
-            options = {"generation_config": GenerationConfig(**options), **given}
         else:
             options |= given
         assert type(model.generate(token_ids(1, 20), **options).past_key_values) is expected

@@ -105,7 +105,7 @@ def _environment() -> dict[str, str]:
 HEADS: dict[str, Any] = {"q_heads": 4, "kv_heads": 2, "head_dim": 128}
 SHAPES = {
     "odd": Case(q_len=1000, kv_len=1000, batch=2, **HEADS),
-    "few-queries": Case(q_len=37, kv_len=537, **HEADS),
+    "few-queries": Case(q_len=69, kv_len=569, **HEADS),
     "whole-tiles": Case(q_len=768, kv_len=768, **HEADS),
     "chunk": Case(q_len=300, kv_len=1500, options={"q_offset": 1200}, **HEADS),
     "offset": Case(q_len=300, kv_len=1500, options={"q_offset": 1300, "kv_offset": 256}, **HEADS),
