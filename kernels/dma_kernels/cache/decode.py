@@ -7,6 +7,7 @@ graph of a step can be replayed while the cache fills.
 
 from __future__ import annotations
 
+import operator
 from typing import Any, NamedTuple
 
 import torch
@@ -85,13 +86,14 @@ def _run(
     numbers = (options.scale, options.window, options.softcap)
     signature = (tuple(map(layout_of, given)), numbers)
     step: RepeatedStep | None = storage.repeated_step
-    if step is None or step.signature != signature:
+    if step is None or step.signature != signature or not step.is_over(storage):
         cache = CacheInputs.of(storage)
         plan = launch_decode.plan_of(
             (*given, *cache), format=storage.format, diagonal_tiles=storage.diagonal_tiles,
             max_tiles=storage.max_tiles, scale=options.scale, window=options.window, softcap=options.softcap,
         )  # fmt: skip
-        step = RepeatedStep(signature, plan, cache, tuple(addresses_of(cache)), storage.room)
+        addresses = tuple(addresses_of(cache))
+        step = RepeatedStep(signature, plan, cache, addresses, storage.room, _tensors_of(storage))
         storage.repeated_step = step
     out, lse = step.plan.run((*given, *step.cache), (*addresses_of(given), *step.addresses))
     return out, lse
@@ -105,6 +107,14 @@ class RepeatedStep(NamedTuple):
     cache: CacheInputs
     addresses: tuple[int, ...]  # of the tensors of the cache
     room: int  # tokens that the storage has room for
+    stored: tuple[Any, ...]  # the tensors of the cache, as the storage has them
+
+    def is_over(self, storage: LayerStorage) -> bool:
+        """Return whether the tensors of the storage are still those of the step."""
+        return all(map(operator.is_, _tensors_of(storage), self.stored))
+
+
+_tensors_of = operator.attrgetter("kv_pages", *CacheInputs._fields[1:])
 
 
 def repeat_step(
@@ -117,7 +127,7 @@ def repeat_step(
     """
     step: RepeatedStep | None = storage.repeated_step
     count = key.shape[2]
-    if step is None or storage.appended + count > step.room:
+    if step is None or storage.appended + count > step.room or not step.is_over(storage):
         return None
     given = (query, key, value, None if options.sinks is None else options.sinks.contiguous())
     numbers = (options.scale, options.window, options.softcap)

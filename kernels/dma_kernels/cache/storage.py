@@ -70,8 +70,7 @@ class LayerStorage:
     unquantized_rows: Tensor | None = None
     slack_tiles: int = SLACK_TILES  # residual tiles beyond the band; one suffices with ``unquantized_rows``
     appended: int = 0  # upper bound on ``lengths``, on the host; ``UNKNOWN`` after compiled code and graph capture
-    # The last decode step, for one with the same layouts (:class:`.decode.RepeatedStep`). It has the addresses of the
-    # tensors, so copies of the storage do not have it.
+    # The last decode step, for one with the same layouts (:class:`.decode.RepeatedStep`); copies do not have it
     repeated_step: Any = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -244,7 +243,6 @@ class LayerStorage:
         # A ring does not wrap before it has its full size, so tiles keep their indices.
         grown = self.kv_pages.new_zeros((batch, max_pages, *self.kv_pages.shape[1:]))
         grown[:, :before] = self.kv_pages.view(batch, before, *self.kv_pages.shape[1:])
-        self.repeated_step = None
         self.kv_pages = grown.flatten(0, 1)
         self.page_table = _consecutive_pages(batch, max_pages, self.page_table.device)
 

@@ -347,7 +347,7 @@ def test_unquantized_rotated_queries_keep_their_dtype(dtype: torch.dtype) -> Non
 HEADS: dict[str, Any] = {"q_heads": 2, "kv_heads": 1, "head_dim": 128}
 CASES = {
     "causal": Case(q_len=500, kv_len=500, **HEADS),
-    "few-queries": Case(q_len=37, kv_len=537, **HEADS),
+    "few-queries": Case(q_len=69, kv_len=569, **HEADS),
     "batch": Case(q_len=430, kv_len=430, batch=2, q_heads=2, kv_heads=2, head_dim=128),
     "chunk": Case(q_len=150, kv_len=900, options={"q_offset": 750}, **HEADS),
     "offset": Case(q_len=150, kv_len=700, options={"q_offset": 800, "kv_offset": 256}, **HEADS),
