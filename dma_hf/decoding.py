@@ -17,12 +17,11 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils import ModelOutput
 
 from .cache import DMACache
 from .cache_layers import Capture, DMALayer, Owner
@@ -30,6 +29,9 @@ from .config import is_ours, settings_of
 from .integrations.cache_argument import CACHE_ARGUMENT, CACHE_ARGUMENTS
 from .integrations.output_capturing import is_output_hook
 from .stats import Use, count_replay, note_eager_decoding, recorded_uses
+
+if TYPE_CHECKING:
+    from transformers.utils import ModelOutput
 
 EAGER_STEPS = 3
 """Eager steps before the capture. Short answers need no graph, and kernels are compiled and tuned in eager steps."""

@@ -6,11 +6,11 @@ import gc
 
 import pytest
 import torch
-import transformers
 from transformers import ContinuousBatchingConfig, GenerationConfig, LlavaConfig, LlavaForConditionalGeneration
 
 import dma_hf
 from dma_hf.config import PAGED_NAME, settings_of
+from dma_hf.integrations import versions
 from dma_hf.integrations.continuous_batching import has_sectors
 
 BLOCK_SIZE = "page_size" if hasattr(ContinuousBatchingConfig(), "page_size") else "block_size"  # up to 5.17
@@ -208,7 +208,7 @@ def test_a_generation_thread_that_never_starts_raises_an_error(families, prompts
 def test_an_untested_version_is_rejected_before_anything_runs(families, prompts, monkeypatch):
     model = families["llama"].build(dma_hf.NAME)
     dma_hf.configure(model, "paper")
-    monkeypatch.setattr(transformers, "__version__", "5.99.0")
+    monkeypatch.setattr(versions.transformers, "__version__", "5.99.0")
     message = (
         r"Transformers 5\.99\.0 is installed, where continuous batching has not been tested; dma-hf supports "
         r"transformers>=5\.17,<5\.25: pip install"
