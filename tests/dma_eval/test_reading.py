@@ -122,7 +122,7 @@ def test_generation_uses_the_cache(loaded: LoadedModel, ids: Tensor, monkeypatch
     run("dma_mxfp:balanced")
     assert stored == []
     run("dma_mxfp:balanced+int4")
-    assert stored[:2] == [LENGTH, LENGTH]
+    assert stored.count(LENGTH) == 2  # once for each layer
 
 
 def test_generation_without_a_cache_after_one_with(
