@@ -155,7 +155,7 @@ def test_thresholds_are_tried_where_a_backend_skips(run, model_folder, text_file
     assert re.search("the model (keeps its|loses) quality at skip_threshold = 0.05", " ".join(result.output.split()))
     assert (tmp_path / "run/thresholds.png").is_file()
     assert {path.stem for path in (tmp_path / "run/configs").iterdir()} == {"plain", "skipping"}
-    assert [path.name for path in (tmp_path / "run/parts").iterdir()] == ["stress.json"]
+    assert sorted(path.name for path in (tmp_path / "run/parts").iterdir()) == ["stress", "stress.json"]
 
 
 @pytest.mark.parametrize(
@@ -179,13 +179,13 @@ def test_the_verdict_on_a_threshold(losses, message, compared):
 
 
 def test_twins_of_another_seed_are_others(run, model_folder, text_file, tmp_path):
-    """Windows that were read on the twins of the first are not those of the second, and none is left in the folder."""
+    """Windows that were read on the twins of the first are not those of the second, though they stay in the folder."""
 
     def divergences(seed):
         arguments = ["-m", model_folder, "-d", text_file, "-c", 512, "--max-windows", 1, "--device", "cpu"]
         arguments += ["--attn", "sdpa", "dma_mxfp:fp4", "--seed", seed, "--out", tmp_path / "run"]
         assert run("stress", *arguments).exit_code == 0
-        assert [path.name for path in (tmp_path / "run" / "parts").iterdir()] == ["stress.json"]
+        assert (tmp_path / "run" / "parts" / "stress.json").is_file()
         section = read_report(tmp_path / "run" / "results.json").stress[-1]  # after that of the other seed
         return [twin.tokens.backends[1].kl_mean for twin in section.twins]
 
