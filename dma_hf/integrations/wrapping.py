@@ -14,7 +14,7 @@ from .generate import assisted_decoding, compiled_call, decodes_by_compiled_call
 
 
 def wrap_generation() -> None:
-    """Have ``generate`` and ``generate_batch`` use the cache in a model's settings, and run steps as CUDA graphs."""
+    """Make ``generate`` and ``generate_batch`` use the cache of a model's settings, and run steps as CUDA graphs."""
     _wrap(GenerationMixin, "_prepare_cache_for_generation", prepare_cache)
     _wrap(GenerationMixin, "_assisted_decoding", assisted_decoding)
     _wrap(GenerationMixin, "_valid_auto_compile_criteria", decodes_by_compiled_call)
@@ -23,12 +23,12 @@ def wrap_generation() -> None:
 
 
 def wrap_name_check() -> None:
-    """Have models that no name of this package reaches refuse it by name."""
+    """Make models that no name of this package reaches refuse it by name."""
     _wrap(PreTrainedModel, "get_correct_attn_implementation", check_attention)
 
 
 def _wrap(owner: type, name: str, function: Callable[..., Any]) -> None:
-    """Have ``function(method, self, ...)`` answer calls of a method, unless it is wrapped already."""
+    """Wrap a method, unless it is wrapped already: ``function(method, self, ...)`` answers its calls."""
     method = getattr(owner, name)
     if method.__module__ == __name__:
         return
