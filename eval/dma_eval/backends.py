@@ -177,8 +177,9 @@ def implementations() -> list[str]:
 
     Those of continuous batching are left out. Without its pages they apply no causal mask.
     """
-    excluded = (f"{DMA}:", f"{DMA}+", PAGED)
-    return sorted({"eager", *(name for name in ALL_ATTENTION_FUNCTIONS.valid_keys() if not name.startswith(excluded))})
+    excluded = (f"{DMA}:", f"{DMA}+")
+    names = (name for name in ALL_ATTENTION_FUNCTIONS.valid_keys() if PAGED not in name)
+    return sorted({"eager", *(name for name in names if not name.startswith(excluded))})
 
 
 def _parse_backend(name: str, option: str) -> Backend:

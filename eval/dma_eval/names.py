@@ -40,7 +40,7 @@ SERVE_PEERS = ("vllm", "vllm:fp8")
 GENERATE_CACHES = ("dynamic", "static", "int8", "int4")
 """Caches of ``dma-hf bench generate``."""
 PAGED = "paged|"
-"""Prefix of what continuous batching runs in place of an implementation."""
+"""Part of the name of what continuous batching runs in place of an implementation."""
 API_KEY_VARIABLE = "DMA_HF_API_KEY"
 """Environment variable with the key that the requests to a server must carry."""
 TILE = 128

@@ -20,8 +20,10 @@ from dma_eval.errors import UserError
 from dma_eval.models import LoadedModel
 from dma_kernels.cache.formats import CACHE_FORMATS
 from dma_kernels.numerics.formats import TILE
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import dma_hf
+from dma_hf.config import PAGED_NAME
 
 
 class TestParse:
@@ -131,6 +133,10 @@ class TestParse:
         """It expects pages and their masks. Here it has neither, and every token would see those after it."""
         with pytest.raises(UserError, match=r"--attn: 'paged\|.*' needs continuous batching.*; valid: .*sdpa"):
             parse_backends(["sdpa", name])
+
+    def test_attention_of_continuous_batching_is_not_listed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Ours appears in Transformers' table when a first model is served."""
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, PAGED_NAME, ALL_ATTENTION_FUNCTIONS[dma_hf.NAME])
         assert not any("paged" in each for each in implementations())
 
     def test_none(self) -> None:
