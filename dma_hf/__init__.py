@@ -18,7 +18,6 @@ from .cache_layers import CachedStates
 from .compact_mask import CompactMask, MaskGeometry
 from .config import IMPLEMENTATIONS, NAME, PRESETS, DMAConfig
 from .configure import configure
-from .equalize import equalize
 from .integrations.continuous_batching import continuous_batching
 from .integrations.versions import UnsupportedTransformersError
 from .integrations.wrapping import wrap_generation, wrap_name_check
@@ -51,7 +50,6 @@ __all__ = [
     "counted_tiles",
     "dma_attention_forward",
     "dma_mask",
-    "equalize",
     "fallback_counts",
     "reset_fallback_counts",
     "reset_stats",

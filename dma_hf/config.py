@@ -265,7 +265,7 @@ HUB_SUFFIX = f":{NAME}"
 """The end of the name of an implementation from the Hub: ``org/repo:dma_mxfp``."""
 
 EQUALIZED = "dma_equalized"
-"""The key of ``config.json`` that marks a model as equalized. :func:`dma_hf.equalize` writes it."""
+"""The key of ``config.json`` that marks a model as equalized. ``dma_eval.equalization.equalize`` writes it."""
 
 EVERY_TILE = 1 << 20
 """Width of a band that contains every tile of any sequence."""

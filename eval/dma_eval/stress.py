@@ -20,11 +20,11 @@ from transformers import PreTrainedModel
 
 from dma_hf import counted_tiles
 from dma_hf.config import EQUALIZED
-from dma_hf.equalize import measure_ranges
-from dma_hf.weight_tracing import Layer, find_layers, watched
 
 from .backends import Backend, activate
 from .data import Text
+from .equalization import measure_ranges
+from .equalization.weight_tracing import Layer, find_layers, watched
 from .errors import UserError
 from .parts import PerplexityPart, StressPart
 from .perplexity import Reading, compare, cut

@@ -10,6 +10,7 @@ import pytest
 import torch
 from dma_eval.backends import parse_backends
 from dma_eval.data import load_text
+from dma_eval.equalization import measure_ranges
 from dma_eval.pages import stress_page, verdict
 from dma_eval.parts import StressPart
 from dma_eval.results import ThresholdStudy, read_report
@@ -19,7 +20,6 @@ from tiny_models import DECODERS, VOCABULARY
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dma_hf import DMAConfig
-from dma_hf.equalize import measure_ranges
 
 
 @pytest.fixture(autouse=True)
