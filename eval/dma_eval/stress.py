@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dma_hf import counted_tiles
+import dma_hf
 from dma_hf.config import EQUALIZED
+from dma_hf.stats import counted_tiles
 
 from .backends import Backend, activate
 from .data import Text
@@ -125,14 +126,15 @@ def study_thresholds(session: Session, reading: Reading, backend: Backend) -> Th
     ]
     tokens = compare(session, reading, [session.backends[0], *backends], place=("stress", "thresholds", backend.label))
     first = reading.windows[0]
-    ids = first.of(reading.input_ids)[None].to(session.loaded.model.device)
+    model = session.loaded.model
+    ids = first.of(reading.input_ids)[None].to(model.device)
     shares = []
     for each in backends:
-        activate(session.loaded.model, each)
-        with counted_tiles() as counts:
-            read(session.loaded.model, each, ids, last=1)
-        skipped, examined = (sum(int(layer[:, column].sum()) for layer in counts.values()) for column in range(2))
-        shares.append(skipped / max(examined, 1))
+        activate(model, each)
+        dma_hf.reset_stats(model)
+        with counted_tiles():
+            read(model, each, ids, last=1)
+        shares.append(dma_hf.stats(model).skipped_share or 0.0)
     return ThresholdStudy(label=backend.label, own=own, thresholds=thresholds, skipped=shares, tokens=tokens)
 
 

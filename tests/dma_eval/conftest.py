@@ -67,7 +67,6 @@ def restored() -> Iterator[None]:
     transformers.logging.set_verbosity(verbosity)
     for logger, level in zip(loggers, levels, strict=True):
         logger.setLevel(level)
-    dma_hf.reset_fallback_counts()
 
 
 @pytest.fixture(autouse=True)
