@@ -77,7 +77,7 @@ class RepeatedUpdate:
         """Return whether the update of another layer, with the keys ``key``, is like this one."""
         if not (layer.is_initialized and layer.tokens == self.tokens and layer.window == self.window):
             return False
-        storage: LayerStorage = layer.storage
+        storage: LayerStorage = layer.storage  # calls of `_kind` would take longer than the comparison
         keys, values = storage.key_residual, storage.value_residual
         return (
             layer.device == key.device

@@ -11,6 +11,7 @@ needs only the mask. So a hook on the model notes it before each forward pass.
 
 from __future__ import annotations
 
+import inspect
 import threading
 import weakref
 from dataclasses import dataclass, field
@@ -154,7 +155,7 @@ def dma_paged_attention_forward(
     options = {"window": sliding_window, "is_causal": True, **call.options}
     recipe = call.settings.recipe
     if cache is not None:
-        key, value = cache.update(key, value, module.layer_idx, kwargs)  # layers of Transformers 5.24 do so themselves
+        key, value = _update(cache, module, key, value, kwargs)
     if hasattr(pages, "attend"):  # packed pages
         offsets = batch["block_table"], batch["cu_seq_lens_q"], batch["position_ids"]
         packed = (module, query, key, value, offsets, recipe)
@@ -224,6 +225,15 @@ def _attend_requests(
         rows = [start for start, *_ in decoding]
         out[0, rows] = _decode(query, key, value, torch.tensor(decoding, device=query.device), recipe, options)
     return out
+
+
+def _update(cache: Any, module: nn.Module, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Store keys and values, and return those of all requests. Layers of Transformers 5.24 do so themselves."""
+    if "read_index" in inspect.signature(cache.update).parameters:  # older ones return them without a batch axis
+        indices = kwargs["read_index"], kwargs["write_index"]
+        return tuple(states.transpose(0, 1)[None] for states in cache.update(key, value, module.layer_idx, *indices))
+    updated: tuple[Tensor, Tensor] = cache.update(key, value, module.layer_idx, kwargs)
+    return updated
 
 
 def _decode(
