@@ -103,6 +103,14 @@ class TasksPart:
         None, "--num-fewshot", min=0, shown="what each task says", help="Examples in each prompt."
     )
     batch_size: int = sequences_option()
+    lengths: list[int] = task(  # in a suite, those beyond the model's maximum are skipped
+        [],
+        "--lengths",
+        metavar="TOKENS...",
+        min=1,
+        shown="what each task says",
+        help="Tokens per prompt of tasks that make their prompts themselves, such as ruler_vt.",
+    )
     chat_template: bool = task(False, "--apply-chat-template", help="Format prompts with the model's chat template.")
 
 

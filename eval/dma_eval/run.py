@@ -94,16 +94,19 @@ class Run:
         if fits("fidelity", suite.fidelity):
             yield piece("fidelity", suite.fidelity, measure_fidelity)
         if suite.tasks is not None:
-            from .tasks import measure_tasks
+            lengths = _fitting("tasks", suite.tasks.lengths, limit)
+            if lengths or not suite.tasks.lengths:
+                from .tasks import measure_tasks
 
-            settings = {"part": asdict(suite.tasks), "seed": self.session.seed}
-            yield "tasks", partial(measure_tasks, tasks=self._names, part=suite.tasks), settings
+                asked = replace(suite.tasks, lengths=lengths)
+                settings = {"part": asdict(asked), "seed": self.session.seed}
+                yield "tasks", partial(measure_tasks, tasks=self._names, part=asked), settings
         if suite.retrieval is not None:
             lengths = _fitting("retrieval", suite.retrieval.lengths, limit)
-            asked = replace(suite.retrieval, lengths=lengths)
-            for kind in dict.fromkeys(asked.kinds if lengths or not suite.retrieval.lengths else ()):
+            asks = replace(suite.retrieval, lengths=lengths)
+            for kind in dict.fromkeys(asks.kinds if lengths or not suite.retrieval.lengths else ()):
                 ask = partial(measure_retrieval, kind=kind)
-                yield piece(f"retrieval, {kind}", asked, ask, reads=kind == "needle")
+                yield piece(f"retrieval, {kind}", asks, ask, reads=kind == "needle")
         if fits("stress", suite.stress):
             yield piece("stress", suite.stress, measure_stress)
 

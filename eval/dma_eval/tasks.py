@@ -33,6 +33,8 @@ from .harness import DMALM, BackendFailure
 from .pages import low_share
 from .parts import TasksPart
 from .results import TaskSection
+from .ruler import at_length, title
+from .ruler import load as load_at_length
 from .session import Session
 from .task_files import fingerprint
 from .task_summary import UnitRecord, metric_values, summarize_tasks, task_record
@@ -113,12 +115,18 @@ def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSe
         activate(session.loaded.model, backend)
     lm = DMALM.of(session.loaded, batch_size=part.batch_size)
     lm.on_answers = lambda count: progress.advance("answers", count)
-    settings = {"limit": part.limit, "num_fewshot": part.num_fewshot, "chat_template": part.chat_template}
-    settings["seed"] = session.seed
+    names = ("limit", "num_fewshot", "chat_template", "lengths")
+    settings = {"seed": session.seed, **{name: getattr(part, name) for name in names}}
+    if part.lengths:
+        session.loaded.check_positions(max(part.lengths), "--lengths")
+    asked = {
+        title(name, length) if length else name: (name, length)
+        for name, length in itertools.product(tasks.names, part.lengths or [0])
+    }
     definitions = {name: fingerprint(name, tasks.manager.task_index) for name in tasks.names}
     identities = {
-        (backend.label, name): session.identity(backend, name=name, definition=definitions[name], **settings)
-        for name, backend in itertools.product(tasks.names, backends)
+        (backend.label, called): session.identity(backend, name=called, definition=definitions[name], **settings)
+        for (called, (name, _)), backend in itertools.product(asked.items(), backends)
     }
     answers: dict[tuple[str, str], UnitRecord | str] = {}  # records, and the reasons of missing ones
     for unit, identity in identities.items():
@@ -127,12 +135,14 @@ def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSe
         if piece is not None:
             answers[unit] = piece.content
     # Load all data before all evaluations, so that missing data are an error now and not hours later.
-    missing = [name for name in tasks.names if any((backend.label, name) not in answers for backend in backends)]
-    units = {name: _load(tasks, name, part) for name in missing}
+    missing = [called for called in asked if any((backend.label, called) not in answers for backend in backends)]
+    if part.lengths and missing:  # some draw from a generator of their own: the same prompts need the same order
+        missing = [*asked]
+    units = {called: _load(session, tasks, *asked[called], part) for called in missing}
     if processes.num_processes > 1:
         for task in (task for unit in units.values() for task in unit["tasks"].values()):
             _draw_examples_alike(task)
-    for name, backend in itertools.product(tasks.names, backends):
+    for name, backend in itertools.product(asked, backends):
         unit = (backend.label, name)
         if unit in answers:
             progress.kept(f"{name}, {backend.label}")
@@ -140,8 +150,8 @@ def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSe
         progress.begin(f"{name}, {backend.label}")
         partial = store.scratch({**identities[unit], "rank": processes.process_index}, FOLDER, *unit)
         try:
-            with _remembered(lm, partial) as asked:
-                record = _evaluate(asked, units[name], backend, part, session)
+            with _remembered(lm, partial) as remembering:
+                record = _evaluate(remembering, units[name], backend, part, session, asked[name][1])
             if processes.is_main_process:
                 store.save(UnitRecord, Piece(identity=identities[unit], content=record), FOLDER, *unit)
             answers[unit] = record
@@ -153,13 +163,24 @@ def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSe
             raise UserError(f"--tasks: cannot evaluate {name!r}: {one_line(error)}") from error
         if partial is not None:
             partial.unlink(missing_ok=True)
-    return summarize_tasks(session, tasks.names, answers, part)
+    return summarize_tasks(session, [*asked], answers, part)
 
 
-def _load(tasks: TaskNames, name: str, part: TasksPart) -> Mapping[str, Any]:
-    """Load a task or group with its data. The few-shot setting is overridden as in lm-eval's own command line."""
+def _load(session: Session, tasks: TaskNames, name: str, length: int, part: TasksPart) -> Mapping[str, Any]:
+    """Load a task or group with its data, or let it make prompts of ``length`` tokens, unless that is 0.
+
+    The few-shot setting is overridden as in lm-eval's own command line.
+    """
+    loaded: Mapping[str, Any]
     try:
-        loaded: Mapping[str, Any] = tasks.manager.load([name])
+        if length:
+            index = tasks.manager.task_index
+            file = Path((index[name].yaml_path if name in index else None) or name)
+            loaded = load_at_length(name, file, length, session.loaded.tokenizer, session.seed)
+        else:
+            loaded = tasks.manager.load([name])
+    except ModuleNotFoundError as error:
+        raise UserError(f"--tasks: {name!r} needs another package: {one_line(error)}") from error
     except StopIteration as error:  # from inside `datasets`: a file without a row
         raise UserError(f"--tasks: cannot load {name!r}: its data have no rows") from error
     except UNUSABLE as error:
@@ -204,7 +225,9 @@ def _remembered(lm: DMALM, file: Path | None) -> Iterator[Any]:
         lm.set_cache_hook(CacheHook(None))
 
 
-def _evaluate(lm: Any, unit: Mapping[str, Any], backend: Backend, part: TasksPart, session: Session) -> UnitRecord:
+def _evaluate(
+    lm: Any, unit: Mapping[str, Any], backend: Backend, part: TasksPart, session: Session, length: int
+) -> UnitRecord:
     """Evaluate one backend on one loaded task or group. Raises ``BackendFailure`` if it fails in any process."""
     lm.use(backend)
     dma_hf.reset_fallback_counts()
@@ -219,10 +242,11 @@ def _evaluate(lm: Any, unit: Mapping[str, Any], backend: Backend, part: TasksPar
     fallbacks = sum(map(Counter, gather_object([dma_hf.fallback_counts()])), Counter[str]())
     record = None
     if PartialState().is_main_process:
+        records = [task_record(name, results, task) for name, task in unit["tasks"].items()]
         record = UnitRecord(
             origin=session.origin(),
             fallbacks=dict(fallbacks),
-            tasks=[task_record(name, results, task) for name, task in unit["tasks"].items()],
+            tasks=[at_length(each, length) for each in records] if length else records,
             groups={name: metric_values(values) for name, values in results.get("groups", {}).items()},
             low_share=_low_share(lm, unit, results["samples"], backend.config),
         )

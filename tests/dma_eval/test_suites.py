@@ -90,7 +90,7 @@ def assert_same(first: Any, second: Any, where: str) -> None:
 
 class TestFiles:
     def test_names(self) -> None:
-        assert suite_names() == ["gsm8k-local", "local-quality", "long-context", "quick", "standard"]
+        assert suite_names() == ["gsm8k-local", "local-quality", "long-context", "quick", "ruler", "standard"]
 
     def test_configs_show_those_of_the_package(self) -> None:
         assert sorted(path.stem for path in (ROOT / "configs/suites").glob("*.toml")) == suite_names()
@@ -156,9 +156,7 @@ class TestFiles:
         assert str(caught.value).startswith(f"--suite: {path}: ")
 
     def test_unknown(self) -> None:
-        with pytest.raises(
-            UserError, match="unknown suite 'fast'; valid: gsm8k-local, local-quality, long-context, quick, standard"
-        ):
+        with pytest.raises(UserError, match=f"unknown suite 'fast'; valid: {', '.join(suite_names())}"):
             load_suite("fast")
 
     def test_no_file(self) -> None:

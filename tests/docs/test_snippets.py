@@ -39,7 +39,7 @@ NOT_RUN = {
     ),
     "docs/guides/scaling.md": Counter({"it downloads Ray": 1, "it needs a Kubernetes cluster": 1}),
     "docs/guides/compile.md": Counter({"needs a GPU": 1}),
-    "docs/guides/evaluation.md": Counter({"needs a GPU": 1}),
+    "docs/guides/evaluation.md": Counter({"needs a GPU": 2}),
     "docs/guides/hub-kernel.md": Counter({"needs the Hub": 1}),
     "README.md": Counter({"continuous integration runs it as it stands": 2}),
 }
