@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from dma_hf import NAME as DMA
 from dma_hf import counted_tiles
 
 from .backends import Backend, activate, in_chunks, needs_chunks
-from .data import Text
+from .data import Text, Window
 from .errors import UserError, one_line
 from .parts import FidelityPart, PerplexityPart
 from .perplexity import compare, cut
@@ -44,31 +45,46 @@ def measure_fidelity(session: Session, text: Text, part: FidelityPart) -> Fideli
     prompt_tokens = context // 2
     if part.prompts:
         loaded.check_positions(prompt_tokens + part.new_tokens, "half of --context with --new-tokens")
-    reference_model = in_fp32(loaded.model)
+    reference_model = cache(lambda: in_fp32(loaded.model))  # needed unless every piece is saved
     chunked = [in_chunks(REFERENCE)] if needs_chunks(loaded.model, session.backends) else []
     runs = [REFERENCE, *chunked, *session.backends]
-    in_full = {"reference_model": reference_model, "references": 1 + len(chunked)}
-    tokens = compare(session, reading, runs, place=("fidelity",), **in_full)
+    in_full: dict[str, Any] = {"reference_model": reference_model, "references": 1 + len(chunked)}
+    tokens = compare(session, reading, runs, place=("fidelity", "tokens"), **in_full)
     results = tokens.backends[1 + len(chunked) :]
     working = [run for run, result in zip(session.backends, results, strict=True) if not result.failure]
     full = [window for window in windows if window.length == context]
-    measured = [window.of(reading.input_ids) for window in full[: part.head_windows]] if working else []
-    heads = head_errors(session, reference_model, measured, working) if measured else []
+    measured = full[: part.head_windows] if working else []
     room = prompt_tokens - len(reading.begins_with)
     halves = [
         replace(window, begin=window.begin + skipped, end=window.begin + skipped + room)
         for skipped in (0, room)
         for window in full
     ]
-    starts = [half.of(reading.input_ids) for half in halves[: part.prompts]]  # second halves if there are few windows
+    prompts = halves[: part.prompts]  # second halves if there are few windows
+
+    def piece(name: str, kind: Any, make: Callable[..., Any], chosen: Sequence[Window], *arguments: Any) -> Any:
+        """Measure something over some windows, or take it from the run's folder."""
+        found, _ = session.piece(
+            kind,
+            lambda: make(session, reference_model(), [each.of(reading.input_ids) for each in chosen], *arguments),
+            *("fidelity", name),
+            backends=working,
+            text=reading.text.sha256,
+            windows=[[each.begin, each.end, each.prefix] for each in chosen],
+            new_tokens=part.new_tokens,
+        )
+        return found
+
     return FidelitySection(
         tokens=tokens,
         dtype=str(loaded.model.dtype).removeprefix("torch."),
         head_windows=len(measured),
-        heads=heads,
+        heads=piece("heads", list[HeadErrors], head_errors, measured, working) if measured else [],
         prompt_tokens=prompt_tokens,
         new_tokens=part.new_tokens,
-        divergence=_divergence(session, reference_model, working, starts, part.new_tokens) if starts else [],
+        divergence=(
+            piece("divergence", list[Divergence], _divergence, prompts, working, part.new_tokens) if prompts else []
+        ),
     )
 
 
@@ -93,10 +109,12 @@ def in_fp32(model: PreTrainedModel) -> PreTrainedModel:
 def _divergence(
     session: Session,
     reference_model: PreTrainedModel,
-    backends: Sequence[Backend],
     prompts: Sequence[Tensor],
+    backends: Sequence[Backend],
     new_tokens: int,
 ) -> list[Divergence]:
+    """Find where the greedy continuations of prompts, each ``[T]``, diverge from those of the reference."""
+
     def tokens_of(model: PreTrainedModel, backend: Backend) -> list[list[int]]:
         activate(model, backend)
         return continued(model, backend, torch.stack(list(prompts)), new_tokens, min_new_tokens=new_tokens)

@@ -12,8 +12,9 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import Annotated, Any
 
 import numpy as np
@@ -28,7 +29,6 @@ import dma_hf
 from .backends import Backend, activate, reference_of
 from .data import Text, Window, leading_tokens, make_windows, tokenize
 from .errors import UserError, one_line
-from .files import Piece
 from .models import LoadedModel
 from .parts import DEFAULT_CONTEXT, PerplexityPart
 from .progress import Progress
@@ -119,7 +119,7 @@ def compare(
     place: tuple[str, ...],
     seed: int | None = None,
     keeps_partial: bool = False,
-    reference_model: PreTrainedModel | None = None,
+    reference_model: Callable[[], PreTrainedModel] | None = None,
     references: int = 1,
 ) -> PerplexitySection:
     """Run every backend on every window. The first one is the reference, or what :func:`reference_of` returns.
@@ -128,43 +128,57 @@ def compare(
     same ``seed``.
 
     A backend that raises or gives logits that are not finite is stopped and marked as failed. The others continue. If
-    the reference fails, KL and agreement of the others are meaningless. The first ``references`` backends run on
-    ``reference_model`` if given, which has the same weights in another dtype. ``keeps_partial`` returns partial results
-    of an interrupted run.
+    the reference fails, KL and agreement of the others are meaningless. If ``reference_model`` is given, the first
+    ``references`` backends run on the model that it returns, which has the same weights in another dtype.
+    ``keeps_partial`` returns partial results of an interrupted run.
     """
-    part, context, input_ids = reading.part, reading.context, reading.input_ids
-    model, store = session.loaded.model, session.store
-    models = [*[reference_model or model] * references, *[model] * (len(backends) - references)]
-    for running, backend in zip(models, backends, strict=True):
-        activate(running, backend)
-    loaded_bytes = allocated(model)
+    part, context, model = reading.part, reading.context, session.loaded.model
     batches = make_batches(reading.windows, part.batch_size)
-    identity = session.identity(*backends, text=reading.text.sha256, seed=seed)
-    session.progress.begin("Measuring", len(backends) * len(reading.windows))
-    done: list[list[Pass]] = []  # of each batch, the pass of each backend
     failed = [False] * len(backends)
     is_first = True
+
+    @cache
+    def running() -> tuple[list[PreTrainedModel], int]:
+        """Return the model of each backend, and the bytes of all. Nothing is loaded if every batch is saved."""
+        first = model if reference_model is None else reference_model()
+        models = [*[first] * references, *[model] * (len(backends) - references)]
+        for each, backend in zip(models, backends, strict=True):
+            activate(each, backend)
+        return models, allocated(model)
+
+    def read_batch(batch: Sequence[Window]) -> list[Pass]:
+        nonlocal failed, is_first
+        models, loaded_bytes = running()
+        ids = torch.stack([window.of(reading.input_ids) for window in batch]).to(model.device)
+        passes = _read_batch(
+            list(zip(models, backends, failed, strict=True)), ids, batch, loaded_bytes, session.progress
+        )
+        failed = [each.failure is not None for each in passes]
+        for each in passes:
+            each.is_first = is_first
+        is_first = False
+        return passes
+
+    session.progress.begin("Measuring", len(backends) * len(reading.windows))
+    done: list[list[Pass]] = []  # of each batch, the pass of each backend
     reused = 0
     try:
         for index, batch in enumerate(batches):
-            identity["windows"] = [[window.begin, window.end, window.first, window.prefix] for window in batch]
-            names = ("parts", *place, str(index))
-            kept = store.load(list[Pass], identity, *names)
-            if kept is not None:
-                done.append(kept.content)
+            passes, is_kept = session.piece(
+                list[Pass],
+                partial(read_batch, batch),
+                *place,
+                str(index),
+                backends=backends,
+                is_final=lambda passes: all(each.failure is None for each in passes),
+                text=reading.text.sha256,
+                seed=seed,
+                windows=[[window.begin, window.end, window.first, window.prefix] for window in batch],
+            )
+            done.append(passes)
+            if is_kept:
                 reused += len(batch)
                 session.progress.advance("from the folder", len(batch) * len(backends))
-                continue
-            ids = torch.stack([window.of(input_ids) for window in batch]).to(model.device)
-            runs = list(zip(models, backends, failed, strict=True))
-            passes = _read_batch(runs, ids, batch, loaded_bytes, session.progress)
-            failed = [each.failure is not None for each in passes]
-            for each in passes:
-                each.is_first = is_first
-            is_first = False
-            done.append(passes)
-            if not any(failed):  # so that the next run tries again
-                store.save(list[Pass], Piece(identity=identity, content=passes), *names)
     except KeyboardInterrupt:
         if not keeps_partial or not done:
             raise
@@ -172,7 +186,7 @@ def compare(
         session.progress.kept(f"{reused:,} of {len(reading.windows):,} windows")
     read = list(itertools.chain.from_iterable(batches[: len(done)]))
     return PerplexitySection(
-        data=reading.text.info(len(input_ids)),
+        data=reading.text.info(len(reading.input_ids)),
         context=context,
         begins_with=reading.begins_with,
         stride=min(part.stride or context, context - len(reading.begins_with)),

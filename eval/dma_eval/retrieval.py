@@ -10,6 +10,7 @@ import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ def default_lengths(max_context: int | None) -> list[int]:
 
 
 def measure_retrieval(
-    session: Session, kind: RetrievalKind, text: Text | None, part: RetrievalPart
+    session: Session, kind: RetrievalKind, part: RetrievalPart, text: Text | None = None
 ) -> RetrievalSection:
     """Ask every backend the same questions. ``kind`` is ``needle``, which needs a text, or ``kv``."""
     loaded = session.loaded
@@ -61,18 +62,34 @@ def measure_retrieval(
     session.progress.begin(f"Asking, {kind}", len(places) * len(session.backends))
     cells: dict[tuple[str, int, float], RetrievalCell] = {}
     failures: dict[str, str] = {}
+    kept = 0
     for length, depth in places:
         seeds = [f"{session.seed} {length} {depth} {sample}" for sample in range(part.samples)]
         asked = [prompts.make(length, depth, random.Random(seed)) for seed in seeds]
+        settings: dict[str, Any] = {"seeds": seeds, "text": None if text is None else text.sha256}
         for backend in session.backends:
             if backend.label not in failures:
                 try:
-                    found = _ask(loaded.model, backend, asked)
-                    cell = RetrievalCell(length=length, depth=depth, samples=part.samples, **found)
-                    cells[backend.label, length, depth] = cell
+                    found, is_kept = session.piece(
+                        dict[str, float],
+                        partial(_ask, loaded.model, backend, asked),
+                        *(f"retrieval, {kind}", backend.label, f"{length}, {depth}"),
+                        backends=[backend],
+                        **settings,
+                    )
+                    cells[backend.label, length, depth] = RetrievalCell(
+                        length=length,
+                        depth=depth,
+                        samples=part.samples,
+                        correct=int(found["correct"]),
+                        nll=found["nll"],
+                    )
+                    kept += is_kept
                 except (RuntimeError, ValueError, TypeError) as error:
                     failures[backend.label] = one_line(error)
             session.progress.advance(backend.label)
+    if kept:
+        session.progress.kept(f"retrieval, {kind}: {kept:,} of {len(places) * len(session.backends):,} parts")
     return RetrievalSection(
         kind=kind,
         lengths=lengths,
@@ -153,7 +170,7 @@ class _Prompts:
 
 
 @torch.inference_mode()
-def _ask(model: PreTrainedModel, backend: Backend, prompts: Sequence[Prompt]) -> dict[str, Any]:
+def _ask(model: PreTrainedModel, backend: Backend, prompts: Sequence[Prompt]) -> dict[str, float]:
     """Ask questions of one length. Return the number of right answers, and the mean loss per token in nats."""
     activate(model, backend)
     correct, losses = 0, []

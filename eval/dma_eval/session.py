@@ -7,7 +7,7 @@ and writes files, prints, and measures everything else. ``PartialState()`` of Ac
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,8 +18,8 @@ from . import console
 from .backends import Backend, with_references
 from .environment import Environment, collect, source_hash
 from .errors import UserError
-from .files import Store
 from .models import LoadedModel, load_model
+from .pieces import Piece, Store
 from .progress import Progress
 from .results import Origin, here_and_now
 
@@ -66,6 +66,7 @@ class Session:
     progress: Progress = field(default_factory=Progress)
     seed: int = 0  # seed of everything random
     environment: Environment = field(default_factory=lambda: collect())  # versions and devices of this process
+    origins: list[Origin] = field(default_factory=list)  # of the pieces that the current section is made of
 
     def __post_init__(self) -> None:
         """Add what caches of a hybrid model are compared with."""
@@ -74,6 +75,28 @@ class Session:
     def origin(self) -> Origin:
         """Return how this process measures."""
         return Origin(**here_and_now(self.environment), seed=self.seed, model=self.loaded.info)
+
+    def piece(
+        self,
+        kind: Any,
+        make: Callable[[], Value],
+        *place: str,
+        backends: Sequence[Backend],
+        is_final: Callable[[Value], bool] = lambda content: True,
+        **settings: Any,
+    ) -> tuple[Value, bool]:
+        """Return a piece of a section, and whether it is from the run's folder. If not, it is made and saved.
+
+        ``kind`` is its type, and ``place`` has the names of its folders and file. What is not final is not saved, so
+        the next run tries again.
+        """
+        identity = self.identity(*backends, **settings)
+        saved = self.store.load(kind, identity, "parts", *place)
+        piece = saved or Piece(identity=identity, origin=self.origin(), content=make())
+        self.origins.append(piece.origin)
+        if saved is None and is_final(piece.content):
+            self.store.save(kind, piece, "parts", *place)
+        return piece.content, saved is not None
 
     def identity(self, *backends: Backend, **settings: Any) -> dict[str, Any]:
         """Return everything that a result depends on, as JSON values: model, code, machine, backends and settings."""

@@ -42,6 +42,9 @@ BIASED = (10 / 32, 26 / 32, 29 / 32)
 """Positions of the biased pairs in each key head, from the fastest of the rotary embedding, 0, to the slowest, 1. Slow
 pairs hardly rotate, so their bias is nearly the same for every token, as in Qwen2."""
 
+Ranges = tuple[list[ChannelRange], list[ChannelRange]]
+"""The largest outlier channel of each layer's keys, and of its queries."""
+
 
 class NoTwinError(ValueError):
     """Hooks cannot change the model in this way."""
@@ -80,8 +83,16 @@ def measure_stress(session: Session, text: Text, part: StressPart) -> StressSect
     how = PerplexityPart(max_windows=part.max_windows, batch_size=part.batch_size)
     reading = cut(loaded, text, how, part.context)
     sample = reading.input_ids[: min(RANGE_TOKENS, loaded.max_context or RANGE_TOKENS)]
+
+    def ranges(twin: Twin) -> Ranges:
+        """Measure the ranges of a twin, which the model is now."""
+        facts: dict[str, Any] = {"text": text.sha256, "tokens": len(sample), "seed": session.seed}
+        place = "stress", twin.name, "ranges"
+        found, _ = session.piece(Ranges, lambda: channel_ranges(loaded.model, sample), *place, backends=(), **facts)
+        return found
+
     try:
-        key_ranges, query_ranges = channel_ranges(loaded.model, sample)
+        key_ranges, query_ranges = ranges(TWINS[0])
         layers = attention_layers(loaded.model, sample)
     except ValueError as error:
         raise UserError(f"{type(loaded.model).__name__} has no twins: {error}") from error
@@ -90,8 +101,7 @@ def measure_stress(session: Session, text: Text, part: StressPart) -> StressSect
         found: dict[str, Any] = {"name": twin.name}
         try:
             with stressed(loaded.model, layers, twin, seed=session.seed):
-                ratios = (max(each.ratio for each in ranges) for ranges in channel_ranges(loaded.model, sample))
-                found["key_ratio"], found["query_ratio"] = ratios
+                found["key_ratio"], found["query_ratio"] = (max(each.ratio for each in of) for of in ranges(twin))
                 place = "stress", twin.name
                 found["tokens"] = compare(session, reading, session.backends, place=place, seed=session.seed)
         except NoTwinError as error:
@@ -123,23 +133,30 @@ def study_thresholds(session: Session, reading: Reading, backend: Backend) -> Th
         replace(backend, label=f"{backend.label}, t = {t}", config=replace(config, skip_threshold=t))
         for t in thresholds
     ]
-    tokens = compare(session, reading, [session.backends[0], *backends], place=("stress", "thresholds", backend.label))
+    place = "stress", "thresholds", backend.label
+    tokens = compare(session, reading, [session.backends[0], *backends], place=place)
     first = reading.windows[0]
-    ids = first.of(reading.input_ids)[None].to(session.loaded.model.device)
-    shares = []
-    for each in backends:
-        activate(session.loaded.model, each)
-        with counted_tiles() as counts:
-            read(session.loaded.model, each, ids, last=1)
-        skipped, examined = (sum(int(layer[:, column].sum()) for layer in counts.values()) for column in range(2))
-        shares.append(skipped / max(examined, 1))
-    return ThresholdStudy(label=backend.label, own=own, thresholds=thresholds, skipped=shares, tokens=tokens)
+
+    def shares() -> list[float]:
+        ids = first.of(reading.input_ids)[None].to(session.loaded.model.device)
+        found = []
+        for each in backends:
+            activate(session.loaded.model, each)
+            with counted_tiles() as counts:
+                read(session.loaded.model, each, ids, last=1)
+            skipped, examined = (sum(int(layer[:, column].sum()) for layer in counts.values()) for column in range(2))
+            found.append(skipped / max(examined, 1))
+        return found
+
+    facts: dict[str, Any] = {"text": reading.text.sha256, "window": [first.begin, first.end, first.prefix]}
+    skipped, _ = session.piece(list[float], shares, *place, "skipped", backends=backends, **facts)
+    return ThresholdStudy(label=backend.label, own=own, thresholds=thresholds, skipped=skipped, tokens=tokens)
 
 
-def channel_ranges(model: PreTrainedModel, tokens: Tensor) -> tuple[list[ChannelRange], list[ChannelRange]]:
+def channel_ranges(model: PreTrainedModel, tokens: Tensor) -> Ranges:
     """Measure the largest outlier channel of each layer's keys and queries over ``tokens``."""
     names = {module: name for name, module in model.named_modules()}
-    found: tuple[list[ChannelRange], list[ChannelRange]] = ([], [])
+    found: Ranges = ([], [])
     for module, (queries, keys) in measure_ranges(model, tokens).items():
         for ranges, channels in zip(found, (keys, queries), strict=True):
             ratios = channels / channels.median(-1, keepdim=True).values.clamp_min(torch.finfo(channels.dtype).tiny)

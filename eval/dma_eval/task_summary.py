@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from .backends import reference_of
 from .environment import portable
 from .parts import TasksPart
-from .results import GroupMetric, MetricResult, MetricValue, Origin, TaskBackend, TaskResult, TaskSection
+from .results import GroupMetric, MetricResult, MetricValue, TaskBackend, TaskResult, TaskSection
 from .session import Session
 
 CONFIDENCE = 0.95
@@ -65,7 +65,6 @@ class TaskRecord:
 class UnitRecord:
     """One backend's answers to one given name, a task or a group."""
 
-    origin: Origin  # how it was measured
     fallbacks: dict[str, int]  # number of calls that ran another attention, by reason
     tasks: list[TaskRecord]  # the tasks of the name
     groups: dict[str, dict[str, float | None]]  # metrics of groups, by group and ``metric,filter``
@@ -141,9 +140,7 @@ def summarize_tasks(
             mean_accuracy=float(np.mean(numbers)) if is_complete else None,
         )
         backends.append(made)
-    origins = [unit.origin for unit in answers.values() if isinstance(unit, UnitRecord)]
     return TaskSection(
-        origin=max(origins, key=lambda each: each.created, default=None),
         asked=[*map(portable, names)],
         limit=part.limit,
         batch_size=part.batch_size,

@@ -28,10 +28,10 @@ from dma_hf import DMAConfig
 
 from .backends import Backend, activate
 from .errors import UserError, one_line
-from .files import Piece
 from .harness import DMALM, BackendFailure
 from .pages import low_share
 from .parts import TasksPart
+from .pieces import Piece
 from .results import TaskSection
 from .ruler import at_length, title
 from .ruler import load as load_at_length
@@ -134,6 +134,7 @@ def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSe
         (piece,) = broadcast_object_list([saved])
         if piece is not None:
             answers[unit] = piece.content
+            session.origins.append(piece.origin)
     # Load all data before all evaluations, so that missing data are an error now and not hours later.
     missing = [called for called in asked if any((backend.label, called) not in answers for backend in backends)]
     if part.lengths and missing:  # some draw from a generator of their own: the same prompts need the same order
@@ -152,9 +153,11 @@ def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSe
         try:
             with _remembered(lm, partial) as remembering:
                 record = _evaluate(remembering, units[name], backend, part, session, asked[name][1])
+            piece = Piece(identity=identities[unit], origin=session.origin(), content=record)
             if processes.is_main_process:
-                store.save(UnitRecord, Piece(identity=identities[unit], content=record), FOLDER, *unit)
+                store.save(UnitRecord, piece, FOLDER, *unit)
             answers[unit] = record
+            session.origins.append(piece.origin)
         except BackendFailure as error:
             answers[unit] = str(error)
         except sqlite3.Error as error:  # the disk is full, or the file is damaged
@@ -244,7 +247,6 @@ def _evaluate(
     if PartialState().is_main_process:
         records = [task_record(name, results, task) for name, task in unit["tasks"].items()]
         record = UnitRecord(
-            origin=session.origin(),
             fallbacks=dict(fallbacks),
             tasks=[at_length(each, length) for each in records] if length else records,
             groups={name: metric_values(values) for name, values in results.get("groups", {}).items()},

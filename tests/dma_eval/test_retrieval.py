@@ -22,7 +22,7 @@ Run = Callable[..., Any]
 
 
 def ask(loaded: LoadedModel, backends: Sequence[Backend], **options: Any) -> RetrievalSection:
-    return measure_retrieval(Session(loaded, backends), "kv", None, RetrievalPart(**options))
+    return measure_retrieval(Session(loaded, backends), "kv", RetrievalPart(**options))
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ from typing import Any
 import lm_eval
 import pytest
 from dma_eval.backends import parse_backends
-from dma_eval.files import Store
 from dma_eval.models import LoadedModel
 from dma_eval.parts import TasksPart, load_suite
+from dma_eval.pieces import Store
 from dma_eval.results import TaskSection
 from dma_eval.ruler import at_length
 from dma_eval.session import Session

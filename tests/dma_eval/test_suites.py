@@ -293,8 +293,8 @@ class TestRun:
             patch.setattr("dma_eval.run.measure_retrieval", mock.Mock(side_effect=TypeError))
             assert suite(*attn).exit_code == 1  # as if it were cut off in the last part
         before = read_report(tmp_path / "run/results.json")
-        for name in ("measure_perplexity", "measure_fidelity"):
-            monkeypatch.setattr(f"dma_eval.run.{name}", lambda *_, **__: pytest.fail("measured again"))
+        for name in ("perplexity._read_batch", "fidelity.in_fp32", "fidelity.head_errors", "fidelity._divergence"):
+            monkeypatch.setattr(f"dma_eval.{name}", lambda *_, **__: pytest.fail("measured again"))
         result = suite(*attn)
         assert result.exit_code == 0, result.output
         assert result.stderr.count("taken from the folder") == 3 + 2  # perplexity twice, fidelity, and two task units
@@ -344,7 +344,7 @@ class TestRun:
         (tmp_path / "mine.toml").write_text("[perplexity]\ncontexts = [128]\nmax_windows = 1\n", encoding="utf-8")
         suite("--attn", "sdpa")
         files = list((tmp_path / "run/parts").rglob("*.json"))
-        assert len(files) == 2  # the part, and its window
+        assert len(files) == 1  # its window
         for file in files:
             file.write_text(file.read_text(encoding="utf-8")[:300], encoding="utf-8")
         result = suite("--attn", "sdpa")

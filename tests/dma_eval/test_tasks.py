@@ -15,10 +15,11 @@ import yaml
 from dma_eval import tasks as tasks_module
 from dma_eval.backends import Backend, parse_backends
 from dma_eval.errors import UserError
-from dma_eval.files import Store, slug
+from dma_eval.files import slug
 from dma_eval.models import LoadedModel
 from dma_eval.pages import task_page
 from dma_eval.parts import TasksPart
+from dma_eval.pieces import Store
 from dma_eval.progress import Progress
 from dma_eval.results import Report, TaskResult, TaskSection, read_report
 from dma_eval.session import Session
