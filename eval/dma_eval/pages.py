@@ -182,10 +182,7 @@ def too_short(section: PerplexitySection) -> list[str]:
 def perplexity_page(section: PerplexitySection) -> Page:
     """Show perplexity: one row per backend."""
     title = f"Perplexity at context {section.context:,}"
-    shown = {
-        name: cell for name, cell in COLUMNS.items() if name != "peak memory" or section.memory_kind != "process_rss"
-    }
-    return Page(title, [make_table(shown, section.backends)], _lines("perplexity", section), warnings(section))
+    return Page(title, [make_table(COLUMNS, section.backends)], _lines("perplexity", section), warnings(section))
 
 
 def task_page(section: TaskSection) -> Page:

@@ -86,9 +86,15 @@ def measure_stress(session: Session, text: Text, part: StressPart) -> StressSect
 
     def ranges(twin: Twin) -> Ranges:
         """Measure the ranges of a twin, which the model is now."""
-        facts: dict[str, Any] = {"text": text.sha256, "tokens": len(sample), "seed": session.seed}
-        place = "stress", twin.name, "ranges"
-        found, _ = session.piece(Ranges, lambda: channel_ranges(loaded.model, sample), *place, backends=(), **facts)
+        found, _ = session.piece(
+            Ranges,
+            lambda: channel_ranges(loaded.model, sample),
+            *("stress", twin.name, "ranges"),
+            backends=(),
+            text=text.sha256,
+            tokens=len(sample),
+            seed=session.seed,
+        )
         return found
 
     try:

@@ -130,8 +130,9 @@ class TestJson:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            (lambda v: v.update(schema_version=99), f"expected schema_version {SCHEMA_VERSION} or older, got 99"),
-            (lambda v: v.pop("schema_version"), f"expected schema_version {SCHEMA_VERSION} or older, got None"),
+            (lambda v: v.update(schema_version=99), f"expected schema_version {SCHEMA_VERSION}, got 99"),
+            (lambda v: v.update(schema_version=9), f"expected schema_version {SCHEMA_VERSION}, got 9; measure it again"),
+            (lambda v: v.pop("schema_version"), f"expected schema_version {SCHEMA_VERSION}, got None"),
             (lambda v: v.pop("seed"), "seed: Field required"),
             (lambda v: v.update(seed="0"), "seed: Input should be a valid integer, got '0'"),
             (lambda v: v.update(seed=True), "seed: Input should be a valid integer, got True"),
@@ -160,7 +161,7 @@ class TestJson:
         [
             (None, "cannot read the report"),
             ("{", "is not JSON"),
-            ("[]", f"expected schema_version {SCHEMA_VERSION} or older, got None"),
+            ("[]", f"expected schema_version {SCHEMA_VERSION}, got None"),
         ],
     )
     def test_no_report(self, tmp_path: Path, content: str | None, message: str) -> None:

@@ -98,18 +98,13 @@ class TestSections:
         measure("-c", 256, "--json", tmp_path / "r.json")
         assert [section.context for section in read_report(tmp_path / "r.json").perplexity] == [256]
 
-    def test_of_an_older_file_keep_its_date_and_machine(self, measure: Run, out: Path) -> None:
+    def test_are_not_added_to_a_file_of_an_older_version(self, ppl: Run, measure: Run, out: Path, refused: Any) -> None:
         measure()
-        values = json.loads((out / "results.json").read_text(encoding="utf-8"))
-        values |= {"schema_version": 8, "created": "2001-01-01T00:00:00+00:00", "command": "dma-hf ppl old"}
-        del values["perplexity"][0]["origin"]
-        (out / "results.json").write_text(json.dumps(values), encoding="utf-8")
-        measure("-c", 256)
-        old, new = read_report(out).perplexity
-        assert old.origin is not None
-        assert new.origin is not None
-        assert (old.origin.created[:4], old.origin.command) == ("2001", "dma-hf ppl old")
-        assert new.origin.command != "dma-hf ppl old"
+        file = out / "results.json"
+        file.write_text(file.read_text(encoding="utf-8").replace('"schema_version": 10', '"schema_version": 9'))
+        before = file.read_bytes()
+        assert "name another folder" in refused(ppl("-c", 256, "--out", out))
+        assert file.read_bytes() == before
 
     def test_interrupted_ones_do_not_replace_complete_ones(self, measure: Run, out: Path) -> None:
         measure()
