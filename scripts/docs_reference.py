@@ -14,7 +14,7 @@ from types import ModuleType
 import dma_eval.cli
 import dma_kernels
 import typer
-from dma_eval.render import table
+from dma_eval.show.render import table
 from dma_kernels import Recipe
 from typer.cli import get_docs_for_click
 

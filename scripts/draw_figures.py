@@ -18,8 +18,8 @@ import typer
 import update_docs
 from dma_eval.bench.capture import capture_layers, choose_layers
 from dma_eval.bench.inputs import Inputs
-from dma_eval.data import load_text, tokenize
-from dma_eval.models import load_model
+from dma_eval.load.data import load_text, tokenize
+from dma_eval.load.models import load_model
 from dma_kernels import BLOCK_FORMATS, TILE, Recipe, hadamard_rotate, key_mean, quantize
 from dma_kernels.numerics.geometry import SKIP_BLOCK
 from dma_kernels.reference.operands import prepare_operands

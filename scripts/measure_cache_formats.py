@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from dma_eval.stress import TWINS, stressed
+from dma_eval.measures.stress import TWINS, stressed
 from dma_kernels import Recipe
 from dma_kernels.cache.formats import VALUE_GROUP, CacheFormat, quantize_keys, quantize_values
 from dma_kernels.numerics.formats import TILE

@@ -19,12 +19,12 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from dma_eval.backends import Backend
 from dma_eval.bench.generate import build_model, never_stopping
 from dma_eval.bench.inputs import random_inputs
 from dma_eval.bench.prefill import parse_implementations, prepare
 from dma_eval.bench.results import PrefillShape
 from dma_eval.bench.timing import FAILURES, Run
+from dma_eval.load.backends import Backend
 from study import Out, Writer
 from torch import Tensor
 from transformers import PreTrainedModel

@@ -19,7 +19,7 @@ from unittest import mock
 import numpy as np
 import torch
 import typer
-from dma_eval.stress import TWINS, Twin, stressed
+from dma_eval.measures.stress import TWINS, Twin, stressed
 from dma_kernels import Recipe
 from dma_kernels.numerics.formats import TILE
 from dma_kernels.numerics.geometry import SKIP_BLOCK, AttentionGeometry

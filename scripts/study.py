@@ -12,12 +12,12 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from dma_eval.data import Window, full_windows, leading_tokens, load_text, tokenize
 from dma_eval.environment import portable
-from dma_eval.models import load_model
-from dma_eval.perplexity import score
+from dma_eval.load.data import Window, full_windows, leading_tokens, load_text, tokenize
+from dma_eval.load.models import load_model
+from dma_eval.measures.perplexity import score
+from dma_eval.measures.stress import RANGE_TOKENS, attention_layers
 from dma_eval.results import here_and_now
-from dma_eval.stress import RANGE_TOKENS, attention_layers
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 

@@ -9,7 +9,7 @@ reference) are null.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -21,6 +21,7 @@ from pydantic import Field
 from .environment import Environment, collect, command_line
 from .errors import UserError
 from .files import parse
+from .names import TILE
 
 SCHEMA_VERSION = 10
 RESULTS = "results.json"
@@ -459,6 +460,19 @@ def merged(previous: Report, new: Report) -> Report:
     for name, own in sections.items():
         sections[name] = [*(old for old in getattr(previous, name) if not is_replaced(old, own)), *own]
     return replace(new, **sections, generations=new.generations or previous.generations)
+
+
+def low_share(lengths: Sequence[int], config: Mapping[str, Any]) -> float:
+    """Return the share of the keys that the queries of causal sequences see which are in low tiles.
+
+    Windows are ignored.
+    """
+    band = config["sink_tiles"] + config["diagonal_tiles"]
+    low = 0
+    for length in lengths:
+        for begin in range((band + 1) * TILE, length, TILE):
+            low += (begin - band * TILE) * (min(length, begin + TILE) - begin)
+    return low / sum(length * (length + 1) // 2 for length in lengths)
 
 
 def backend_configs(report: Report) -> dict[str, dict[str, Any]]:

@@ -13,22 +13,21 @@ from typing import Any
 
 from accelerate.state import PartialState
 
-from . import console
-from .backends import Backend
-from .commands import options
-from .data import Text, load_text
+from . import console, options
+from .config import Suite
 from .errors import UserError, one_line
-from .fidelity import measure_fidelity
 from .files import make_folder, write_json
-from .pages import PAGES
-from .parts import Suite
-from .perplexity import default_context, measure_perplexity
+from .load.backends import Backend
+from .load.data import Text, load_text
+from .measures.fidelity import measure_fidelity
+from .measures.perplexity import default_context, measure_perplexity
+from .measures.retrieval import measure_retrieval
+from .measures.stress import measure_stress
 from .pieces import Store
-from .render import write_run
 from .results import RESULTS, SECTIONS, Report, RetrievalKind, has_failures, here_and_now, merged, read_report
-from .retrieval import measure_retrieval
 from .session import Session, join_processes, load
-from .stress import measure_stress
+from .show.pages import PAGES
+from .show.render import write_run
 
 FAILURES = (UserError, RuntimeError, ValueError, TypeError)
 """Exceptions of a part that cannot be measured: invalid input, or an error of a model or a library."""
@@ -63,7 +62,7 @@ class Run:
             with console.working(f"Reading {name}"):
                 self._texts[name] = load_text(name, **how)
         if suite.tasks is not None:
-            from .tasks import find_tasks  # the import takes seconds, and a run without tasks does not need it
+            from .measures.tasks import find_tasks  # the import takes seconds, and a run without tasks does not need it
 
             with console.working("Looking for the tasks"):
                 self._names = find_tasks(suite.tasks.names, include_path)
@@ -95,7 +94,7 @@ class Run:
         if (tasks := suite.tasks) is not None:
             lengths = _fitting("tasks", tasks.lengths, limit)
             if lengths or not tasks.lengths:
-                from .tasks import measure_tasks
+                from .measures.tasks import measure_tasks
 
                 measure = partial(measure_tasks, tasks=self._names)
                 yield section("tasks", measure, replace(tasks, lengths=lengths), reads=False)

@@ -9,22 +9,20 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from accelerate.state import PartialState
 
 from . import console
-from .backends import Backend, with_references
 from .environment import Environment, collect, source_hash
 from .errors import UserError
-from .models import LoadedModel, load_model
+from .load.backends import Backend, with_references
+from .load.models import LoadedModel, load_model
+from .options import LoadOptions
 from .pieces import Piece, Store
 from .progress import Progress
 from .results import Origin, here_and_now
-
-if TYPE_CHECKING:
-    from .commands.options import LoadOptions
 
 COMPUTING = ("dma-hf", "lm-eval", "transformers", "torch")
 """Packages whose versions affect results."""

@@ -12,9 +12,9 @@ import torch
 from dma_eval.bench import generate
 from dma_eval.bench.generate import build_model, cache_bytes, measure, parse_runs
 from dma_eval.commands.bench_options import GenerateOptions
-from dma_eval.data import tokenize
 from dma_eval.errors import UserError
-from dma_eval.models import load_model
+from dma_eval.load.data import tokenize
+from dma_eval.load.models import load_model
 
 from dma_hf.config import cache_of
 from dma_hf.integrations.cache_argument import CACHE_ARGUMENT

@@ -19,7 +19,7 @@ from dma_eval.bench.prefill import _time_calls, measure_layers, parse_implementa
 from dma_eval.bench.results import ModelInputs, PrefillResult, PrefillShape
 from dma_eval.bench.shown import prefill_tables
 from dma_eval.errors import UserError
-from dma_eval.models import LoadedModel, ModelSource, load_model
+from dma_eval.load.models import LoadedModel, ModelSource, load_model
 from tiny_models import FAMILIES
 from torch import Tensor
 from torch.nn import functional as F

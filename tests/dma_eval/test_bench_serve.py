@@ -11,13 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from dma_eval.backends import parse_backends
 from dma_eval.bench import serve
 from dma_eval.bench.generate import SHAPES, build_model
 from dma_eval.bench.requests import Request, parse_requests
 from dma_eval.bench.results import ServeResult
 from dma_eval.bench.serve import measure, parse_served
 from dma_eval.errors import UserError
+from dma_eval.load.backends import parse_backends
 
 pytest.importorskip("transformers.generation.continuous_batching.cache_allocators", reason="before Transformers 5.23")
 CPU = torch.device("cpu")

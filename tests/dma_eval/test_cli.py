@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import typer
 from dma_eval.command import REQUIRED, add_command, option
-from dma_eval.commands.options import DEFAULT_ATTN, QualityOptions
 from dma_eval.errors import UserError, one_line
 from dma_eval.files import prepare_file, write_text
+from dma_eval.options import DEFAULT_ATTN, QualityOptions
 from dma_eval.results import read_report
 
 Run = Callable[..., Any]

@@ -11,14 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dma_eval import environment, plots
+from dma_eval import environment
 from dma_eval.errors import UserError
 from dma_eval.files import write_json as write
-from dma_eval.models import LoadedModel
+from dma_eval.load.models import LoadedModel
 from dma_eval.names import PRESETS
-from dma_eval.pages import COLUMNS, format_kl, number, perplexity_page, warnings
-from dma_eval.plots import line_styles, plot_positions, plot_stress
-from dma_eval.render import Plot, cache_of, measured, to_html, to_markdown
 from dma_eval.results import (
     SCHEMA_VERSION,
     BackendResult,
@@ -30,6 +27,10 @@ from dma_eval.results import (
     here_and_now,
     read_report,
 )
+from dma_eval.show import plots
+from dma_eval.show.pages import COLUMNS, format_kl, number, perplexity_page, warnings
+from dma_eval.show.plots import line_styles, plot_positions, plot_stress
+from dma_eval.show.render import Plot, cache_of, measured, to_html, to_markdown
 from PIL import Image
 
 FAILED = BackendResult(label="broken", implementation="broken", config=None, failure="NaN | somewhere")
@@ -131,7 +132,7 @@ class TestJson:
         ("change", "message"),
         [
             (lambda v: v.update(schema_version=99), f"expected schema_version {SCHEMA_VERSION}, got 99"),
-            (lambda v: v.update(schema_version=9), f"expected schema_version {SCHEMA_VERSION}, got 9; measure it again"),
+            (lambda v: v.update(schema_version=9), f"expected schema_version {SCHEMA_VERSION}, got 9; measure"),
             (lambda v: v.pop("schema_version"), f"expected schema_version {SCHEMA_VERSION}, got None"),
             (lambda v: v.pop("seed"), "seed: Field required"),
             (lambda v: v.update(seed="0"), "seed: Input should be a valid integer, got '0'"),

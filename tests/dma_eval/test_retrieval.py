@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from dma_eval.backends import Backend, parse_backends
-from dma_eval.data import Text
-from dma_eval.models import LoadedModel
-from dma_eval.pages import retrieval_page
-from dma_eval.parts import RetrievalPart
+from dma_eval.config import RetrievalPart
+from dma_eval.load.backends import Backend, parse_backends
+from dma_eval.load.data import Text
+from dma_eval.load.models import LoadedModel
+from dma_eval.measures.retrieval import _Prompts, default_lengths, measure_retrieval
 from dma_eval.results import RetrievalSection, read_report
-from dma_eval.retrieval import _Prompts, default_lengths, measure_retrieval
 from dma_eval.session import Session
+from dma_eval.show.pages import retrieval_page
 
 Run = Callable[..., Any]
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import lm_eval
 import pytest
-from dma_eval.backends import parse_backends
-from dma_eval.models import LoadedModel
-from dma_eval.parts import TasksPart, load_suite
+from dma_eval.config import TasksPart, load_suite
+from dma_eval.load.backends import parse_backends
+from dma_eval.load.models import LoadedModel
+from dma_eval.measures.ruler import at_length
+from dma_eval.measures.task_summary import TaskRecord
+from dma_eval.measures.tasks import find_tasks, measure_tasks
 from dma_eval.pieces import Store
 from dma_eval.results import TaskSection
-from dma_eval.ruler import at_length
 from dma_eval.session import Session
-from dma_eval.task_summary import TaskRecord
-from dma_eval.tasks import find_tasks, measure_tasks
 
 RULER = Path(lm_eval.__file__).parent / "tasks" / "ruler"
 Evaluate = Callable[..., TaskSection]

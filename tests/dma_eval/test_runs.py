@@ -14,19 +14,18 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
-from dma_eval import card as card_module
-from dma_eval.card import make_card
 from dma_eval.errors import UserError
 from dma_eval.files import parse, write_json
-from dma_eval.models import load_model
-from dma_eval.render import write_run
+from dma_eval.load.models import load_model
+from dma_eval.measures.stress import TWINS
 from dma_eval.results import (
-    SCHEMA_VERSION,
     SECTIONS,
     Report,
     read_report,
 )
-from dma_eval.stress import TWINS
+from dma_eval.show import card as card_module
+from dma_eval.show.card import make_card
+from dma_eval.show.render import write_run
 from huggingface_hub import ModelCard
 from PIL import Image
 

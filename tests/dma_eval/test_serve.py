@@ -21,10 +21,10 @@ from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
 import pytest
-from dma_eval.backends import activate, parse_backends
 from dma_eval.commands import serve
 from dma_eval.errors import UserError
-from dma_eval.models import batching_settings, load_model
+from dma_eval.load.backends import activate, parse_backends
+from dma_eval.load.models import batching_settings, load_model
 from transformers import GenerationConfig
 
 pytest.importorskip("transformers.generation.continuous_batching.cache_allocators", reason="before Transformers 5.23")

@@ -13,11 +13,12 @@ from unittest import mock
 
 import pytest
 import torch
-from dma_eval import console, fidelity
-from dma_eval.backends import default_names
-from dma_eval.data import load_text
+from dma_eval import console
+from dma_eval.config import PARTS, load_suite, parse_suite, suite_names
 from dma_eval.errors import UserError
-from dma_eval.parts import PARTS, load_suite, parse_suite, suite_names
+from dma_eval.load.backends import default_names
+from dma_eval.load.data import load_text
+from dma_eval.measures import fidelity
 from dma_eval.results import read_report
 
 Run = Callable[..., Any]
@@ -103,7 +104,7 @@ class TestFiles:
 
     @pytest.mark.slow
     def test_tasks_exist(self) -> None:
-        from dma_eval.tasks import find_tasks
+        from dma_eval.measures.tasks import find_tasks
 
         names = [load_suite(name).tasks.names for name in suite_names() if "local" not in name]  # type: ignore[union-attr]
         assert find_tasks([name for group in names for name in group]).names

@@ -13,11 +13,11 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dma_eval import console
-from dma_eval.data import full_windows, leading_tokens
 from dma_eval.environment import portable
 from dma_eval.errors import UserError, one_line
-from dma_eval.models import LoadedModel
-from dma_eval.reading import takes_last
+from dma_eval.load.data import full_windows, leading_tokens
+from dma_eval.load.models import LoadedModel
+from dma_eval.load.reading import takes_last
 from dma_hf.integrations.attention_name import attention_name
 
 from .inputs import Inputs, embedded

@@ -17,9 +17,9 @@ from transformers import LlamaConfig
 from transformers.utils import is_optimum_quanto_available
 
 from dma_eval import console
-from dma_eval.backends import DEFAULT_PRESET, Backend, parse_compared
-from dma_eval.baselines import quantized_cache
 from dma_eval.errors import UserError, one_line
+from dma_eval.load.backends import DEFAULT_PRESET, Backend, parse_compared
+from dma_eval.load.baselines import quantized_cache
 from dma_eval.names import DECODE_PEERS, DMA, FORMAT_SUFFIXES, PEER_SUFFIXES
 from dma_hf import DMAConfig
 
@@ -32,7 +32,7 @@ PREALLOCATED = ("sdpa", "sdpa:flash")
 DYNAMIC = "sdpa:dynamic"
 """SDPA after Transformers' ``DynamicCache`` concatenates the old keys and the new one."""
 QUANTIZED = tuple(f"sdpa{suffix}" for suffix in PEER_SUFFIXES)
-"""SDPA after Transformers' ``QuantizedCache``, by the suffixes of :data:`dma_eval.baselines.QUANTIZED`. Each token
+"""SDPA after Transformers' ``QuantizedCache``, by the suffixes of :data:`dma_eval.load.baselines.QUANTIZED`. Each token
 dequantizes the whole cache. HQQ and quanto also quantize it again at every 128th token, which is not timed."""
 ROOM = 256
 """Spare tokens for the runs, each of which appends one. They count as memory of a packed cache."""
@@ -127,7 +127,7 @@ def default_names() -> list[str]:
 
 
 def parse_implementations(names: Sequence[str]) -> list[Backend]:
-    """Resolve names as given on the command line; see :func:`dma_eval.backends.parse_compared`.
+    """Resolve names as given on the command line; see :func:`dma_eval.load.backends.parse_compared`.
 
     Raises:
         UserError: A configuration has no cache.

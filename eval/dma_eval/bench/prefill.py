@@ -18,8 +18,8 @@ from torch import Tensor
 
 import dma_hf
 from dma_eval import console
-from dma_eval.backends import Backend, parse_compared
 from dma_eval.errors import UserError, one_line
+from dma_eval.load.backends import Backend, parse_compared
 from dma_eval.names import DMA
 
 from .inputs import Inputs, exact_rows, random_inputs, with_outlying_channels
@@ -86,7 +86,7 @@ def default_names(device: torch.device) -> list[str]:
 
 
 def parse_implementations(names: Sequence[str]) -> list[Backend]:
-    """Resolve names as given on the command line; see :func:`dma_eval.backends.parse_compared`."""
+    """Resolve names as given on the command line; see :func:`dma_eval.load.backends.parse_compared`."""
     return parse_compared(names, "--attn", tuple(PEERS))
 
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from dma_eval.backends import Backend, activate, parse_backends
 from dma_eval.errors import UserError, one_line
-from dma_eval.models import batching_settings
+from dma_eval.load.backends import Backend, activate, parse_backends
+from dma_eval.load.models import batching_settings
 from dma_eval.names import refuse_repeats
 from dma_hf.integrations.manager import ContinuousBatchingManager, PagedAttentionCache, WorkloadHints
 
@@ -37,7 +37,7 @@ def parse_served(names: Sequence[str]) -> list[Backend]:
     """Resolve what is compared: backends, and :data:`~dma_eval.bench.vllm_engine.VLLM` by its names.
 
     Raises:
-        UserError: As for :func:`dma_eval.backends.parse_backends`; or vLLM is named twice.
+        UserError: As for :func:`dma_eval.load.backends.parse_backends`; or vLLM is named twice.
     """
     peers = [name for name in names if name in VLLM]
     if peers:

@@ -10,8 +10,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
-from dma_eval.pages import MISSING, Columns, Table, make_table, number, of, share
-from dma_eval.plots import WIDTH, legend_below, line_styles, make_figure, tidy
+from dma_eval.show.pages import MISSING, Columns, Table, make_table, number, of, share
+from dma_eval.show.plots import WIDTH, legend_below, line_styles, make_figure, tidy
 
 from .results import DecodeResult, GenerateReport, GenerateResult, PrefillResult, ServeResult, SpeedResult, UrlResult
 

@@ -14,9 +14,8 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dma_eval import console
+from dma_eval import console, options
 from dma_eval.bench.results import DecodeReport, GenerateReport, PrefillReport, ServeReport, UrlReport
-from dma_eval.commands import options
 from dma_eval.commands.bench_options import (
     CPU_REQUESTS,
     REQUESTS,
@@ -35,8 +34,8 @@ from dma_eval.results import Results, here_and_now
 if TYPE_CHECKING:
     import torch
 
-    from dma_eval.models import LoadedModel
-    from dma_eval.pages import Table
+    from dma_eval.load.models import LoadedModel
+    from dma_eval.show.pages import Table
 
 Report = PrefillReport | DecodeReport | GenerateReport | ServeReport
 Plot = Callable[[Any, str, Path], None]
@@ -69,7 +68,7 @@ def time_prefill(args: PrefillOptions) -> int:
         from dma_eval.bench import prefill
         from dma_eval.bench.capture import captured_calls
         from dma_eval.bench.shown import plot_prefill, prefill_tables
-        from dma_eval.models import parse_device
+        from dma_eval.load.models import parse_device
 
     backends = prefill.parse_implementations(args.attn or prefill.default_names(parse_device(args.device)))
     reader = None if args.inputs is None else _load_reader(args, "inputs")
@@ -118,8 +117,8 @@ def _given(args: BenchOptions, *names: str) -> list[str]:
 
 def _load_reader(args: PrefillOptions | GenerateOptions, option: str) -> tuple[LoadedModel, torch.Tensor]:
     """Load the model that an option names, and tokenize the text."""
-    from dma_eval.data import load_text, tokenize
-    from dma_eval.models import load_model
+    from dma_eval.load.data import load_text, tokenize
+    from dma_eval.load.models import load_model
 
     assert args.data is not None  # which every command has checked
     name = getattr(args, option)
@@ -184,7 +183,7 @@ def time_generate(args: GenerateOptions) -> int:
     with console.starting():
         from dma_eval.bench import generate
         from dma_eval.bench.shown import generate_tables
-        from dma_eval.data import leading_tokens
+        from dma_eval.load.data import leading_tokens
 
     runs = generate.parse_runs(args.runs or generate.default_runs())
     device, dtype, facts = _look(args)
@@ -261,7 +260,7 @@ def time_serve(args: ServeOptions) -> int:
         from dma_eval.bench.generate import build_model, weight_bytes
         from dma_eval.bench.requests import parse_requests
         from dma_eval.bench.shown import plot_serve, serve_table
-        from dma_eval.models import load_model
+        from dma_eval.load.models import load_model
 
     backends = serve.parse_served(args.attn)
     device, dtype, facts = _look(args)
@@ -334,7 +333,7 @@ def _look(args: BenchOptions) -> tuple[torch.device, torch.dtype, dict[str, Any]
     import torch
 
     from dma_eval.bench.timing import look_at
-    from dma_eval.models import parse_device
+    from dma_eval.load.models import parse_device
 
     device = parse_device(args.device)
     torch.manual_seed(args.seed)
@@ -356,7 +355,7 @@ def _reference_runs(args: BenchOptions, report: Report) -> list[str]:
     import torch
     from dma_kernels.runtime.chip import resolve_backend
 
-    from dma_eval.models import parse_device
+    from dma_eval.load.models import parse_device
 
     device, dtype = parse_device(args.device), getattr(torch, args.dtype)
     ran = {result.label: result.config for result in report.results if result.failure is None}
@@ -375,8 +374,8 @@ def _reference_runs(args: BenchOptions, report: Report) -> list[str]:
 def _finish(args: BenchOptions, report: Report, title: str, tables: list[Table], plot: Plot | None = None) -> int:
     """Show tables and failures, write and draw them, and name the files. Return 1 if nothing ran somewhere, else 0."""
     from dma_eval.bench.shown import failures, place_of
-    from dma_eval.pages import Page
-    from dma_eval.render import page_to_markdown
+    from dma_eval.show.pages import Page
+    from dma_eval.show.render import page_to_markdown
 
     files = _files(args)
     page = Page(title, tables, warnings=failures(report.results) + _reference_runs(args, report))

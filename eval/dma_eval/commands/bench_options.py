@@ -8,11 +8,11 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from dma_eval import options
 from dma_eval.bench.requests import parse_requests
 from dma_eval.bench.results import DecodeShape, PrefillShape
 from dma_eval.bench.shapes import DOCUMENTS, parse_heads, parse_shape, parse_size
 from dma_eval.command import option
-from dma_eval.commands import options
 from dma_eval.names import check_yarn
 
 if TYPE_CHECKING:

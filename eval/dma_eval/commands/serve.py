@@ -15,15 +15,14 @@ from typing import TYPE_CHECKING, Literal
 
 from rich.markup import escape
 
-from dma_eval import console
+from dma_eval import console, options
 from dma_eval.command import argument, option
-from dma_eval.commands import options
 from dma_eval.errors import UserError
 from dma_eval.files import prepare_file
 from dma_eval.names import API_KEY_VARIABLE, DMA, check_names, is_file, parse_source, split_suffix
 
 if TYPE_CHECKING:
-    from dma_eval.backends import Backend
+    from dma_eval.load.backends import Backend
     from dma_eval.serving.settings import Settings
 
 NEEDED = ("fastapi", "uvicorn", "openai")
@@ -163,8 +162,8 @@ def serve(args: ServeOptions) -> int:
     else:
         args = _for_cluster(args)
     with console.starting():
-        from dma_eval.backends import parse_backends
         from dma_eval.environment import need_transformers
+        from dma_eval.load.backends import parse_backends
 
         if args.continuous_batching:
             need_transformers("5.18", "serve --continuous-batching")

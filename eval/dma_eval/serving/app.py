@@ -23,9 +23,9 @@ from starlette.exceptions import HTTPException
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from dma_eval.backends import Backend, activate, parse_backends
 from dma_eval.errors import UserError, one_line
-from dma_eval.models import LoadedModel, batching_settings, load_model
+from dma_eval.load.backends import Backend, activate, parse_backends
+from dma_eval.load.models import LoadedModel, batching_settings, load_model
 from dma_eval.names import DMA, FORMAT_SUFFIXES, split_suffix
 from dma_hf import DMAConfig
 from dma_hf.config import settings_of

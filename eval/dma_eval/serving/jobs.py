@@ -20,7 +20,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProce
 from transformers.generation.streamers import BaseStreamer
 
 from dma_eval.errors import UserError, one_line
-from dma_eval.models import LoadedModel
+from dma_eval.load.models import LoadedModel
 from dma_hf.integrations.serving import response_events_to_chunks
 
 from .checks import ApiError, GenerationRequest

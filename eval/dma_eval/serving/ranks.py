@@ -16,7 +16,7 @@ import ray
 import torch
 from torch import distributed
 
-from dma_eval.models import parse_device
+from dma_eval.load.models import parse_device
 
 from .app import load
 from .jobs import Batched

@@ -14,7 +14,7 @@ from jinja2 import TemplateError
 from transformers import GenerationConfig
 
 from dma_eval.errors import one_line
-from dma_eval.models import LoadedModel
+from dma_eval.load.models import LoadedModel
 from dma_hf.integrations.serving import (
     ChatCompletionHandler,
     CompletionHandler,

@@ -26,13 +26,12 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
+from dma_eval import console
+from dma_eval.environment import portable
+from dma_eval.errors import UserError, one_line
+from dma_eval.names import ModelSource, check_device, check_loading, parse_source
+from dma_eval.results import ModelInfo
 from dma_hf.integrations.commit_hash import commit_of
-
-from . import console
-from .environment import portable
-from .errors import UserError, one_line
-from .names import ModelSource, check_device, check_loading, parse_source
-from .results import ModelInfo
 
 GIB = 1 << 30
 UNLOADABLE = (

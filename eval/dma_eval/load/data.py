@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .environment import portable
-from .errors import UserError, one_line
-from .parts import PerplexityPart
-from .results import DataInfo
+from dma_eval.config import PerplexityPart
+from dma_eval.environment import portable
+from dma_eval.errors import UserError, one_line
+from dma_eval.results import DataInfo
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import tomli_w
 
-from .environment import Environment
-from .errors import UserError, one_line
-from .files import make_folder, slug
-from .names import DYNAMIC, reads_cache
+from dma_eval.environment import Environment
+from dma_eval.errors import UserError, one_line
+from dma_eval.files import make_folder, slug
+from dma_eval.names import DYNAMIC, reads_cache
+from dma_eval.results import ModelInfo, Origin, Report, backend_configs, backend_groups
+
 from .pages import MISSING, PAGES, Page, Table, can_retrieve, templates
-from .results import ModelInfo, Origin, Report, backend_configs, backend_groups
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -60,7 +61,7 @@ def write_run(report: Report, folder: Path) -> list[str]:
 
 
 def _drawings(report: Report) -> Iterator[Drawing]:
-    from . import plots  # Matplotlib takes half a second to import, and a card needs none
+    from dma_eval.show import plots  # Matplotlib takes half a second to import, and a card needs none
 
     def name(section: Any) -> str:
         return Path(report.origin_of(section).model.name).name

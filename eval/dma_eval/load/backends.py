@@ -1,9 +1,9 @@
 """Attention backends by name: ``IMPLEMENTATION[:PRESET][+CACHE]``.
 
 Examples are ``sdpa``, ``dma_mxfp:fp4``, ``dma_mxfp:FILE.toml`` and ``dma_mxfp:balanced+int4``. With a cache the model
-reads all tokens through a ``DMACache``, so the scores measure the stored values (:mod:`dma_eval.reading`). Other
+reads all tokens through a ``DMACache``, so the scores measure the stored values (:mod:`dma_eval.load.reading`). Other
 implementations use the caches of Transformers (``sdpa+quanto4``). ``sim_sage`` and others simulate the rounding of
-other kernels (:mod:`dma_eval.baselines`).
+other kernels (:mod:`dma_eval.load.baselines`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,8 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import dma_hf
-from dma_hf import DMAConfig
-from dma_hf.cache_layers import DMALayer
-from dma_hf.integrations.attention_name import attention_name
-
-from .baselines import quantized_cache
-from .errors import UserError, one_line
-from .names import (
+from dma_eval.errors import UserError, one_line
+from dma_eval.names import (
     DMA,
     DYNAMIC,
     FORMAT_SUFFIXES,
@@ -37,6 +32,11 @@ from .names import (
     split_suffix,
     unknown_backend,
 )
+from dma_hf import DMAConfig
+from dma_hf.cache_layers import DMALayer
+from dma_hf.integrations.attention_name import attention_name
+
+from .baselines import quantized_cache
 
 DEFAULT_PRESET = "balanced"
 """The preset of a plain ``dma_mxfp``, and the one that default comparisons combine with each cache format."""

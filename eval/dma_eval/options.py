@@ -7,11 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from dma_eval import hub
 from dma_eval.command import REQUIRED, option
-from dma_eval.data import text_file
 from dma_eval.errors import UserError
 from dma_eval.files import prepare_file
+from dma_eval.load import hub
+from dma_eval.load.data import text_file
 from dma_eval.names import check_device, check_loading, check_yarn, parse_source
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,22 +18,23 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from dma_eval.config import FidelityPart, PerplexityPart
+from dma_eval.errors import UserError, one_line
+from dma_eval.load.backends import Backend, activate, in_chunks, needs_chunks
+from dma_eval.load.data import Text, Window
+from dma_eval.load.reading import common_prefix, continued, takes_last
+from dma_eval.results import Divergence, FidelitySection, Generation, HeadErrors
+from dma_eval.session import Session
 from dma_hf import NAME as DMA
 from dma_hf import counted_tiles
 
-from .backends import Backend, activate, in_chunks, needs_chunks
-from .data import Text, Window
-from .errors import UserError, one_line
-from .parts import FidelityPart, PerplexityPart
 from .perplexity import compare, cut
-from .reading import common_prefix, continued, takes_last
-from .results import Divergence, FidelitySection, HeadErrors
-from .session import Session
 
 REFERENCE = Backend("sdpa, fp32", "sdpa")
 HORIZONS = (64, 256, 1024)
 """Numbers of generated tokens for which the share of equal tokens is reported, because errors accumulate."""
 PROBE = "dma_eval_probe"
+SHOWN_PROMPT_CHARACTERS = 300
 Array = NDArray[np.float64]
 
 
@@ -133,6 +135,30 @@ def _divergence(
         found.append(made)
         session.progress.advance(backend.label)
     return found
+
+
+def continue_greedily(session: Session, prompt: Tensor, new_tokens: int) -> list[Generation]:
+    """Continue ``prompt`` (token ids, ``[T]``) with every backend, by ``new_tokens`` tokens or to the end of text."""
+    model, tokenizer = session.loaded.model, session.loaded.tokenizer
+    session.progress.begin("Generating", len(session.backends))
+    prompt_end = tokenizer.decode(prompt, skip_special_tokens=True)[-SHOWN_PROMPT_CHARACTERS:]
+    generations: list[Generation] = []
+    for backend in session.backends:
+        activate(model, backend)
+        began = time.perf_counter()
+        (tokens,) = continued(model, backend, prompt[None], new_tokens)
+        made = Generation(
+            label=backend.label,
+            prompt_tokens=len(prompt),
+            prompt_end=prompt_end,
+            continuation=tokenizer.decode(tokens, skip_special_tokens=True),
+            tokens=tokens,
+            same_tokens=common_prefix(generations[0].tokens if generations else tokens, tokens),
+            seconds=time.perf_counter() - began,
+        )
+        generations.append(made)
+        session.progress.advance(backend.label)
+    return generations
 
 
 def head_errors(

@@ -12,12 +12,13 @@ from typing import Any
 from huggingface_hub import CommitOperationAdd, EvalResult, HfApi, ModelCard, ModelCardData, get_token
 from huggingface_hub.errors import HfHubHTTPError
 
-from .errors import UserError, one_line
-from .files import parse
-from .names import DMA, PRESETS
+from dma_eval.errors import UserError, one_line
+from dma_eval.files import parse
+from dma_eval.names import DMA, PRESETS
+from dma_eval.results import RESULTS, ModelInfo, Report, backend_configs, backend_groups
+
 from .pages import Page, perplexity_page, task_page, templates
 from .render import cache_of, distinct_origins, machine, measured, section_pages, tidy, versions
-from .results import RESULTS, ModelInfo, Report, backend_configs, backend_groups
 
 TAGS = ["dma_mxfp", "quantized-attention", "low-bit-attention", "dma-hf"]
 TASK = "text-generation"

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from .backends import Backend, activate
-from .data import Text, leading_tokens, tokenize
-from .errors import UserError, one_line
-from .parts import RetrievalPart
-from .reading import continuation_log_probs, log_likelihood
-from .results import RetrievalBackend, RetrievalCell, RetrievalKind, RetrievalSection
-from .session import Session
+from dma_eval.config import RetrievalPart
+from dma_eval.errors import UserError, one_line
+from dma_eval.load.backends import Backend, activate
+from dma_eval.load.data import Text, leading_tokens, tokenize
+from dma_eval.load.reading import continuation_log_probs, log_likelihood
+from dma_eval.results import RetrievalBackend, RetrievalCell, RetrievalKind, RetrievalSection
+from dma_eval.session import Session
 
 SHORTEST = 1024
 PLACES = ("Oslo", "Lima", "Cairo", "Delhi", "Paris", "Quito", "Tokyo", "Dakar")

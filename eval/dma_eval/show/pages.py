@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
@@ -13,8 +13,8 @@ import jinja2
 import numpy as np
 from markupsafe import Markup, escape
 
-from .names import SIMULATED, TILE, reads_cache
-from .results import (
+from dma_eval.names import SIMULATED, TILE, reads_cache
+from dma_eval.results import (
     FidelitySection,
     MetricResult,
     MetricValue,
@@ -23,6 +23,7 @@ from .results import (
     StressSection,
     TaskSection,
     ThresholdStudy,
+    low_share,
 )
 
 MISSING = "–"
@@ -67,19 +68,6 @@ Columns = dict[str, Callable[[Any], str]]
 """Functions that make the cells of each column from a result."""
 
 
-def low_share(lengths: Sequence[int], config: Mapping[str, Any]) -> float:
-    """Return the share of the keys that the queries of causal sequences see which are in low tiles.
-
-    Windows are ignored.
-    """
-    band = config["sink_tiles"] + config["diagonal_tiles"]
-    low = 0
-    for length in lengths:
-        for begin in range((band + 1) * TILE, length, TILE):
-            low += (begin - band * TILE) * (min(length, begin + TILE) - begin)
-    return low / sum(length * (length + 1) // 2 for length in lengths)
-
-
 def number(value: float | None, form: str, unit: str = "", *, factor: float = 1.0) -> str:
     """Format a number times ``factor`` with its unit, or the mark of a missing one.
 
@@ -122,7 +110,7 @@ def make_table(columns: Columns, results: Sequence[Any], caption: str = "") -> T
 def templates(*, html: bool = False) -> jinja2.Environment:
     """Return the package's templates, for Markdown or for HTML. HTML escapes all text."""
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("dma_eval"),
+        loader=jinja2.PackageLoader("dma_eval.show"),
         autoescape=html,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -25,16 +25,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import dma_hf
-
-from .backends import Backend, activate, reference_of
-from .data import Text, Window, leading_tokens, make_windows, tokenize
-from .errors import UserError, one_line
-from .models import LoadedModel
-from .parts import DEFAULT_CONTEXT, PerplexityPart
-from .progress import Progress
-from .reading import NonFiniteLogitsError, origin, read
-from .results import BackendResult, PerplexitySection
-from .session import Session
+from dma_eval.config import DEFAULT_CONTEXT, PerplexityPart
+from dma_eval.errors import UserError, one_line
+from dma_eval.load.backends import Backend, activate, reference_of
+from dma_eval.load.data import Text, Window, leading_tokens, make_windows, tokenize
+from dma_eval.load.models import LoadedModel
+from dma_eval.load.reading import NonFiniteLogitsError, origin, read
+from dma_eval.progress import Progress
+from dma_eval.results import BackendResult, PerplexitySection
+from dma_eval.session import Session
 
 CHUNK_ELEMENTS = 2**24  # logits converted to fp32 at a time: 64 MiB
 MAX_POSITION_BUCKETS = 64

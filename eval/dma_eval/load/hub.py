@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
 
-from . import console
-from .errors import UserError, one_line
+from dma_eval import console
+from dma_eval.errors import UserError, one_line
 
 HUB = "https://huggingface.co"
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")

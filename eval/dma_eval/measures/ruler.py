@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from lm_eval.tasks import TaskManager
 
-from .errors import UserError
+from dma_eval.errors import UserError
+
 from .task_summary import TaskRecord
 
 

@@ -8,7 +8,6 @@ Tests check that one pass gives the same numbers to rounding.
 from __future__ import annotations
 
 import inspect
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,11 +19,7 @@ from transformers import PreTrainedModel
 
 from dma_hf.integrations.cache_argument import CACHE_ARGUMENT
 
-from .backends import Backend, activate, new_cache
-from .results import Generation
-from .session import Session
-
-SHOWN_PROMPT_CHARACTERS = 300
+from .backends import Backend, new_cache
 
 
 @torch.inference_mode()
@@ -125,30 +120,6 @@ def origin(model: PreTrainedModel, again: Callable[[], object]) -> str:
     finally:
         hook.remove()
     return f"; they begin in the output of {found[0]}" if found else ""
-
-
-def continue_greedily(session: Session, prompt: Tensor, new_tokens: int) -> list[Generation]:
-    """Continue ``prompt`` (token ids, ``[T]``) with every backend, by ``new_tokens`` tokens or to the end of text."""
-    model, tokenizer = session.loaded.model, session.loaded.tokenizer
-    session.progress.begin("Generating", len(session.backends))
-    prompt_end = tokenizer.decode(prompt, skip_special_tokens=True)[-SHOWN_PROMPT_CHARACTERS:]
-    generations: list[Generation] = []
-    for backend in session.backends:
-        activate(model, backend)
-        began = time.perf_counter()
-        (tokens,) = continued(model, backend, prompt[None], new_tokens)
-        made = Generation(
-            label=backend.label,
-            prompt_tokens=len(prompt),
-            prompt_end=prompt_end,
-            continuation=tokenizer.decode(tokens, skip_special_tokens=True),
-            tokens=tokens,
-            same_tokens=common_prefix(generations[0].tokens if generations else tokens, tokens),
-            seconds=time.perf_counter() - began,
-        )
-        generations.append(made)
-        session.progress.advance(backend.label)
-    return generations
 
 
 @torch.inference_mode()

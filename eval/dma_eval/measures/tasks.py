@@ -24,18 +24,17 @@ from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
 import dma_hf
+from dma_eval.config import TasksPart
+from dma_eval.errors import UserError, one_line
+from dma_eval.harness import DMALM, BackendFailure
+from dma_eval.load.backends import Backend, activate
+from dma_eval.pieces import Piece
+from dma_eval.results import TaskSection, low_share
+from dma_eval.session import Session
 from dma_hf import DMAConfig
 
-from .backends import Backend, activate
-from .errors import UserError, one_line
-from .harness import DMALM, BackendFailure
-from .pages import low_share
-from .parts import TasksPart
-from .pieces import Piece
-from .results import TaskSection
 from .ruler import at_length, title
 from .ruler import load as load_at_length
-from .session import Session
 from .task_files import fingerprint
 from .task_summary import UnitRecord, metric_values, summarize_tasks, task_record
 

@@ -18,19 +18,19 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from dma_eval.config import PerplexityPart, StressPart
+from dma_eval.errors import UserError
+from dma_eval.load.backends import Backend, activate
+from dma_eval.load.data import Text
+from dma_eval.load.reading import read
+from dma_eval.results import ChannelRange, StressSection, ThresholdStudy, TwinResult
+from dma_eval.session import Session
 from dma_hf import counted_tiles
 from dma_hf.config import EQUALIZED
 from dma_hf.equalize import measure_ranges
 from dma_hf.weight_tracing import Layer, find_layers, watched
 
-from .backends import Backend, activate
-from .data import Text
-from .errors import UserError
-from .parts import PerplexityPart, StressPart
 from .perplexity import Reading, compare, cut
-from .reading import read
-from .results import ChannelRange, StressSection, ThresholdStudy, TwinResult
-from .session import Session
 
 RANGE_TOKENS = 1024
 """Tokens over which ranges are measured."""

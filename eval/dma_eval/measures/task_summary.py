@@ -16,11 +16,11 @@ import numpy as np
 from accelerate.state import PartialState
 from numpy.typing import NDArray
 
-from .backends import reference_of
-from .environment import portable
-from .parts import TasksPart
-from .results import GroupMetric, MetricResult, MetricValue, TaskBackend, TaskResult, TaskSection
-from .session import Session
+from dma_eval.config import TasksPart
+from dma_eval.environment import portable
+from dma_eval.load.backends import reference_of
+from dma_eval.results import GroupMetric, MetricResult, MetricValue, TaskBackend, TaskResult, TaskSection
+from dma_eval.session import Session
 
 CONFIDENCE = 0.95
 RESAMPLES = 10_000

@@ -14,8 +14,9 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure, FigureBase
 from matplotlib.ticker import MaxNLocator
 
+from dma_eval.results import FidelitySection, PerplexitySection, RetrievalSection, StressSection, TaskSection
+
 from .pages import share
-from .results import FidelitySection, PerplexitySection, RetrievalSection, StressSection, TaskSection
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 DPI = 150
