@@ -170,17 +170,16 @@ class Run:
                 console.print_error(f"{name} failed: {one_line(error)}")
                 failed = True
             report = Report(**here_and_now(session.environment), **facts)
-            if self._is_main and out is not None:
-                write_json(_merged(report, out), out / RESULTS)
+            if self._is_main:
+                _record(report, out)
             is_interrupted = any(section.windows_left for section in report.perplexity)
             if is_interrupted:
                 console.print_error(resume)
                 break
         if self._is_main:
             also(report)
+            whole = _record(report, out)
             if out is not None:
-                whole = _merged(report, out)
-                write_json(whole, out / RESULTS)
                 console.print_wrote(RESULTS, *write_run(whole, out), folder=out)
         PartialState().destroy_process_group()
         if is_interrupted:
@@ -198,10 +197,13 @@ def _previous(folder: Path) -> Report | None:
         raise UserError(f"--out: {folder} holds other results; name another folder ({error})") from error
 
 
-def _merged(report: Report, folder: Path) -> Report:
-    """Return the report with the sections of other commands in a folder."""
-    previous = _previous(folder)
-    return report if previous is None else merged(previous, report)
+def _record(report: Report, folder: Path | None) -> Report:
+    """Add the sections of a report to that of the folder, if there is one, and return the whole report."""
+    if folder is not None:
+        previous = _previous(folder)
+        report = report if previous is None else merged(previous, report)
+        write_json(report, folder / RESULTS)
+    return report
 
 
 def _fitting(part: str, lengths: Sequence[int], limit: int | None) -> list[int]:

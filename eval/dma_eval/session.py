@@ -90,11 +90,14 @@ class Session:
         """
         identity = self.identity(*backends, **settings)
         saved = self.store.load(kind, identity, "parts", *place)
-        piece = saved or Piece(identity=identity, origin=self.origin(), content=make())
-        self.origins.append(piece.origin)
-        if saved is None and is_final(piece.content):
-            self.store.save(kind, piece, "parts", *place)
-        return piece.content, saved is not None
+        if saved is not None:
+            self.origins.append(saved.origin)
+            return saved.content, True
+        content = make()
+        self.origins.append(self.origin())
+        if is_final(content):
+            self.store.save(kind, Piece(identity=identity, origin=self.origins[-1], content=content), "parts", *place)
+        return content, False
 
     def identity(self, *backends: Backend, **settings: Any) -> dict[str, Any]:
         """Return everything that a result depends on, as JSON values: model, code, machine, backends and settings."""

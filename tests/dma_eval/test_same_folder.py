@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from dma_eval import environment, session
+from dma_eval import environment, results, session
 from dma_eval.environment import Environment
 from dma_eval.files import write_json
 from dma_eval.results import Report, merged, read_report
 
 Run = Callable[..., Any]
+
+
+class Clock:
+    """A clock that stands still, on the day of this number."""
+
+    def __init__(self, day: int) -> None:
+        self._day = day
+
+    def now(self, zone: datetime.tzinfo) -> datetime.datetime:
+        return datetime.datetime(2001, 1, 1 + self._day, tzinfo=zone)
 
 
 @pytest.fixture
@@ -200,6 +211,19 @@ class TestEnvironment:
         assert "3 threads" in one
         assert "commit first" in one
         assert "commit first" not in two.partition("## Model and machine")[0]
+
+    def test_of_a_section_is_that_of_its_newest_piece(
+        self, measure: Run, out: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        commands = []
+        for windows in ("1", "2", "2"):
+            monkeypatch.setattr("sys.argv", ["dma-hf", "ppl", "--max-windows", windows, f"--nth={len(commands)}"])
+            monkeypatch.setattr(results, "datetime", Clock(len(commands)))
+            measure("--max-windows", windows)
+            *_, section = read_report(out).perplexity
+            assert section.origin is not None
+            commands.append(section.origin.command.rpartition("=")[2])
+        assert commands == ["0", "1", "1"]  # the third command only took what was there
 
     def test_of_tasks_too(
         self, run: Run, machine: Callable[..., None], out: Path, model_folder: Path, tiny_tasks: Path

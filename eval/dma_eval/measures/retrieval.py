@@ -66,23 +66,16 @@ def measure_retrieval(
     for length, depth in places:
         seeds = [f"{session.seed} {length} {depth} {sample}" for sample in range(part.samples)]
         asked = [prompts.make(length, depth, random.Random(seed)) for seed in seeds]
-        settings: dict[str, Any] = {"seeds": seeds, "text": None if text is None else text.sha256}
         for backend in session.backends:
             if backend.label not in failures:
                 try:
-                    found, is_kept = session.piece(
-                        dict[str, float],
-                        partial(_ask, loaded.model, backend, asked),
+                    cells[backend.label, length, depth], is_kept = session.piece(
+                        RetrievalCell,
+                        partial(_ask, loaded.model, backend, asked, length=length, depth=depth),
                         *(f"retrieval, {kind}", backend.label, f"{length}, {depth}"),
                         backends=[backend],
-                        **settings,
-                    )
-                    cells[backend.label, length, depth] = RetrievalCell(
-                        length=length,
-                        depth=depth,
-                        samples=part.samples,
-                        correct=int(found["correct"]),
-                        nll=found["nll"],
+                        seeds=seeds,
+                        text=None if text is None else text.sha256,
                     )
                     kept += is_kept
                 except (RuntimeError, ValueError, TypeError) as error:
@@ -170,8 +163,10 @@ class _Prompts:
 
 
 @torch.inference_mode()
-def _ask(model: PreTrainedModel, backend: Backend, prompts: Sequence[Prompt]) -> dict[str, float]:
-    """Ask questions of one length. Return the number of right answers, and the mean loss per token in nats."""
+def _ask(
+    model: PreTrainedModel, backend: Backend, prompts: Sequence[Prompt], *, length: int, depth: float
+) -> RetrievalCell:
+    """Ask questions of one length and depth."""
     activate(model, backend)
     correct, losses = 0, []
     rows = max(1, BATCH_TOKENS // len(prompts[0].tokens))
@@ -182,4 +177,6 @@ def _ask(model: PreTrainedModel, backend: Backend, prompts: Sequence[Prompt]) ->
             likelihood, is_greedy = log_likelihood(log_probs, prompt.answer)
             correct += is_greedy
             losses.append(-likelihood / len(prompt.answer))
-    return {"correct": correct, "nll": sum(losses) / len(losses)}
+    return RetrievalCell(
+        length=length, depth=depth, correct=correct, samples=len(prompts), nll=sum(losses) / len(losses)
+    )
