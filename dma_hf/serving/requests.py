@@ -48,10 +48,10 @@ NEUTRAL: dict[str, list[Any]] = {
     "use_cache": [True],
 }
 """Fields that this server lacks, with the values that change nothing."""
-TEMPLATE_ARGUMENTS = (
+TEMPLATE_ARGUMENTS = {
     *("chat_template", "tokenizer_kwargs", "return_assistant_tokens_mask"),
     *("max_length", "padding", "truncation"),
-)
+}
 """Arguments of ``apply_chat_template`` that are no variables of the template. They are the server's choice."""
 
 
@@ -61,14 +61,13 @@ class ApiError(Exception):
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> None:
         super().__init__(message)
         self.status = status
-        kind = "invalid_request_error" if status < 500 and status != 429 else "server_error"
-        if status == 429:
-            kind = "rate_limit_error"
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        kind = "rate_limit_error" if status == 429 else kind
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
     def event(self, path: str) -> str:
         """The server-sent event that ends a stream of this path."""
-        body = {"type": "error", **self.body["error"]} if path == "/v1/responses" else self.body
+        body = self.body["error"] | {"type": "error"} if path == "/v1/responses" else self.body
         return f"data: {json.dumps(body)}\n\n"
 
 
@@ -97,15 +96,9 @@ def _as_items(value: Any) -> Any:
 
 
 def _check_variables(options: dict[str, Any]) -> dict[str, Any]:
-    for name in TEMPLATE_ARGUMENTS:
-        if name in options:
-            raise ValueError(f"{name}: it is no variable of the chat template")
+    for name in options.keys() & TEMPLATE_ARGUMENTS:
+        raise ValueError(f"{name}: it is no variable of the chat template")
     return options
-
-
-def _is_neutral(name: str, value: Any) -> bool:
-    allowed = NEUTRAL.get(name, ())
-    return name in IGNORED or any(json.dumps(value) == json.dumps(each) for each in allowed)  # 0 == False in Python
 
 
 class _Model(BaseModel):
@@ -114,10 +107,13 @@ class _Model(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_neutral(cls, body: Any) -> Any:
+        def is_neutral(name: str, value: Any) -> bool:
+            neutral = map(json.dumps, NEUTRAL.get(name, ()))  # because 0 == False in Python
+            return value is None or (name not in cls.model_fields and (name in IGNORED or json.dumps(value) in neutral))
+
         if not isinstance(body, dict):
             return body
-        given = {name: value for name, value in body.items() if value is not None}
-        return {name: given[name] for name in given if name in cls.model_fields or not _is_neutral(name, given[name])}
+        return {name: value for name, value in body.items() if not is_neutral(name, value)}
 
 
 class StreamOptions(_Model):
@@ -138,14 +134,14 @@ older_name = AfterValidator(lambda role: "system" if role == "developer" else ro
 
 
 class CalledFunction(_Model):
-    """The function of a tool call."""
+    """The function of a tool call in an earlier answer."""
 
     name: str
     arguments: Json[dict[str, Any]]
 
 
 class ToolCall(_Model):
-    """A tool call in an earlier answer."""
+    """That call."""
 
     id: str
     type: Literal["function"]
