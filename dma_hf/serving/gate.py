@@ -51,7 +51,8 @@ class Gate:
             nonlocal has_begun
             if message["type"] == "http.response.start":
                 has_begun = True
-                message["headers"] = [*message["headers"], (REQUEST_ID, request_id)]
+                if REQUEST_ID not in dict(message["headers"]):  # of a gate on a replica
+                    message["headers"] = [*message["headers"], (REQUEST_ID, request_id)]
             await send(message)
 
         try:

@@ -30,6 +30,7 @@ from dma_eval.models import load_model
 pytest.importorskip("transformers.generation.continuous_batching.cache_allocators", reason="before Transformers 5.23")
 
 from dma_hf import DMAConfig
+from dma_hf.serving import Sequential, make_app
 from dma_hf.serving.engines import Answer
 from dma_hf.serving.gate import Gate
 from dma_hf.serving.requests import ApiError
@@ -525,9 +526,9 @@ def test_continuous_batching(suffix, folder, expected, question):
     assert hot != expected[suffix] == cold
 
 
-async def _ask(gate, path, method="GET", key=None, *, has_body=True, sent=None):
-    """Send a request, wait for the answer, and return its status. Without a body the client keeps it back."""
-    messages = [{"type": "http.request"}] if has_body else []
+async def _ask(gate, path, method="GET", key=None, *, body=b"", sent=None):
+    """Send a request, wait for the answer, and return its status. With the body ``None`` the client keeps it back."""
+    messages = [] if body is None else [{"type": "http.request", "body": body}]
     status = None
 
     async def receive():
@@ -540,8 +541,19 @@ async def _ask(gate, path, method="GET", key=None, *, has_body=True, sent=None):
             sent.append(message)
 
     headers = [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
-    await gate({"type": "http", "method": method, "path": path, "headers": headers}, receive, send)
+    scope = {"type": "http", "method": method, "path": path, "headers": headers, "query_string": b""}
+    await gate(scope, receive, send)
     return status
+
+
+def test_a_model_that_is_loaded_already_is_served():
+    """As the guide shows it for Python."""
+    loaded = load_model(str(DEMO_MODEL), dtype="float32", device="cpu")
+    gate, sent = make_app(Sequential(loaded.model, loaded.tokenizer)), []
+    body = {"prompt": "The captain", "max_tokens": 2, "temperature": 0}
+    assert asyncio.run(_ask(gate, "/v1/completions", "POST", body=json.dumps(body).encode(), sent=sent)) == 200
+    answer = json.loads(sent[-1]["body"])
+    assert (answer["model"], answer["usage"]["completion_tokens"]) == (str(DEMO_MODEL), 2)
 
 
 async def _answer_all(scope, receive, send):
@@ -573,7 +585,7 @@ def test_only_reading_health_needs_no_key(method, path, key, status):
 def test_requests_that_generate_nothing_take_no_slots(method, path, key):
     async def ask():
         gate = Gate(_answer_all, api_key="secret", most=2)
-        others = [asyncio.create_task(_ask(gate, path, method, key, has_body=False)) for _ in range(3)]
+        others = [asyncio.create_task(_ask(gate, path, method, key, body=None)) for _ in range(3)]
         await asyncio.sleep(0)
         status = await _ask(gate, "/v1/completions", "POST", "secret")
         for other in others:
@@ -587,7 +599,7 @@ def test_requests_that_generate_nothing_take_no_slots(method, path, key):
 def test_requests_that_generate_are_limited():
     async def ask():
         gate = Gate(_answer_all, most=2)
-        others = [asyncio.create_task(_ask(gate, "/v1/completions", "POST", has_body=False)) for _ in range(2)]
+        others = [asyncio.create_task(_ask(gate, "/v1/completions", "POST", body=None)) for _ in range(2)]
         await asyncio.sleep(0)
         statuses = [await _ask(gate, path, method) for method, path in (("POST", "/v1/responses"), ("GET", "/health"))]
         for other in others:

@@ -89,11 +89,10 @@ class Server:
 
 
 @contextmanager
-def _serving(folder, *arguments):
-    pytest.importorskip("ray", reason="the extra 'ray' is not installed")
+def _serving(folder, *arguments, launcher=()):
     path = os.pathsep.join(str(ROOT / name) for name in (".", "kernels", "eval"))
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "NO_PROXY": "*"}
-    command = [sys.executable, "-m", "dma_eval", "serve", str(folder), "--port", "0", "--device", "cpu"]
+    command = [sys.executable, *launcher, "-m", "dma_eval", "serve", str(folder), "--port", "0", "--device", "cpu"]
     command += ["--dtype", "float32", "--host", "127.0.0.1", *map(str, arguments)]
     environment["DMA_HF_API_KEY"] = KEY
     with open(folder.parent / "log", "w+") as log:
@@ -112,6 +111,7 @@ def _serving(folder, *arguments):
 
 @pytest.fixture(scope="module")
 def server(folder):
+    pytest.importorskip("ray", reason="the extra 'ray' is not installed")
     limits = ("--max-requests", MAX_REQUESTS, "--max-queued", MAX_QUEUED)
     with _serving(folder, "--replicas", 2, *limits) as server:
         yield server
@@ -216,6 +216,34 @@ def test_a_server_that_is_stopped_ends_open_requests(server):
     assert server.process.wait(TIMEOUT) == 0
     _, alive = psutil.wait_procs(ray, timeout=5)
     assert alive == []
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["interrupted", "killed"])
+def test_tensor_parallel_processes_answer_and_end_together(folder, expected, how):
+    options = ("--continuous-batching", "--cache-gib", 0.05)
+    with _serving(folder, *options, launcher=TORCHRUN) as server, ThreadPoolExecutor(CLIENTS) as pool:
+        answers = pool.map(lambda prompt: server.complete(prompt).choices[0].text, expected)
+        assert list(answers) == list(expected.values())
+        ranks = psutil.Process(server.process.pid).children()
+        assert len(ranks) == 2
+        if how == "killed":
+            ranks[1].kill()
+        else:
+            server.process.send_signal(signal.SIGINT)
+        _, alive = psutil.wait_procs(ranks, STOP_SECONDS)
+        assert alive == []
+
+
+def test_processes_of_torchrun_need_continuous_batching(run, refused, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for options in ((), ("--continuous-batching", "--replicas", 2), ("--continuous-batching", "--device-map", "auto")):
+        assert "torchrun: serve needs --continuous-batching, and neither " in refused(
+            run("serve", DEMO_MODEL, *options)
+        )
 
 
 def test_one_replica_does_without_ray(run, monkeypatch):

@@ -145,8 +145,10 @@ def serve(args: ServeOptions) -> int:
 
         if args.continuous_batching:
             need_transformers("5.18", "serve --continuous-batching")
+        from dma_eval.backends import parse_backends
         from dma_hf.serving import Batched, app
 
+    parse_backends([args.attn])
     if on_ray:
         return _serve_replicas(args, api_key)
     if rank > 0:
