@@ -93,12 +93,19 @@ def _begun(stop: str, text: str) -> int:
 
 
 class Engine(ABC):
-    """What generates the answers of a server, with one model and its tokenizer."""
+    """What generates the answers of a server, with one model and its tokenizer.
+
+    Raises:
+        TypeError: The tokenizer is not one of the tokenizers library, which decodes streams.
+    """
 
     is_alive: Any = True
     """Whether answers can be generated."""
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
+        if not hasattr(tokenizer, "backend_tokenizer"):
+            kind = type(tokenizer).__name__
+            raise TypeError(f"tokenizer: expected one of the tokenizers library, which decodes streams; got a {kind}")
         self.model, self.tokenizer = model, tokenizer
         self.positions: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
 

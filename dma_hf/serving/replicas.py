@@ -21,6 +21,8 @@ from ray import serve
 from ray.exceptions import NodeDiedError, RayActorError, RayError, TaskCancelledError, WorkerCrashedError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
+from starlette.requests import Request
+from starlette.routing import Mount, Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .engines import Engine
@@ -84,6 +86,8 @@ class Model:
                     part = []
                     if message.get("more_body", False):
                         await asyncio.sleep(self._seconds_per_part * self._open_requests)
+            if part and part[-1]["type"] == "http.response.body":
+                yield part
             await running
         finally:
             self._open_requests -= 1
@@ -103,9 +107,6 @@ class Forward:
         Raises:
             ApiError: No replica has answered it, or one died in the middle.
         """
-        if scope["path"] == "/health":
-            await _show_health()(scope, receive, send)
-            return
         body = (await receive())["body"]
         request = {name: scope[name] for name in ("method", "path", "query_string")}
         request["headers"] = [each for each in scope["headers"] if each[0] != b"authorization"]
@@ -139,7 +140,7 @@ def _explain(failure: BaseException) -> ApiError:
     return ApiError(f"the server failed: {failure}", status=500)
 
 
-def _show_health() -> JSONResponse:
+def _show_health(_: Request) -> JSONResponse:
     """Answer whether a replica runs, and how many do."""
     status = serve.status().applications[serve.get_replica_context().app_name].deployments[Model.__name__]
     running = status.replica_states.get("RUNNING", 0)
@@ -150,7 +151,8 @@ class Gateway:
     """The entry point for clients."""
 
     def __init__(self, model: DeploymentHandle[Any], api_key: str | None, key_variable: str) -> None:
-        self._gate = Gate(Forward(model), api_key=api_key or os.environ.get(key_variable))
+        routes = [Route("/health", _show_health), Mount("/", Forward(model))]
+        self._gate = Gate(Router(routes), api_key=api_key or os.environ.get(key_variable))
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the application that Ray Serve's proxies call."""

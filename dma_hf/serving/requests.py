@@ -22,6 +22,7 @@ from pydantic import (
 )
 
 INT32, INT64 = 2**31 - 1, 2**63 - 1
+LONGEST_MESSAGE = 400  # characters; errors of libraries may have tracebacks
 IGNORED = {
     *("user", "safety_identifier", "metadata", "prompt_cache_key", "prompt_cache_retention"),  # of OpenAI's service
     *("annotations", "encrypted_content", "phase", "reasoning_content", "status", "summary"),  # of earlier answers
@@ -56,9 +57,10 @@ TEMPLATE_ARGUMENTS = {
 
 
 class ApiError(Exception):
-    """An error for the client, in OpenAI's format."""
+    """An error for the client, in OpenAI's format. The first paragraph of the message is shown, as one line."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> None:
+        message = " ".join(message.partition("\n\n")[0].split())[:LONGEST_MESSAGE]
         super().__init__(message)
         self.status = status
         kind = "invalid_request_error" if status < 500 else "server_error"
@@ -117,8 +119,6 @@ class _Model(BaseModel):
 
 
 class StreamOptions(_Model):
-    """How an answer is streamed."""
-
     include_usage: bool = False
 
 
@@ -134,23 +134,17 @@ older_name = AfterValidator(lambda role: "system" if role == "developer" else ro
 
 
 class CalledFunction(_Model):
-    """The function of a tool call in an earlier answer."""
-
     name: str
     arguments: Json[dict[str, Any]]
 
 
 class ToolCall(_Model):
-    """That call."""
-
     id: str
     type: Literal["function"]
     function: CalledFunction
 
 
 class Message(_Model):
-    """A message of a conversation."""
-
     role: Annotated[Literal["system", "developer", "user", "assistant", "tool"], older_name]
     content: Content | None = None
     tool_calls: list[ToolCall] | None = None
@@ -166,16 +160,12 @@ class Message(_Model):
 
 
 class Function(_Model):
-    """A function that the model may call."""
-
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
 
 class Tool(_Model):
-    """A tool; only functions are supported."""
-
     type: Literal["function"]
     function: Function
 

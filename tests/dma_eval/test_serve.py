@@ -643,6 +643,12 @@ def test_an_answer_is_cancelled_when_its_request_ends():
     assert cancelled == ["/v1/completions"]
 
 
+def test_a_tokenizer_that_cannot_decode_streams_is_refused():
+    loaded = load_model(str(DEMO_MODEL), dtype="float32", device="cpu")
+    with pytest.raises(TypeError, match=r"^tokenizer: expected one of the tokenizers library, .*; got a object$"):
+        Sequential(loaded.model, object())
+
+
 def _shown(answer):
     return [answer.get_nowait() for _ in range(answer.qsize())]
 

@@ -33,7 +33,7 @@ KEY = "secret"
 REQUESTS, CLIENTS, PROMPTS, NEW_TOKENS, LONG = 200, 8, 10, 6, 200
 MAX_REQUESTS, MAX_QUEUED = 8, 8
 DIED = "the replica that computed this answer has died; send the request again"
-START_SECONDS, STOP_SECONDS, TIMEOUT = 180, 20, 120
+START_SECONDS, STOP_SECONDS, TIMEOUT = 300, 20, 120
 
 
 @pytest.fixture(scope="module")
