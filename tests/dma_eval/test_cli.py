@@ -228,7 +228,6 @@ WRONG = {
     "bench generate -m owner/model -d none.txt": "--data: no such file: none.txt",
     "bench serve -m none.gguf": "--model: no such file: none.gguf",
     "serve ./none": "--model: no such folder: ./none",
-    "serve ./none --write-config c.yaml": "--model: no such folder: ./none",
     "serve m --attn spda": "--attn: unknown backend 'spda'; valid: dma_mxfp, eager, flash_attention_2, ",
     "ppl -m m -d none.txt --device mps": "--device: expected auto, cpu, cuda or cuda:N; got 'mps'",
     "bench decode --device mps": "--device: expected auto, cpu, cuda or cuda:N; got 'mps'",
