@@ -90,5 +90,6 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "commands": command_reference,
     "quality": partial(_source, "dma_eval.results"),
     "speed": partial(_source, "dma_eval.bench.results"),
+    "kernel_speed": partial(_source, "kernel_bench.results"),
 }
 """By the name in ``<!-- generate: NAME -->``."""

@@ -76,9 +76,9 @@ def source_hash() -> str:
 def command_line() -> str:
     """Return the command of this process as another machine can run it, without the folders of this one."""
     program, *arguments = sys.argv
-    name = Path(program).name
+    *_, folder, name = Path(program).resolve().parts
     is_script = name.endswith(".py") and name != "__main__.py"
-    return shlex.join([*(("python", f"scripts/{name}") if is_script else ("dma-hf",)), *map(portable, arguments)])
+    return shlex.join([*(("python", f"{folder}/{name}") if is_script else ("dma-hf",)), *map(portable, arguments)])
 
 
 def portable(argument: str) -> str:

@@ -365,17 +365,6 @@ def test_an_answer_that_ignores_its_end(client, question):
     assert client.post("/v1/completions", **body, ignore_eos=True)["usage"]["completion_tokens"] == 3
 
 
-def test_the_server_measured_from_outside(client, run, folder, tmp_path):
-    file = tmp_path / "served.json"
-    options = ("--requests", "3x8+4", "--rate", 50, "--json", file)
-    result = run("bench", "serve", "--url", f"{client._address}/v1", *options)
-    assert result.exit_code == 0, result.output
-    report = json.loads(file.read_text())
-    assert report["model"] == folder.name  # a result names no folder of the machine
-    (measured,) = report["results"]
-    assert (measured["completed"], measured["new_tokens"], measured["errors"]) == (3, 12, {})
-
-
 @pytest.mark.parametrize("path", ["chat/completions", "completions"])
 def test_a_stream_has_its_usage_once_and_only_if_asked_for(client, path):
     body = {"messages": CHAT} if path.startswith("chat") else {"prompt": "The captain"}

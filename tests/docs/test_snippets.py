@@ -28,18 +28,18 @@ NOT_RUN = {
             "it would reinstall the package": 1,
             "it serves until it is stopped; tests/dma_eval/test_serve.py runs it": 1,
             "it needs the server; tests/dma_eval/test_serve.py asks the same": 1,
-            "needs a GPU": 1,
+            "it needs vLLM and the server": 1,
         }
     ),
     "docs/guides/serving.md": Counter(
         {
             "it serves until it is stopped; tests/dma_eval/test_serve.py runs it": 1,
-            "it needs a running server; tests/dma_eval/test_bench_serve_url.py runs it": 1,
+            "it needs vLLM and a running server": 1,
         }
     ),
     "docs/guides/scaling.md": Counter({"it downloads Ray": 1, "it needs a Kubernetes cluster": 1}),
     "docs/guides/compile.md": Counter({"needs a GPU": 1}),
-    "docs/guides/evaluation.md": Counter({"needs a GPU": 1}),
+    "docs/guides/evaluation.md": Counter({"needs a GPU": 1, "the scripts are in a clone of the repository": 1}),
     "docs/guides/hub-kernel.md": Counter({"needs the Hub": 1}),
     "README.md": Counter({"continuous integration runs it as it stands": 2}),
 }
