@@ -50,7 +50,6 @@ from kernel_bench.peers import (
     flash_attention_3,
     flash_attention_4,
     flashinfer,
-    flex,
     sage_attention,
     sdpa,
 )
@@ -76,7 +75,6 @@ def _sdpa(label: str, inputs: Inputs) -> Prepared:
 
 PEERS: dict[str, Callable[[Inputs], Prepared]] = {
     **{label: partial(_sdpa, label) for label in SDPA},
-    "flex": flex,
     **{label: partial(flash_attention_3, label) for label in ("fa3", "fa3:fp8", f"fa3:fp8{PREQUANTIZED}")},
     "fa4": flash_attention_4,
     **{label: partial(cudnn_fp8, label) for label in ("cudnn:fp8", f"cudnn:fp8{PREQUANTIZED}")},
@@ -106,7 +104,7 @@ def prepare(backend: Backend, inputs: Inputs) -> Prepared:
 
 def default_names(device: torch.device) -> list[str]:
     """Everything that a device runs without other packages; the first is what others are compared with."""
-    names = [*SDPA, "flex", *(f"{DMA}:{preset}" for preset in dma_hf.PRESETS)]
+    names = [*SDPA, *(f"{DMA}:{preset}" for preset in dma_hf.PRESETS)]
     return [name for name in names if device.type == "cuda" or name != CUDNN]
 
 

@@ -20,7 +20,6 @@ from dma_eval.errors import one_line
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from .fp8_quantizer import Fp8Operands, dequantize_fp8, quantize_fp8
 from .inputs import Inputs
@@ -46,7 +45,6 @@ PREQUANTIZED = ":prequantized"
 FLASHINFER = {"flashinfer": None, **{f"flashinfer:t{threshold}": float(threshold) for threshold in (5, 6, 7, 8)}}
 """FlashInfer by its name in results, and the threshold below which it skips tiles, in nats."""
 FLASHINFER_WORKSPACE = 16 << 20
-FLEX_BLOCK = 128
 PROBABILITY_SCALE = 256.0
 """Scale of cuDNN's FP8 probabilities."""
 
@@ -312,41 +310,3 @@ def _flash_attention(module: Any, inputs: Inputs, output_of: Callable[[Any], Ten
 
 def _descales(operands: Fp8Operands) -> dict[str, Tensor]:
     return dict(zip(("q_descale", "k_descale", "v_descale"), operands.descales.unbind(), strict=True))
-
-
-def flex(inputs: Inputs) -> Prepared:
-    """Return a call of compiled FlexAttention, with a block mask if it is causal."""
-    query, key, value = inputs.tensors
-    mask = causal_block_mask(query.shape[2], query.device) if inputs.is_causal else None
-    compiled = _compiled_flex(query.shape, key.shape)
-    call = partial(compiled, block_mask=mask, scale=inputs.scale, enable_gqa=inputs.group > 1)
-    return Prepared(lambda: call(query, key, value))
-
-
-@functools.lru_cache(maxsize=1)
-def _compiled_flex(query_shape: torch.Size, key_shape: torch.Size) -> Callable[..., Any]:
-    """Return FlexAttention compiled for exactly these shapes."""
-    torch.compiler.reset()  # a function is compiled for a few shapes only, and stays uncompiled from there on
-    return torch.compile(flex_attention, dynamic=False)
-
-
-def causal_block_mask(length: int, device: torch.device) -> BlockMask:
-    """Return FlexAttention's causal mask, made block by block: nothing of size ``length`` squared."""
-    blocks = -(-length // FLEX_BLOCK)
-    index = torch.arange(blocks, dtype=torch.int32, device=device)
-    diagonal = torch.zeros(1, 1, blocks, blocks, dtype=torch.int32, device=device)
-    diagonal[..., 0] = index
-    return BlockMask.from_kv_blocks(
-        torch.ones(1, 1, blocks, dtype=torch.int32, device=device),
-        diagonal,
-        index.view(1, 1, blocks),
-        index.expand(1, 1, blocks, blocks).contiguous(),
-        BLOCK_SIZE=FLEX_BLOCK,
-        mask_mod=_is_visible,
-        seq_lengths=(length, length),
-        compute_q_blocks=False,
-    )
-
-
-def _is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    return query >= key

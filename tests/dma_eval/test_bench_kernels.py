@@ -24,7 +24,7 @@ from dma_eval.bench.results import Shape
 from dma_eval.bench.timing import Timing
 from kernel_bench import command, timing
 from kernel_bench.inputs import Inputs, exact_rows
-from kernel_bench.peers import PACKAGES, Prepared, causal_block_mask
+from kernel_bench.peers import PACKAGES, Prepared
 from kernel_bench.results import DecodeReport, DecodeResult, PrefillReport, PrefillResult, PrefillShape
 from torch.nn import functional as F
 from transformers import QuantizedCache
@@ -114,7 +114,7 @@ def test_a_shape_that_nothing_ran_on_is_a_failure(script: Script) -> None:
     assert script(prefill, "--attn", "sdpa:cudnn", "--shape", FULL)[0] == 1
 
 
-@pytest.mark.parametrize("name", [name for name in prefill.PEERS if name[:4] not in ("sdpa", "flex")])
+@pytest.mark.parametrize("name", [name for name in prefill.PEERS if name[:4] != "sdpa"])
 def test_a_package_that_is_missing_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in PACKAGES:
         monkeypatch.setitem(sys.modules, module, None)
@@ -234,23 +234,6 @@ def test_skipped_tiles_are_counted(tmp_path: Path) -> None:
     (table,) = prefill.tables([skips_nothing, skipping])
     column = table.headers.index("skipped")
     assert [row[column] for row in table.rows] == ["–", "50.0 %"]
-
-
-def test_a_causal_block_mask_is_the_triangle() -> None:
-    mask = causal_block_mask(300, CPU)
-    blocks = torch.arange(3)
-    assert torch.equal(mask.to_dense()[0, 0].bool(), blocks[:, None] >= blocks)
-    assert mask.full_kv_num_blocks is not None
-    assert mask.full_kv_num_blocks[0, 0].tolist() == [0, 1, 2]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_flex_computes_the_same(is_causal: bool) -> None:
-    query, key, value = (torch.randn(1, h, 200, 32) for h in (4, 2, 2))
-    out = prefill.prepare(*backends("flex"), Inputs(query, key, value, 0.1, is_causal)).run()
-    expected = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=0.1, enable_gqa=True)
-    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_failures_are_reported_once_for_all_shapes() -> None:
