@@ -76,9 +76,10 @@ def source_hash() -> str:
 def command_line() -> str:
     """Return the command of this process as another machine can run it, without the folders of this one."""
     program, *arguments = sys.argv
-    *_, folder, name = Path(program).resolve().parts
-    is_script = name.endswith(".py") and name != "__main__.py"
-    return shlex.join([*(("python", f"{folder}/{name}") if is_script else ("dma-hf",)), *map(portable, arguments)])
+    path = Path(program).resolve()
+    is_script = path.suffix == ".py" and path.name != "__main__.py"
+    called = ("python", f"{path.parent.name}/{path.name}") if is_script else ("dma-hf",)
+    return shlex.join([*called, *map(portable, arguments)])
 
 
 def portable(argument: str) -> str:
