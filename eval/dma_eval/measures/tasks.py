@@ -232,7 +232,7 @@ def _evaluate(
 ) -> UnitRecord:
     """Evaluate one backend on one loaded task or group. Raises ``BackendFailure`` if it fails in any process."""
     lm.use(backend)
-    dma_hf.reset_fallback_counts()
+    dma_hf.reset_stats(lm.model)
     for task in unit["tasks"].values():  # every backend must draw the same examples
         task.set_fewshot_seed(seed=session.seed)
     torch.manual_seed(session.seed)  # and the same answers, where a task samples them
@@ -241,7 +241,7 @@ def _evaluate(
     failed = next((failure for failure in gather_object([lm.failure]) if failure is not None), None)
     if failed is not None:
         raise BackendFailure(failed)
-    fallbacks = sum(map(Counter, gather_object([dma_hf.fallback_counts()])), Counter[str]())
+    fallbacks = sum(map(Counter, gather_object([dma_hf.stats(lm.model).fallbacks])), Counter[str]())
     record = None
     if PartialState().is_main_process:
         records = [task_record(name, results, task) for name, task in unit["tasks"].items()]
