@@ -175,9 +175,11 @@ def make_application(
 
     Args:
         make: Loads the model on a replica, and returns its engine and its application.
-        replicas, max_replicas: Number of replicas, and number up to which Ray adds some under load.
+        replicas: Number of replicas.
+        max_replicas: Number up to which Ray adds replicas under load.
         gpus: GPUs of a replica.
-        max_requests, max_queued: Running requests of a replica, and waiting ones; more get status 429.
+        max_requests: Running requests of a replica.
+        max_queued: Waiting requests; more get status 429.
         api_key: Key that requests must carry. ``None`` reads it from an environment variable on the gateway's node.
         key_variable: That variable. If it is not set, no key is needed.
         log_level: Level of the log of requests.
