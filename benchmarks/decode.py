@@ -20,15 +20,15 @@ from itertools import chain, product
 
 import torch
 from dma_eval import console
-from dma_eval.backends import DEFAULT_PRESET, Backend
-from dma_eval.baselines import quantized_cache
 from dma_eval.bench.attention import ROOM, filled_storage
 from dma_eval.bench.report import finish, record
 from dma_eval.bench.results import Shape
 from dma_eval.bench.timing import FAILURES, Run, stored_bytes, time_interleaved
 from dma_eval.errors import UserError, one_line
+from dma_eval.load.backends import DEFAULT_PRESET, Backend
+from dma_eval.load.baselines import quantized_cache
 from dma_eval.names import DMA, FORMAT_SUFFIXES, PEER_SUFFIXES
-from dma_eval.pages import Columns, Table, make_table, of, share
+from dma_eval.show.pages import Columns, Table, make_table, of, share
 from dma_kernels.cache.api import cached_attention
 from dma_kernels.cache.storage import LayerStorage
 from dma_kernels.numerics.formats import TILE
@@ -47,7 +47,7 @@ PREALLOCATED = ("sdpa", "sdpa:flash")
 DYNAMIC = "sdpa:dynamic"
 """SDPA after Transformers' ``DynamicCache`` concatenates the old keys and the new one."""
 QUANTIZED = tuple(f"sdpa{suffix}" for suffix in PEER_SUFFIXES)
-"""SDPA after Transformers' ``QuantizedCache``, by the suffixes of :data:`dma_eval.baselines.QUANTIZED`. Each token
+"""SDPA after Transformers' ``QuantizedCache``, by the suffixes of :data:`dma_eval.load.baselines.QUANTIZED`. Each token
 dequantizes the whole cache. HQQ and quanto also quantize it again at every 128th token, which is not timed."""
 PEERS = (*PREALLOCATED, DYNAMIC, *FLASH_3, *QUANTIZED)
 

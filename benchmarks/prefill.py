@@ -24,14 +24,14 @@ from typing import Any
 
 import torch
 from dma_eval import console
-from dma_eval.backends import Backend
 from dma_eval.bench.report import finish, record
 from dma_eval.bench.timing import FAILURES, Run, capture, time_interleaved
-from dma_eval.data import load_text, tokenize
 from dma_eval.errors import UserError, one_line
-from dma_eval.models import load_model
+from dma_eval.load.backends import Backend
+from dma_eval.load.data import load_text, tokenize
+from dma_eval.load.models import load_model
 from dma_eval.names import DMA, check_yarn
-from dma_eval.pages import MISSING, Columns, Table, make_table, number, of
+from dma_eval.show.pages import MISSING, Columns, Table, make_table, number, of
 from dma_kernels import attention, attention_with_lse
 from dma_kernels.numerics.geometry import AttentionGeometry
 from dma_kernels.prefill.plan import quantize_operands

@@ -16,7 +16,7 @@ import dma_eval.results
 import dma_kernels
 import kernel_bench.results  # while the hooks extend the path
 import typer
-from dma_eval.render import table
+from dma_eval.show.render import table
 from dma_kernels import Recipe
 from typer.cli import get_docs_for_click
 

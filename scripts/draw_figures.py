@@ -17,9 +17,9 @@ from typing import Annotated, Any
 import torch
 import typer
 import update_docs
-from dma_eval.data import load_text, tokenize
-from dma_eval.models import load_model
-from dma_eval.plots import legend_below, line_styles, tidy
+from dma_eval.load.data import load_text, tokenize
+from dma_eval.load.models import load_model
+from dma_eval.show.plots import legend_below, line_styles, tidy
 from dma_kernels import BLOCK_FORMATS, TILE, Recipe, hadamard_rotate, key_mean, quantize
 from dma_kernels.numerics.geometry import SKIP_BLOCK
 from dma_kernels.reference.operands import prepare_operands

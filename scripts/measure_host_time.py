@@ -23,9 +23,9 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from dma_eval.backends import Backend
 from dma_eval.bench.generate import build_model, never_stopping
 from dma_eval.bench.timing import FAILURES, Run
+from dma_eval.load.backends import Backend
 from dma_eval.results import here_and_now
 from torch import Tensor
 from transformers import PreTrainedModel

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from dma_eval.pages import MISSING, fidelity_page, format_kl, number
-from dma_eval.render import table
 from dma_eval.results import read_report
+from dma_eval.show.pages import MISSING, fidelity_page, format_kl, number
+from dma_eval.show.render import table
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from dma_eval import console
 from dma_eval.bench.generate import text_windows
-from dma_eval.data import leading_tokens
 from dma_eval.environment import portable
 from dma_eval.errors import UserError, one_line
-from dma_eval.models import LoadedModel
-from dma_eval.reading import takes_last
+from dma_eval.load.data import leading_tokens
+from dma_eval.load.models import LoadedModel
+from dma_eval.load.reading import takes_last
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS

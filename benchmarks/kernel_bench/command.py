@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from dma_eval import console
-from dma_eval.backends import Backend, parse_backends
 from dma_eval.bench.timing import look_at
 from dma_eval.errors import UserError
 from dma_eval.files import prepare_file
-from dma_eval.models import parse_device
+from dma_eval.load.backends import Backend, parse_backends
+from dma_eval.load.models import parse_device
 from dma_eval.names import DMA, PRESETS, refuse_repeats
 from dma_eval.results import here_and_now
 

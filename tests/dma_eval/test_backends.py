@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
-from dma_eval import baselines, names
-from dma_eval.backends import Backend, activate, default_names, implementations, parse_backends
 from dma_eval.bench import generate
 from dma_eval.commands.bench import BenchOptions
 from dma_eval.errors import UserError
-from dma_eval.models import LoadedModel
+from dma_eval.load import baselines, names
+from dma_eval.load.backends import Backend, activate, default_names, implementations, parse_backends
+from dma_eval.load.models import LoadedModel
 from dma_kernels.cache.formats import CACHE_FORMATS
 from dma_kernels.numerics.formats import TILE
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -166,7 +166,7 @@ def test_presets_are_those_of_the_plugin() -> None:
 
 def test_implementations_are_those_of_transformers() -> None:
     """In a new process, because tests register implementations."""
-    code = "from dma_eval.backends import implementations; print(*implementations(), sep='\\n')"
+    code = "from dma_eval.load.backends import implementations; print(*implementations(), sep='\\n')"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     known = {name for name in found if not name.startswith(names.PAGED)}
     assert known <= set(names.IMPLEMENTATIONS)

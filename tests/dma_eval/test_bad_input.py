@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dma_eval.models import LoadedModel
+from dma_eval.load.models import LoadedModel
 from gguf_files import write_gguf
 from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -10,14 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from dma_eval.backends import parse_backends
 from dma_eval.bench import attention, generate
 from dma_eval.bench.generate import build_model, cache_bytes, measure, parse_runs
 from dma_eval.bench.results import BenchReport, Shape
 from dma_eval.commands.bench import BenchOptions
-from dma_eval.data import tokenize
 from dma_eval.errors import UserError
-from dma_eval.models import load_model
+from dma_eval.load.backends import parse_backends
+from dma_eval.load.data import tokenize
+from dma_eval.load.models import load_model
 from tiny_models import FAMILIES
 
 import dma_hf

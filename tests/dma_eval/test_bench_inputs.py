@@ -10,7 +10,7 @@ import pytest
 import torch
 from dma_eval.bench.generate import text_windows
 from dma_eval.errors import UserError
-from dma_eval.models import LoadedModel, ModelSource, load_model
+from dma_eval.load.models import LoadedModel, ModelSource, load_model
 from kernel_bench.capture import capture_layers, choose_layers
 from kernel_bench.command import parse_compared
 from kernel_bench.inputs import Inputs, embedded

@@ -17,11 +17,11 @@ import decode
 import prefill
 import pytest
 import torch
-from dma_eval.backends import Backend
 from dma_eval.bench.attention import filled_storage
 from dma_eval.bench.report import failures
 from dma_eval.bench.results import Shape
 from dma_eval.bench.timing import Timing
+from dma_eval.load.backends import Backend
 from kernel_bench import command, timing
 from kernel_bench.inputs import Inputs, exact_rows
 from kernel_bench.peers import PACKAGES, Prepared

@@ -10,10 +10,10 @@ from typing import Any
 import prefill
 import pytest
 import torch
-from dma_eval.data import tokenize
-from dma_eval.models import load_model
-from dma_eval.render import section_pages
+from dma_eval.load.data import tokenize
+from dma_eval.load.models import load_model
 from dma_eval.results import read_report
+from dma_eval.show.render import section_pages
 
 Run = Callable[..., Any]
 Rows = list[list[int]]

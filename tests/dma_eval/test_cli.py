@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import typer
 from dma_eval.command import REQUIRED, add_command, option
-from dma_eval.commands.options import DEFAULT_ATTN, QualityOptions
 from dma_eval.errors import UserError, one_line
 from dma_eval.files import prepare_file, write_text
+from dma_eval.options import DEFAULT_ATTN, QualityOptions
 from dma_eval.results import read_report
 
 Run = Callable[..., Any]
@@ -227,7 +227,6 @@ WRONG = {
     "bench --device mps": "--device: expected auto, cpu, cuda or cuda:N; got 'mps'",
     "bench -m owner/model -d none.txt": "--data: no such file: none.txt",
     "serve ./none": "--model: no such folder: ./none",
-    "serve ./none --write-config c.yaml": "--model: no such folder: ./none",
     "serve m --attn spda": "--attn: unknown backend 'spda'; valid: dma_mxfp, eager, flash_attention_2, ",
     "ppl -m m -d none.txt --device mps": "--device: expected auto, cpu, cuda or cuda:N; got 'mps'",
     "ppl -m m -d none.txt --dtype bf16": "Invalid value for '--dtype': 'bf16' is not one of 'auto', 'float32', ",

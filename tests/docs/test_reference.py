@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from dma_eval.parts import PARTS
+from dma_eval.config import PARTS
 from script_files import load_script
 
 ROOT = Path(__file__).parents[2]

@@ -34,10 +34,18 @@ NOT_RUN = {
     "docs/guides/serving.md": Counter(
         {
             "it serves until it is stopped; tests/dma_eval/test_serve.py runs it": 1,
+            "it serves until it is stopped; tests/dma_eval/test_serve.py asks such an application": 1,
             "it needs vLLM and a running server": 1,
         }
     ),
-    "docs/guides/scaling.md": Counter({"it downloads Ray": 1, "it needs a Kubernetes cluster": 1}),
+    "docs/guides/scaling.md": Counter(
+        {
+            "it downloads Ray": 1,
+            "it serves until it is stopped": 1,
+            "it serves until it is stopped; tests/dma_eval/test_serve_replicas.py runs it": 1,
+            "it needs a Kubernetes cluster": 1,
+        }
+    ),
     "docs/guides/compile.md": Counter({"needs a GPU": 1}),
     "docs/guides/evaluation.md": Counter({"needs a GPU": 2, "the scripts are in a clone of the repository": 1}),
     "docs/guides/hub-kernel.md": Counter({"needs the Hub": 1}),

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from dma_eval import console
-from dma_eval.backends import Backend
 from dma_eval.errors import one_line
-from dma_eval.models import head_dim_of
+from dma_eval.load.backends import Backend
+from dma_eval.load.models import head_dim_of
 from dma_eval.names import split_suffix
 from dma_hf import DMAConfig
 

@@ -1,6 +1,6 @@
 """Time ``generate`` with several attentions and caches on one model.
 
-A run is named ``ATTENTION+CACHE``. The attention is a backend (:mod:`dma_eval.backends`). The cache is ``dynamic``
+A run is named ``ATTENTION+CACHE``. The attention is a backend (:mod:`dma_eval.load.backends`). The cache is ``dynamic``
 (Transformers' default), ``static`` (Transformers' static cache), or a format of :class:`dma_hf.DMACache`.
 
 A run calls ``generate`` as a user does, without options for speed. So a step is eager over a dynamic cache, compiled
@@ -25,9 +25,9 @@ from transformers.utils import is_flash_attn_3_available
 
 import dma_hf
 from dma_eval import console
-from dma_eval.backends import Backend, activate, parse_backends
-from dma_eval.data import full_windows
 from dma_eval.errors import UserError, one_line
+from dma_eval.load.backends import Backend, activate, parse_backends
+from dma_eval.load.data import full_windows
 from dma_eval.names import DMA, FORMAT_SUFFIXES, check_runs, refuse_repeats
 from dma_hf.integrations.cache_argument import CACHE_ARGUMENT
 

@@ -11,7 +11,7 @@ from dma_kernels.runtime.chip import resolve_backend
 
 from dma_eval import console
 from dma_eval.files import write_json
-from dma_eval.pages import Columns, Page, Table, make_table, of
+from dma_eval.show.pages import Columns, Page, Table, make_table, of
 
 from .results import AttentionResult, BenchReport, GenerateResult, SpeedReport, SpeedResult
 

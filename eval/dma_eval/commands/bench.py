@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from dma_eval import console
+from dma_eval import console, options
 from dma_eval.command import option
-from dma_eval.commands import options
 from dma_eval.environment import portable
 from dma_eval.errors import UserError
 from dma_eval.files import prepare_file
@@ -104,8 +103,8 @@ def bench(args: BenchOptions) -> int:
         from dma_eval.bench.report import finish, record, tables
         from dma_eval.bench.results import BenchReport
         from dma_eval.bench.timing import look_at
-        from dma_eval.data import leading_tokens, load_text, tokenize
-        from dma_eval.models import load_model, parse_device
+        from dma_eval.load.data import leading_tokens, load_text, tokenize
+        from dma_eval.load.models import load_model, parse_device
 
     runs = generate.parse_runs(args.runs or generate.default_runs())
     device, dtype = parse_device(args.device), getattr(torch, args.dtype)
