@@ -21,6 +21,7 @@ from .architectures import CROSS_ATTENTION_NAMES, NEVER_CAUSAL
 from .arguments import Call, autocast_dtype, find_unsupported, note_other_cache
 from .cache_layers import DECODED_AT_ONCE, DMALayer, Step, update_of
 from .compact_mask import GEOMETRY, CompactMask, MaskGeometry
+from .logit_check import check_first_prompt
 from .masking import read_mask
 from .packing import attend_documents, separate_documents
 from .repeated_calls import cached_step, is_step, let_repeat, may_repeat, prompt, repeat
@@ -106,6 +107,9 @@ def dma_attention_forward(
         sdpa: Callable[..., tuple[Tensor, None]] = AttentionInterface()["sdpa"]
         dense = geometry.dense(query.device) if bias is None or geometry.documents is not None else bias
         return sdpa(module, query, key, value, dense, is_causal=False, **options)
+    is_checked = False
+    if update is None or update[1].is_first:
+        is_checked = check_first_prompt(module, call, query, key if update is None else update[1].key, geometry)
     if geometry.documents is not None:
         packed = (query, key, value, geometry, settings.recipe, tile_counts_of(module, query, settings.recipe))
         return counted(module, settings.name, "none", attend_documents, *packed, **call.options), None
@@ -118,7 +122,7 @@ def dma_attention_forward(
             counts = tile_counts_of(module, query, settings.recipe)
             inputs = (layer, step, query, geometry, settings.recipe, counts)
             out = counted(module, settings.name, layer.cache, attend, *inputs, **call.options)
-            if indices is None and counts is None and may_repeat(attention_mask):
+            if indices is None and counts is None and not is_checked and may_repeat(attention_mask):
                 compute = None
                 if is_step(step):
                     compute = cached_step(call, query, layer, geometry.window or layer.window)
@@ -151,7 +155,7 @@ def dma_attention_forward(
         tile_counts=counts,
         **call.options,
     )
-    if indices is None and counts is None and may_repeat(attention_mask):
+    if indices is None and counts is None and not is_checked and may_repeat(attention_mask):
         options = {"is_causal": geometry.is_causal, "q_offset": geometry.q_offset, "kv_offset": geometry.kv_offset}
         compute = prompt(call, recipe, query, key, value, window=geometry.window, **options)
         if compute is not None:

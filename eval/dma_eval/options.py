@@ -8,13 +8,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dma_eval.command import REQUIRED, option
-from dma_eval.errors import UserError
-from dma_eval.files import prepare_file
 from dma_eval.load import hub
 from dma_eval.load.data import text_file
 from dma_eval.names import check_device, check_loading, check_yarn, parse_source
 
-PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 DEFAULT_ATTN = ["sdpa", "dma_mxfp:balanced"]
 MODEL: dict[str, Any] = {"metavar": "NAME|FOLDER|FILE.gguf", "help": "Hub name, local folder, or GGUF file."}
 OUTPUT, TASKS, TEXT = "Output", "Tasks", "Text"
@@ -46,10 +43,6 @@ def out_option(default: Any, help: str, metavar: str = "FOLDER", shown: str | bo
 
 
 json_option = partial(option, None, metavar="FILE", panel=OUTPUT, help="Write all results as JSON.")
-markdown_option = partial(option, None, metavar="FILE", panel=OUTPUT, help="Write a readable report.")
-plot_option = partial(
-    option, None, metavar="FILE", panel=OUTPUT, help=f"Write the plots, as {', '.join(PLOT_SUFFIXES)}."
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,12 +137,3 @@ def check_inputs(model: str | None, data: str | None, option: str = "--model") -
     has_remote_text = data is not None and text_file(data) is None
     if is_on_hub or has_remote_text:
         hub.prepare(path if is_on_hub else None, option)
-
-
-def prepare_files(**files: Path | None) -> None:
-    """Check before a long run that single files can be written."""
-    plot = files.get("plot")
-    if plot is not None and not plot.is_dir() and plot.suffix not in PLOT_SUFFIXES:
-        raise UserError(f"--plot: expected a file ending in {', '.join(PLOT_SUFFIXES)}, got {plot}")
-    for name, path in files.items():
-        prepare_file(path, f"--{name}")

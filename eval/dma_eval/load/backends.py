@@ -25,10 +25,8 @@ from dma_eval.names import (
     DYNAMIC,
     FORMAT_SUFFIXES,
     PAGED,
-    check_compared,
     check_names,
     is_file,
-    refuse_repeats,
     split_suffix,
     unknown_backend,
 )
@@ -81,21 +79,6 @@ def parse_backends(names: Sequence[str], option: str = "--attn") -> tuple[Backen
         label = backend.label if total[backend.label] == 1 else f"{backend.label} #{seen[backend.label]}"
         unique.append(replace(backend, label=label))
     return tuple(unique)
-
-
-def parse_compared(names: Sequence[str], option: str, others: Sequence[str]) -> list[Backend]:
-    """Resolve the names that a benchmark compares: of ``dma_mxfp``, and of ``others``, its other implementations.
-
-    Only the option ``--cache`` takes names with a cache.
-    """
-    check_compared(names, option, others)
-    found: list[Backend] = []
-    for name in names:
-        found += [Backend(name, name)] if name in others else parse_backends([name], option)
-        if found[-1].reads_cache and option != "--cache":
-            raise UserError(f"{option}: {name!r} reads through a cache, which is not timed here; leave out +CACHE")
-    refuse_repeats(option, [backend.label for backend in found])
-    return found
 
 
 def activate(model: PreTrainedModel, backend: Backend) -> None:

@@ -106,11 +106,6 @@ def to_html(report: Report, plots: Sequence[Plot], folder: Path) -> str:
     return templates(html=True).get_template("report.html").render(_content(report, plots), images=images)
 
 
-def page_to_markdown(page: Page, heading: str = "#") -> str:
-    """Return one section as Markdown."""
-    return tidy(templates().get_template("macros.md").module.section(page, heading))  # type: ignore[attr-defined]
-
-
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table in Markdown."""
     return str(templates().get_template("macros.md").module.table(headers, rows))  # type: ignore[attr-defined]

@@ -13,8 +13,6 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from jinja2 import TemplateError
 from transformers import GenerationConfig
 
-from dma_eval.errors import one_line
-from dma_eval.load.models import LoadedModel
 from dma_hf.integrations.serving import (
     ChatCompletionHandler,
     CompletionHandler,
@@ -24,8 +22,8 @@ from dma_hf.integrations.serving import (
     get_response_template,
 )
 
-from .checks import ApiError, ChatRequest, CompletionRequest, GenerationRequest, ResponseRequest, check
-from .jobs import Batched, Engine, Job
+from .engines import Answer, Batched, Engine
+from .requests import ApiError, ChatRequest, CompletionRequest, GenerationRequest, ResponseRequest, check
 
 SSE = "text/event-stream"
 GREEDY_TEMPERATURE = 1e-5  # and below: logits would overflow
@@ -33,18 +31,19 @@ SAMPLE = 64  # characters for each token of the server's limit
 
 
 class _Generation(GenerationState):  # type: ignore[misc]
-    """The generator that Transformers' handlers call for one request. It makes a job of the call."""
+    """The generator that Transformers' handlers call for one request, and the manager that they get from it."""
 
-    def __init__(self, loaded: LoadedModel, engine: Engine, body: GenerationRequest, param: str) -> None:
+    def __init__(self, engine: Engine, body: GenerationRequest, param: str) -> None:
         super().__init__(isinstance(engine, Batched))
-        self._loaded, self._engine, self._body, self._param = loaded, engine, body, param
+        self._engine, self._body, self._param = engine, body, param
+        self.answer = Answer(body.stop)
 
     def use_continuous_batching(self, *arguments: Any) -> bool:
-        """Return whether the engine is :class:`Batched`. Handlers then pass lists instead of tensors."""
+        """Return whether handlers pass lists instead of tensors."""
         return isinstance(self._engine, Batched)
 
     def get_manager(self, *arguments: Any, **options: Any) -> _Generation:
-        """Return itself, because it is also the manager."""
+        """Return itself."""
         return self
 
     def init_cb(self, *arguments: Any) -> None:
@@ -55,26 +54,24 @@ class _Generation(GenerationState):  # type: ignore[misc]
         model: Any,
         processor: Any,
         inputs: Any,
-        gen_config: GenerationConfig,
-        request_id: str,
+        config: GenerationConfig,
+        *,
         response_parser: Any = None,
-    ) -> tuple[Any, Job]:
-        """Start a job, and return its queue and itself.
+        **_: Any,
+    ) -> tuple[Answer, Answer]:
+        """Start the answer, and return it as the queue and as the streamer.
 
         Raises:
             ApiError: The prompt is empty or too long, or the engine does not support the request.
         """
         ids = inputs["input_ids"]
-        prompt_tokens = len(ids) if isinstance(ids, list) else ids.shape[-1]
-        self._settle(gen_config, prompt_tokens)
-        stops = self._body.stop
-        self.job = Job(self._loaded.tokenizer, prompt_tokens, gen_config.max_new_tokens, stops, response_parser)
-        self._engine.start(self.job, inputs, gen_config, self._body)
-        return self.job.queue, self.job
+        self._settle(config, len(ids) if isinstance(ids, list) else ids.shape[-1])
+        self._engine.start(self.answer, inputs, config, self._body, response_parser)
+        return self.answer, self.answer
 
     def _settle(self, config: GenerationConfig, prompt_tokens: int) -> None:
         """Apply the request's limit and sampling to a configuration. Missing values come from the model's own."""
-        body, room = self._body, self._engine.room()
+        body, room = self._body, self._engine.room
         if prompt_tokens == 0:
             raise ApiError(f"{self._param}: it has no tokens", param=self._param)
         name, limit = body.limit
@@ -87,7 +84,7 @@ class _Generation(GenerationState):  # type: ignore[misc]
         config.max_new_tokens = limit or config.max_new_tokens
         if room is not None:
             config.max_new_tokens = min(config.max_new_tokens or room, room - prompt_tokens)
-        vocabulary = self._loaded.model.config.get_text_config().vocab_size
+        vocabulary = self._engine.model.config.get_text_config().vocab_size
         if any(token >= vocabulary for token in body.logit_bias):
             raise ApiError(f"logit_bias: the model has {vocabulary} tokens", param="logit_bias")
         if config.temperature is not None and config.temperature < GREEDY_TEMPERATURE:
@@ -116,8 +113,8 @@ class Route:
     prefix = ""  # of the ids of answers
     end = "data: [DONE]\n\n"  # of a stream
 
-    def __init__(self, models: ModelManager, loaded: LoadedModel, engine: Engine) -> None:
-        self._models, self._loaded, self._engine = models, loaded, engine
+    def __init__(self, models: ModelManager, engine: Engine, name: str) -> None:
+        self._models, self._engine, self._name = models, engine, name
 
     async def answer(self, request: Request) -> Response:
         """Answer a request, at once or as a stream.
@@ -126,54 +123,49 @@ class Route:
             ApiError: It cannot be answered.
         """
         body = check(self.body_type, await request.body())
-        if body.model not in (None, self._loaded.name):
-            message = f"this server is pinned to {self._loaded.name!r}; requested {body.model!r}"
+        if body.model not in (None, self._name):
+            message = f"this server is pinned to {self._name!r}; requested {body.model!r}"
             raise ApiError(message, param="model", code="model_not_found")
-        self._check_template(body)
-        await self._check_length(body)
-        generation = _Generation(self._loaded, self._engine, body, self.param)
+        if self.param != "prompt":
+            self._check_template(body)
+        await self._check_length(getattr(body, self.param))
+        generation = _Generation(self._engine, body, self.param)
         handler = self.handler(self._models, generation)
-        passed = body.passed_on() | {"model": self._loaded.name, "stream": True}  # so that all answers share one path
+        passed = body.passed_on() | {"model": self._name, "stream": True}  # so that all answers share one path
         try:
-            answer = await handler.handle_request(passed, f"{self.prefix}{uuid.uuid4().hex}")
+            events = await handler.handle_request(passed, f"{self.prefix}{uuid.uuid4().hex}")
         except (ValueError, TypeError, TemplateError) as error:  # of the template
-            raise ApiError(one_line(error), param=self.param) from error
-        request.state.job = generation.job
-        pieces = _pieces(answer, generation.job)
+            raise ApiError(str(error), param=self.param) from error
+        request.state.answer = generation.answer
+        pieces = _pieces(events, generation.answer)
         if body.stream:
-            return StreamingResponse(self._stream(pieces, body), media_type=SSE)
+            return StreamingResponse(self._stream(pieces, body.stream_options.include_usage), media_type=SSE)
         return JSONResponse(self._join([piece async for piece in pieces]))
 
     def _check_template(self, body: GenerationRequest) -> None:
-        if self.param == "prompt":
-            return
-        tokenizer = self._loaded.tokenizer
+        tokenizer = self._engine.tokenizer
         if tokenizer.chat_template is None:
             message = "the model's tokenizer has no chat template; /v1/completions takes plain text"
             raise ApiError(message, param=self.param)
         if body.passed_on().get("tools") and (
-            "tools" not in str(tokenizer.chat_template) or get_response_template(tokenizer, self._loaded.model) is None
+            "tools" not in str(tokenizer.chat_template) or get_response_template(tokenizer, self._engine.model) is None
         ):
             raise ApiError("tools: the model's chat template has none", param="tools")
 
-    async def _check_length(self, body: GenerationRequest) -> None:
+    async def _check_length(self, text: Any) -> None:
         """Refuse a text that is far too long on another thread, because the handler counts tokens on the event loop."""
-        text, room = getattr(body, self.param), self._engine.room()
+        room = self._engine.room
         if not isinstance(text, str):
             text = "\n".join(part.text for message in text for part in message.content or ())
         if room is not None and len(text) > 4 * room:
-            ids = await asyncio.to_thread(self._loaded.tokenizer.encode, text[: SAMPLE * room])
+            ids = await asyncio.to_thread(self._engine.tokenizer.encode, text[: SAMPLE * room])
             if len(ids) > 2 * room:
                 raise too_long(room, f"more than {2 * room} tokens", self.param)
 
-    async def _stream(self, pieces: AsyncIterator[dict[str, Any]], body: GenerationRequest) -> AsyncIterator[str]:
-        """Write pieces as server-sent events.
-
-        With ``include_usage`` an extra one at the end has the usage of the answer, which is null in the others.
-        """
+    async def _stream(self, pieces: AsyncIterator[dict[str, Any]], has_usage: bool) -> AsyncIterator[str]:
+        """Write pieces as server-sent events. An extra one at the end has the usage, which is null in the others."""
         piece: dict[str, Any] = {}
         usage: dict[str, Any] | None = None
-        has_usage = body.stream_options.include_usage
         try:
             async for piece in pieces:
                 if "choices" in piece:
@@ -195,11 +187,8 @@ class Route:
 class Chat(Route):
     """The route of chats."""
 
-    path = "/v1/chat/completions"
-    body_type = ChatRequest
-    handler = ChatCompletionHandler
-    param = "messages"
-    prefix = "chatcmpl-"
+    path, param, prefix = "/v1/chat/completions", "messages", "chatcmpl-"
+    body_type, handler = ChatRequest, ChatCompletionHandler
 
     def _join(self, pieces: list[dict[str, Any]]) -> dict[str, Any]:
         deltas = [choice["delta"] for piece in pieces for choice in piece["choices"]]
@@ -215,11 +204,8 @@ class Chat(Route):
 class Complete(Route):
     """The route of continuations of a text."""
 
-    path = "/v1/completions"
-    body_type = CompletionRequest
-    handler = CompletionHandler
-    param = "prompt"
-    prefix = "cmpl-"
+    path, param, prefix = "/v1/completions", "prompt", "cmpl-"
+    body_type, handler = CompletionRequest, CompletionHandler
 
     def _join(self, pieces: list[dict[str, Any]]) -> dict[str, Any]:
         return _one_answer(pieces, "text_completion", {"text": _text([each["choices"][0] for each in pieces], "text")})
@@ -228,30 +214,27 @@ class Complete(Route):
 class Respond(Route):
     """The route of OpenAI's newer interface. Its last event has the whole answer."""
 
-    path = "/v1/responses"
-    body_type = ResponseRequest
-    handler = ResponseHandler
-    param = "input"
-    end = ""
+    path, param, end = "/v1/responses", "input", ""
+    body_type, handler = ResponseRequest, ResponseHandler
 
     def _join(self, pieces: list[dict[str, Any]]) -> dict[str, Any]:
         return dict(pieces[-1]["response"])
 
 
-async def _pieces(answer: Any, job: Job) -> AsyncIterator[dict[str, Any]]:
+async def _pieces(events: Any, answer: Answer) -> AsyncIterator[dict[str, Any]]:
     """Yield the pieces of a streamed answer. The last has the usage and the finish reason.
 
     Raises:
         ApiError: Generating failed.
     """
-    async for text in answer.body_iterator:
-        if job.error is not None:
-            raise job.error
+    async for text in events.body_iterator:
+        if answer.error is not None:
+            raise answer.error
         for line in filter(None, text.split("\n\n")):
             piece: dict[str, Any] = json.loads(line.removeprefix("data: "))
             for choice in piece.get("choices", ()):
-                if choice.setdefault("finish_reason", None) not in (None, "tool_calls"):
-                    choice["finish_reason"] = job.finish_reason
+                if choice.setdefault("finish_reason", None) == "length" and answer.is_stopped:
+                    choice["finish_reason"] = "stop"
             yield piece
 
 

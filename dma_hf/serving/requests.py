@@ -22,6 +22,7 @@ from pydantic import (
 )
 
 INT32, INT64 = 2**31 - 1, 2**63 - 1
+LONGEST_MESSAGE = 400  # characters; errors of libraries may have tracebacks
 IGNORED = {
     *("user", "safety_identifier", "metadata", "prompt_cache_key", "prompt_cache_retention"),  # of OpenAI's service
     *("annotations", "encrypted_content", "phase", "reasoning_content", "status", "summary"),  # of earlier answers
@@ -48,27 +49,27 @@ NEUTRAL: dict[str, list[Any]] = {
     "use_cache": [True],
 }
 """Fields that this server lacks, with the values that change nothing."""
-TEMPLATE_ARGUMENTS = (
+TEMPLATE_ARGUMENTS = {
     *("chat_template", "tokenizer_kwargs", "return_assistant_tokens_mask"),
     *("max_length", "padding", "truncation"),
-)
+}
 """Arguments of ``apply_chat_template`` that are no variables of the template. They are the server's choice."""
 
 
 class ApiError(Exception):
-    """An error for the client, in OpenAI's format."""
+    """An error for the client, in OpenAI's format. The first paragraph of the message is shown, as one line."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> None:
+        message = " ".join(message.partition("\n\n")[0].split())[:LONGEST_MESSAGE]
         super().__init__(message)
         self.status = status
-        kind = "invalid_request_error" if status < 500 and status != 429 else "server_error"
-        if status == 429:
-            kind = "rate_limit_error"
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        kind = "rate_limit_error" if status == 429 else kind
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
     def event(self, path: str) -> str:
         """The server-sent event that ends a stream of this path."""
-        body = {"type": "error", **self.body["error"]} if path == "/v1/responses" else self.body
+        body = self.body["error"] | {"type": "error"} if path == "/v1/responses" else self.body
         return f"data: {json.dumps(body)}\n\n"
 
 
@@ -97,15 +98,9 @@ def _as_items(value: Any) -> Any:
 
 
 def _check_variables(options: dict[str, Any]) -> dict[str, Any]:
-    for name in TEMPLATE_ARGUMENTS:
-        if name in options:
-            raise ValueError(f"{name}: it is no variable of the chat template")
+    for name in options.keys() & TEMPLATE_ARGUMENTS:
+        raise ValueError(f"{name}: it is no variable of the chat template")
     return options
-
-
-def _is_neutral(name: str, value: Any) -> bool:
-    allowed = NEUTRAL.get(name, ())
-    return name in IGNORED or any(json.dumps(value) == json.dumps(each) for each in allowed)  # 0 == False in Python
 
 
 class _Model(BaseModel):
@@ -114,15 +109,16 @@ class _Model(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_neutral(cls, body: Any) -> Any:
+        def is_neutral(name: str, value: Any) -> bool:
+            neutral = map(json.dumps, NEUTRAL.get(name, ()))  # because 0 == False in Python
+            return value is None or (name not in cls.model_fields and (name in IGNORED or json.dumps(value) in neutral))
+
         if not isinstance(body, dict):
             return body
-        given = {name: value for name, value in body.items() if value is not None}
-        return {name: given[name] for name in given if name in cls.model_fields or not _is_neutral(name, given[name])}
+        return {name: value for name, value in body.items() if not is_neutral(name, value)}
 
 
 class StreamOptions(_Model):
-    """How an answer is streamed."""
-
     include_usage: bool = False
 
 
@@ -138,23 +134,17 @@ older_name = AfterValidator(lambda role: "system" if role == "developer" else ro
 
 
 class CalledFunction(_Model):
-    """The function of a tool call."""
-
     name: str
     arguments: Json[dict[str, Any]]
 
 
 class ToolCall(_Model):
-    """A tool call in an earlier answer."""
-
     id: str
     type: Literal["function"]
     function: CalledFunction
 
 
 class Message(_Model):
-    """A message of a conversation."""
-
     role: Annotated[Literal["system", "developer", "user", "assistant", "tool"], older_name]
     content: Content | None = None
     tool_calls: list[ToolCall] | None = None
@@ -170,16 +160,12 @@ class Message(_Model):
 
 
 class Function(_Model):
-    """A function that the model may call."""
-
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
 
 class Tool(_Model):
-    """A tool; only functions are supported."""
-
     type: Literal["function"]
     function: Function
 

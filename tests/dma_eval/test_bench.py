@@ -1,21 +1,26 @@
-"""``dma-hf bench generate``: the runs and their figures, on a tiny model and a CPU."""
+"""``dma-hf bench``: attention and runs of ``generate`` with their figures, on a tiny model and a CPU."""
 
 from __future__ import annotations
 
 import json
 import re
 import sys
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from dma_eval.bench import generate
+from dma_eval.bench import attention, generate
 from dma_eval.bench.generate import build_model, cache_bytes, measure, parse_runs
-from dma_eval.commands.bench_options import GenerateOptions
+from dma_eval.bench.results import BenchReport, Shape
+from dma_eval.commands.bench import BenchOptions
 from dma_eval.errors import UserError
+from dma_eval.load.backends import parse_backends
 from dma_eval.load.data import tokenize
 from dma_eval.load.models import load_model
+from tiny_models import FAMILIES
 
+import dma_hf
 from dma_hf.config import cache_of
 from dma_hf.integrations.cache_argument import CACHE_ARGUMENT
 from dma_hf.stats import count_replay
@@ -29,9 +34,13 @@ def model():
     return build_model("tiny", CPU, torch.float32)
 
 
+def prompts(*contexts, batch=1):
+    return [torch.randint(256, (batch, context)) for context in contexts]
+
+
 @pytest.fixture(scope="module")
 def results(model):
-    return list(measure(model, [40, 400], parse_runs(RUNS), batch=2, new_tokens=12))
+    return list(measure(model, prompts(40, 400, batch=2), parse_runs(RUNS), new_tokens=12))
 
 
 def test_every_run_is_timed_at_every_context(results):
@@ -59,7 +68,7 @@ def test_cache_bytes(model, results):
     of = {(r.context, r.label): r.cache_bytes for r in results}
     assert of[400, "sdpa+dynamic"] == per_token * (400 + 12 - 1)
     assert of[400, "sdpa+static"] == per_token * (400 + 12 - 1)
-    cache = parse_runs(["dma_mxfp+int8"])[0].make_cache(model, 1)
+    cache = dma_hf.DMACache(model.config, "int8")
     assert cache_bytes(cache) == cache.nbytes
 
 
@@ -80,7 +89,7 @@ def generated(calls):
 def test_the_timed_call_repeats_earlier_ones(model, monkeypatch):
     calls = []
     monkeypatch.setattr(generate, "_generate", generated(calls))
-    (result,) = measure(model, [12_000], parse_runs(["sdpa+dynamic"]), batch=1, new_tokens=8)
+    (result,) = measure(model, prompts(12_000), parse_runs(["sdpa+dynamic"]), new_tokens=8)
     assert calls == [(12_000, 8, False), (12_000, 8, False), (12_000, 8, True)]
     assert result.graph_steps == 7
 
@@ -94,7 +103,7 @@ def test_runs_are_what_a_user_types(model, monkeypatch):
     caches, typed = set(), model.generate
     monkeypatch.setattr(model, "generate", recorded)
     for name, expected in zip(RUNS, [(None, None), (None, "static"), ("int8", None), ("int4", None)], strict=True):
-        (result,) = measure(model, [20], parse_runs([name]), batch=1, new_tokens=8)
+        (result,) = measure(model, prompts(20), parse_runs([name]), new_tokens=8)
         assert result.failure is None
         assert caches == {expected}
         assert cache_of(model) is None  # a packed cache takes no memory of later runs
@@ -112,7 +121,7 @@ def test_flash_attention_3_is_a_default_where_it_is_installed(is_installed, monk
 
 
 def test_contexts_ascend_so_that_a_static_cache_is_no_larger_than_needed():
-    assert GenerateOptions(context=[400, 20, 400]).contexts_on(CPU) == [20, 400]
+    assert BenchOptions(context=[400, 20, 400]).contexts_on(CPU) == [20, 400]
 
 
 def test_a_run_that_fails_leaves_the_others(model, monkeypatch):
@@ -123,7 +132,7 @@ def test_a_run_that_fails_leaves_the_others(model, monkeypatch):
 
     timed = generate._timed
     monkeypatch.setattr(generate, "_timed", broken)
-    first, second = measure(model, [20], parse_runs(RUNS[1:3]), batch=1, new_tokens=8)
+    first, second = measure(model, prompts(20), parse_runs(RUNS[1:3]), new_tokens=8)
     assert (first.failure, first.step_milliseconds) == ("no room", None)
     assert second.failure is None
     assert second.speedup is None  # there is nothing to compare with
@@ -137,7 +146,7 @@ def test_an_attention_that_the_model_cannot_run_leaves_the_others(model, monkeyp
 
     switched = model.set_attn_implementation
     monkeypatch.setattr(model, "set_attn_implementation", switch)
-    first, second = measure(model, [20], parse_runs(["eager+dynamic", "sdpa+dynamic"]), batch=1, new_tokens=8)
+    first, second = measure(model, prompts(20), parse_runs(["eager+dynamic", "sdpa+dynamic"]), new_tokens=8)
     assert first.failure == "LlamaForCausalLM cannot run attention 'eager': no eager attention"
     assert second.failure is None
 
@@ -154,37 +163,10 @@ def test_an_interruption_keeps_what_there_is(tmp_path, run, monkeypatch):
     monkeypatch.setattr(generate, "_measure_one", interrupted)
     path = tmp_path / "g.json"
     arguments = ["--device", "cpu", "--shape", "tiny", "--dtype", "float32", "--context", "40", "--new-tokens", "10"]
-    result = run("bench", "generate", *arguments, "--run", *RUNS, "--json", str(path))
+    result = run("bench", *arguments, "--run", *RUNS, "--json", str(path))
     assert result.exit_code != 0
     assert [r["label"] for r in json.loads(path.read_text())["results"]] == list(RUNS[:2])
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_the_longest_context_is_found_to_a_sixteenth(monkeypatch):
-    asked = []
-
-    def longest(positions, room):
-        model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=positions))
-        monkeypatch.setattr(generate, "_fits", lambda *each: (asked.append(each), each[-1] <= room)[1])
-        return generate.longest_context(model, parse_runs(["sdpa+dynamic"])[0], 1).tokens
-
-    assert 100_000 * 15 / 16 <= longest(1 << 21, room=100_000) <= 100_000
-    assert len(asked) < 10  # each fills the memory of a device
-    assert longest(50_000, room=100_000) == 50_000
-    assert longest(50_000, room=0) == 0
-
-
-def test_a_run_that_cannot_run_has_no_longest_context(monkeypatch, capsys):
-    def fits(model, run, batch, context):
-        if run.cache == "static":
-            raise UserError("no such attention")
-        return context <= 1000
-
-    monkeypatch.setattr(generate, "_fits", fits)
-    model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=4096))
-    found = list(generate.longest_contexts(model, parse_runs(["sdpa+static", "sdpa+dynamic"]), 1))
-    assert [each.label for each in found] == ["sdpa+dynamic"]
-    assert "sdpa+static has no longest context: no such attention" in capsys.readouterr().err
 
 
 class TestFp8Weights:
@@ -209,13 +191,13 @@ class TestFp8Weights:
         assert 64 * 32 < generate.weight_bytes(layer) < 64 * 32 + 33 * 4
 
     def test_a_device_without_fp8_products_is_refused(self, run):
-        result = run("bench", "generate", "--device", "cpu", "--shape", "tiny", "--weights", "fp8", "--context", "40")
+        result = run("bench", "--device", "cpu", "--shape", "tiny", "--weights", "fp8", "--context", "40")
         assert result.exit_code == 2
         assert "--weights fp8: torchao cannot quantize this model" in " ".join(result.output.split())
 
     def test_without_torchao_the_message_says_what_to_install(self, run, monkeypatch):
         monkeypatch.setitem(sys.modules, "torchao.quantization", None)
-        result = run("bench", "generate", "--device", "cpu", "--shape", "tiny", "--weights", "fp8", "--context", "40")
+        result = run("bench", "--device", "cpu", "--shape", "tiny", "--weights", "fp8", "--context", "40")
         assert result.exit_code == 2
         assert "--weights fp8 needs torchao: pip install torchao" in " ".join(result.output.split())
 
@@ -248,25 +230,79 @@ def test_unknown_shape():
 
 
 def test_command(tmp_path, run):
-    arguments = ["--device", "cpu", "--shape", "tiny", "--dtype", "float32", "--context", "40", "--new-tokens", "10"]
-    result = run("bench", "generate", *arguments, "--run", *RUNS[:3], "--json", tmp_path / "g.json")
+    arguments = ["--device", "cpu", "--shape", "tiny", "--context", "40", "--new-tokens", "10"]
+    result = run("bench", *arguments, "--run", *RUNS[:3], "--json", tmp_path / "g.json")
     assert result.exit_code == 0, result.output
+    assert "One layer, head_dim 16, 4/2 heads, random inputs" in result.stdout
+    assert "ran in the PyTorch reference, not in the kernels" in " ".join(result.stderr.split())
     report = json.loads((tmp_path / "g.json").read_text())
+    assert report.keys() == {field.name for field in fields(BenchReport)}
     assert [r["label"] for r in report["results"]] == list(RUNS[:3])
-    assert report["weight_bytes"] >= 4 * report["parameters"]
+    assert [(r["call"], r["label"]) for r in report["attention"]] == [
+        ("prompt", "sdpa"),
+        ("prompt", "dma_mxfp:balanced"),
+        ("step", "sdpa"),
+        ("step", "dma_mxfp:balanced+int8"),
+    ]
+    assert report["weight_bytes"] >= 2 * report["parameters"]
+
+
+SHAPE = Shape(length=300, head_dim=16, query_heads=4, kv_heads=2, batch=2)
+
+
+class TestAttention:
+    def test_times_each_recipe_once_and_each_cache_and_compares_with_sdpa(self):
+        names = ["dma_mxfp:balanced", "dma_mxfp+int8", "dma_mxfp:fp4+int4"]
+        results = list(attention.measure_attention([SHAPE], parse_backends(names), CPU, torch.bfloat16))
+        prompt = ["sdpa", "dma_mxfp:balanced", "dma_mxfp:fp4"]
+        assert [r.label for r in results] == [*prompt, "sdpa", "dma_mxfp+int8", "dma_mxfp:fp4+int4"]
+        for call in ("prompt", "step"):
+            base, *others = (r for r in results if r.call == call)
+            assert base.speedup == 1.0
+            assert all(r.speedup == base.milliseconds / r.milliseconds for r in others)
+
+    @pytest.mark.parametrize("call", ["prompt", "step"])
+    @pytest.mark.parametrize("cache", [None, "int4"])
+    def test_calls_have_the_shape_of_the_model(self, call, cache):
+        if call == "prompt" or cache is not None:
+            out = attention.prepare(call, dma_hf.DMAConfig(cache=cache), SHAPE, CPU, torch.bfloat16)()
+            assert out.shape == (2, 4, 300 if call == "prompt" else 1, 16)
+        assert attention.prepare(call, None, SHAPE, CPU, torch.bfloat16)().shape[2] == (300 if call == "prompt" else 1)
+
+    def test_what_cannot_run_leaves_the_others(self):
+        triton = replace(parse_backends(["dma_mxfp"])[0], config=dma_hf.DMAConfig(backend="triton"))
+        sdpa, failed, _ = attention.measure_attention([SHAPE], [triton], CPU, torch.float32)
+        assert sdpa.speedup == 1.0
+        assert "bf16 and fp16" in failed.failure
+        assert failed.milliseconds is None
+
+    def test_shapes_are_those_of_the_model(self, model):
+        assert attention.shapes_of(model, [300], 2) == [SHAPE]
+
+    def test_heads_of_several_sizes_are_not_timed(self, capsys):
+        model = FAMILIES["deepseek_v3"].build("sdpa")
+        assert attention.shapes_of(model, [300], 1) == []
+        assert "Only generate is timed" in capsys.readouterr().err
+
+    @pytest.mark.gpu
+    def test_on_a_gpu_kernels_are_timed(self):
+        names = ["dma_mxfp:balanced", "dma_mxfp+int8", "dma_mxfp+int4"]
+        results = list(
+            attention.measure_attention([SHAPE], parse_backends(names), torch.device("cuda"), torch.bfloat16)
+        )
+        assert [r.failure for r in results] == [None] * 5
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--device", "cpu", "--longest"], "--longest needs a CUDA device"),
         (["--device", "cpu", "--context", "0"], "'--context': Input should be greater than or equal to 1, got '0'"),
         (["--device", "cpu", "--dtype", "int8"], "'--dtype': 'int8' is not one of"),
     ],
     ids=str,
 )
 def test_wrong_command_lines(arguments, message, run):
-    result = run("bench", "generate", *arguments)
+    result = run("bench", *arguments)
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
 
@@ -279,7 +315,7 @@ def test_a_real_model_reads_windows_of_a_text(tmp_path, run, model_folder, text_
     )
     arguments = ["--model", model_folder, "--data", text_file, "--context", 520, "--yarn", 2, "--batch", 2]
     common = ["--device", "cpu", "--dtype", "float32", "--new-tokens", 10, "--run", "sdpa+dynamic", "dma_mxfp+dynamic"]
-    result = run("bench", "generate", *arguments, *common, "--json", tmp_path / "g.json")
+    result = run("bench", *arguments, *common, "--json", tmp_path / "g.json")
     assert result.exit_code == 0, result.output
     report = json.loads((tmp_path / "g.json").read_text())
     assert (report["model"], report["data"], report["yarn"]) == (model_folder.name, text_file.name, 2.0)
@@ -299,14 +335,14 @@ def test_a_real_model_reads_windows_of_a_text(tmp_path, run, model_folder, text_
     ids=str,
 )
 def test_options_of_a_real_model_belong_together(arguments, message, run):
-    result = run("bench", "generate", "--device", "cpu", *arguments)
+    result = run("bench", "--device", "cpu", *arguments)
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
 
 
 def test_a_text_that_is_too_short_for_the_prompts_is_refused(run, model_folder, text_file):
     arguments = ["--model", model_folder, "--data", text_file, "--context", 400, "--batch", 1000]
-    result = run("bench", "generate", "--device", "cpu", "--dtype", "float32", *arguments, "--run", "sdpa+dynamic")
+    result = run("bench", "--device", "cpu", "--dtype", "float32", *arguments, "--run", "sdpa+dynamic")
     assert result.exit_code == 2
     message = "too few for 1000 x 400; give a longer text, or a smaller --context or --batch"
     assert message in " ".join(result.output.split())
@@ -314,7 +350,7 @@ def test_a_text_that_is_too_short_for_the_prompts_is_refused(run, model_folder, 
 
 def test_a_context_beyond_the_positions_is_refused(run, model_folder, text_file):
     arguments = ["--model", model_folder, "--data", text_file, "--context", 505, "--new-tokens", 8]
-    result = run("bench", "generate", "--device", "cpu", "--dtype", "float32", *arguments, "--run", "sdpa+dynamic")
+    result = run("bench", "--device", "cpu", "--dtype", "float32", *arguments, "--run", "sdpa+dynamic")
     assert result.exit_code == 2
     output = " ".join(result.output.split())
     assert "--context with --new-tokens: " in output

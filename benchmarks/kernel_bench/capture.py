@@ -7,17 +7,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from dma_eval import console
+from dma_eval.bench.generate import text_windows
+from dma_eval.environment import portable
+from dma_eval.errors import UserError, one_line
+from dma_eval.load.data import leading_tokens
+from dma_eval.load.models import LoadedModel
+from dma_eval.load.reading import takes_last
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from dma_eval import console
-from dma_eval.environment import portable
-from dma_eval.errors import UserError, one_line
-from dma_eval.load.data import full_windows, leading_tokens
-from dma_eval.load.models import LoadedModel
-from dma_eval.load.reading import takes_last
 from dma_hf.integrations.attention_name import attention_name
 
 from .inputs import Inputs, embedded
@@ -43,23 +44,6 @@ def choose_layers(model: PreTrainedModel, count: int | None) -> list[int]:
     return [full[round(place)] for place in np.linspace(0, len(full) - 1, count or len(full))]
 
 
-def text_windows(tokens: Tensor, batch: int, length: int, option: str, prefix: int = 0) -> Tensor:
-    """Return the first ``batch`` windows of ``length`` tokens of a text, ``[batch, length]``.
-
-    ``option`` is the one that gives the length. Each window begins with the text's first ``prefix`` tokens, which are
-    the tokenizer's special ones.
-
-    Raises:
-        UserError: The text is shorter.
-    """
-    if len(tokens) < prefix + batch * (length - prefix):
-        raise UserError(
-            f"--data: the text has {len(tokens):,} tokens, too few for {batch} x {length:,}; give a longer text, or a "
-            f"smaller {option} or --batch"
-        )
-    return full_windows(tokens, batch, length, prefix)
-
-
 def captured_calls(
     loaded: LoadedModel,
     tokens: Tensor,
@@ -77,8 +61,8 @@ def captured_calls(
     heads are the model's own. ``seed`` is of the matrices that embed in wider ones.
 
     Raises:
-        UserError: As for :func:`choose_layers`, :func:`text_windows` and :func:`capture_layers`; or a head dimension is
-            below the model's. What a caller can mend is checked before the first pass.
+        UserError: The text is too short, or a head dimension is below the model's; or as for :func:`choose_layers` and
+            :func:`capture_layers`. What a caller can mend is checked before the first pass.
     """
     info = loaded.info
     chosen = choose_layers(loaded.model, layers)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,16 +15,14 @@ from functools import partial
 from typing import Any
 
 import torch
+from dma_eval.bench.timing import Run
+from dma_eval.errors import one_line
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
-
-from dma_eval.errors import one_line
 
 from .fp8_quantizer import Fp8Operands, dequantize_fp8, quantize_fp8
 from .inputs import Inputs
-from .timing import Run
 
 MODULE, SAGE_MODULE, FLASH_4_MODULE = "fa3_fwd_interface", "sageattention", "flash_attn.cute"
 FLASHINFER_MODULE, CUDNN_MODULE, DSL_MODULE = "flashinfer.prefill", "cudnn", "cutlass.base_dsl.common"
@@ -36,7 +33,6 @@ PACKAGES = {
     CUDNN_MODULE: ("cuDNN's frontend", "nvidia-cudnn-frontend"),
     FLASHINFER_MODULE: ("FlashInfer", "flashinfer-python"),
     SAGE_MODULE: ("SageAttention", "sageattention"),
-    "vllm": ("vLLM", "vllm"),
 }
 """By the module that is imported, the name of what it has, and its package on PyPI."""
 CUDNN = "sdpa:cudnn"
@@ -49,7 +45,6 @@ PREQUANTIZED = ":prequantized"
 FLASHINFER = {"flashinfer": None, **{f"flashinfer:t{threshold}": float(threshold) for threshold in (5, 6, 7, 8)}}
 """FlashInfer by its name in results, and the threshold below which it skips tiles, in nats."""
 FLASHINFER_WORKSPACE = 16 << 20
-FLEX_BLOCK = 128
 PROBABILITY_SCALE = 256.0
 """Scale of cuDNN's FP8 probabilities."""
 
@@ -90,15 +85,10 @@ def sdpa(
     *,
     is_causal: bool = False,
     scale: float | None = None,
-    mask: Tensor | None = None,
 ) -> Run:
-    """Return a call of PyTorch's attention, on the backend that :data:`SDPA` has for the name.
-
-    A mask contains what is causal.
-    """
-    chosen = SDPA[name]
-    options: dict[str, Any] = {"attn_mask": mask, "is_causal": is_causal and mask is None, "scale": scale}
-    run = partial(F.scaled_dot_product_attention, query, key, value, **options, enable_gqa=True)
+    """Return a call of PyTorch's attention, on the backend that :data:`SDPA` has for the name."""
+    chosen, attend = SDPA[name], F.scaled_dot_product_attention
+    run = partial(attend, query, key, value, is_causal=is_causal, scale=scale, enable_gqa=True)
 
     def forced() -> Tensor:
         assert chosen is not None
@@ -109,7 +99,7 @@ def sdpa(
 
 
 def flash_attention_3(name: str, inputs: Inputs) -> Prepared:
-    """Return a call of FlashAttention-3, on packed documents of its function for sequences of varying lengths.
+    """Return a call of FlashAttention-3.
 
     Its operands are in its own layout, so that no 16-bit number is copied in the call. In FP8 every kv head of a row
     has a scale, and a fused kernel quantizes unless the operands are given. ``name`` is one of :data:`FLASH_3`, or
@@ -118,7 +108,6 @@ def flash_attention_3(name: str, inputs: Inputs) -> Prepared:
     module = import_peer(MODULE)
     if not FLASH_3[name.removesuffix(PREQUANTIZED)]:
         return Prepared(_flash_attention(module, inputs))
-    refuse_documents(inputs, "FlashAttention-3 in FP8")
     attend = partial(module.flash_attn_func, causal=inputs.is_causal, softmax_scale=inputs.scale)
 
     def run(operands: Fp8Operands) -> Tensor:
@@ -163,7 +152,6 @@ def cudnn_fp8(name: str, inputs: Inputs) -> Prepared:
         RuntimeError: cuDNN has no such attention for this shape or chip.
     """
     cudnn = import_peer(CUDNN_MODULE)
-    refuse_documents(inputs, "cuDNN's FP8 attention")
     query, key, _ = inputs.token_major
     try:
         execute = _cudnn_plan(query.shape, key.shape[2], query.device, inputs.scale, is_causal=inputs.is_causal)
@@ -240,7 +228,7 @@ def _cudnn_plan(
 
 
 def flash_attention_4(inputs: Inputs) -> Prepared:
-    """Return a call of FlashAttention-4, in 16 bits: on Hopper it has no FP8. Documents are as in FlashAttention-3."""
+    """Return a call of FlashAttention-4, in 16 bits: on Hopper it has no FP8."""
     attend = _flash_attention(import_peer(FLASH_4_MODULE), inputs, lambda returned: returned[0])
     failures = import_peer(DSL_MODULE).DSLBaseError
 
@@ -255,7 +243,6 @@ def flash_attention_4(inputs: Inputs) -> Prepared:
 
 def sage_attention(inputs: Inputs) -> Prepared:
     """Return a call of SageAttention, which quantizes queries and keys itself."""
-    refuse_documents(inputs, "SageAttention")
     attend = import_peer(SAGE_MODULE).sageattn
     return Prepared(lambda: attend(*inputs.tensors, is_causal=inputs.is_causal, sm_scale=inputs.scale))
 
@@ -267,7 +254,6 @@ def flashinfer(threshold: float | None, inputs: Inputs) -> Prepared:
     ``None`` skips nothing. FlashInfer's own parameter is ``exp(-threshold)`` times the length. The first call compiles
     the kernels, which takes minutes.
     """
-    refuse_documents(inputs, "FlashInfer")
     attend = import_peer(FLASHINFER_MODULE).trtllm_fmha_v2_prefill
     batch, tokens, _, _ = inputs.token_major[0].shape
     device = inputs.query.device
@@ -317,75 +303,10 @@ def flash_attention_3_step(name: str, query: Tensor, key: Tensor, value: Tensor)
 
 
 def _flash_attention(module: Any, inputs: Inputs, output_of: Callable[[Any], Tensor] = lambda out: out) -> Run:
-    """Return a call of FlashAttention in 16 bits. Packed documents are sequences of varying lengths."""
-    attend, operands, shape = module.flash_attn_func, inputs.token_major, inputs.token_major[0].shape
-    options: dict[str, Any] = {"causal": inputs.is_causal, "softmax_scale": inputs.scale}
-    if inputs.documents > 1:
-        attend, lengths = module.flash_attn_varlen_func, inputs.document_lengths * len(inputs.query)
-        query, key, value = (each.flatten(0, 1) for each in operands)
-        operands = query, key, value
-        ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=query.device)
-        for name in ("q", "k"):
-            options |= {f"cu_seqlens_{name}": ends, f"max_seqlen_{name}": max(lengths)}
-    return lambda: output_of(attend(*operands, **options)).view(shape).transpose(1, 2)
-
-
-def refuse_documents(inputs: Inputs, title: str) -> None:
-    """Refuse packed documents in the name of a peer."""
-    if inputs.documents > 1:
-        raise NotImplementedError(f"{title} is not timed on packed documents")
+    """Return a call of FlashAttention in 16 bits."""
+    attend = partial(module.flash_attn_func, *inputs.token_major, causal=inputs.is_causal, softmax_scale=inputs.scale)
+    return lambda: output_of(attend()).transpose(1, 2)
 
 
 def _descales(operands: Fp8Operands) -> dict[str, Tensor]:
     return dict(zip(("q_descale", "k_descale", "v_descale"), operands.descales.unbind(), strict=True))
-
-
-def flex(inputs: Inputs) -> Prepared:
-    """Return a call of compiled FlexAttention, with a block mask where one is needed."""
-    query, key, value = inputs.tensors
-    mask = causal_block_mask(query.shape[2], query.device) if inputs.is_causal else None
-    if inputs.documents > 1:
-        mask = document_block_mask(inputs)
-    compiled = _compiled_flex(query.shape, key.shape)
-    call = partial(compiled, block_mask=mask, scale=inputs.scale, enable_gqa=inputs.group > 1)
-    return Prepared(lambda: call(query, key, value))
-
-
-@functools.lru_cache(maxsize=1)
-def _compiled_flex(query_shape: torch.Size, key_shape: torch.Size) -> Callable[..., Any]:
-    """Return FlexAttention compiled for exactly these shapes."""
-    torch.compiler.reset()  # a function is compiled for a few shapes only, and stays uncompiled from there on
-    return torch.compile(flex_attention, dynamic=False)
-
-
-def causal_block_mask(length: int, device: torch.device) -> BlockMask:
-    """Return FlexAttention's causal mask, made block by block: nothing of size ``length`` squared."""
-    blocks = -(-length // FLEX_BLOCK)
-    index = torch.arange(blocks, dtype=torch.int32, device=device)
-    diagonal = torch.zeros(1, 1, blocks, blocks, dtype=torch.int32, device=device)
-    diagonal[..., 0] = index
-    return BlockMask.from_kv_blocks(
-        torch.ones(1, 1, blocks, dtype=torch.int32, device=device),
-        diagonal,
-        index.view(1, 1, blocks),
-        index.expand(1, 1, blocks, blocks).contiguous(),
-        BLOCK_SIZE=FLEX_BLOCK,
-        mask_mod=_is_visible,
-        seq_lengths=(length, length),
-        compute_q_blocks=False,
-    )
-
-
-def document_block_mask(inputs: Inputs) -> BlockMask:
-    """Return FlexAttention's mask of packed documents."""
-    document_of, length = inputs.document_of, inputs.query.shape[2]
-
-    def is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        same = document_of[query] == document_of[key]
-        return same & (query >= key) if inputs.is_causal else same
-
-    return create_block_mask(is_visible, None, None, length, length, device=document_of.device, BLOCK_SIZE=FLEX_BLOCK)
-
-
-def _is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    return query >= key

@@ -1,32 +1,47 @@
-"""Time a decoding step: SDPA on preallocated and on concatenated keys, and packed caches."""
+"""Time one step of decoding: SDPA, other packages on 16-bit and FP8 caches, and dma_mxfp on packed ones.
+
+    python benchmarks/decode.py --json decode.json
+    python benchmarks/decode.py --cache sdpa fa3 fa3:fp8 dma_mxfp:balanced+int4 --size 1x131072 8x32768
+    python benchmarks/decode.py --device cpu --size 2x300 --heads 4/2 --head-dim 64
+
+Times are medians of interleaved steps, called from Python and, on a CUDA device, replayed as CUDA graphs. A step of
+dma_mxfp stores the new key and attends. Exit code 1 if nothing ran on some shape, 2 for invalid input.
+"""
 
 from __future__ import annotations
 
+import argparse
+import re
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, product
 
 import torch
-from dma_kernels.cache.api import append, cached_attention
+from dma_eval import console
+from dma_eval.bench.attention import ROOM, filled_storage
+from dma_eval.bench.report import finish, record
+from dma_eval.bench.results import Shape
+from dma_eval.bench.timing import FAILURES, Run, stored_bytes, time_interleaved
+from dma_eval.errors import UserError, one_line
+from dma_eval.load.backends import DEFAULT_PRESET, Backend
+from dma_eval.load.baselines import quantized_cache
+from dma_eval.names import DMA, FORMAT_SUFFIXES, PEER_SUFFIXES
+from dma_eval.show.pages import Columns, Table, make_table, of, share
+from dma_kernels.cache.api import cached_attention
 from dma_kernels.cache.storage import LayerStorage
 from dma_kernels.numerics.formats import TILE
+from kernel_bench.command import look, make_parser, parse_compared, parse_heads, run
+from kernel_bench.peers import FLASH_3, flash_attention_3_step, sdpa
+from kernel_bench.results import DecodeReport, DecodeResult
+from kernel_bench.timing import captured, copy_bandwidth
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.utils import is_optimum_quanto_available
 
-from dma_eval import console
-from dma_eval.errors import UserError, one_line
-from dma_eval.load.backends import DEFAULT_PRESET, Backend, parse_compared
-from dma_eval.load.baselines import quantized_cache
-from dma_eval.names import DECODE_PEERS, DMA, FORMAT_SUFFIXES, PEER_SUFFIXES
-from dma_hf import DMAConfig
-
-from .peers import FLASH_3, flash_attention_3_step, sdpa
-from .results import DecodeResult, DecodeShape
-from .timing import FAILURES, Run, captured, stored_bytes, time_interleaved
-
+SIZES, CPU_SIZES = ["1x4096", "1x32768", "1x131072", "8x4096", "8x32768", "64x4096"], ["1x4096"]
 PREALLOCATED = ("sdpa", "sdpa:flash")
 """SDPA on preallocated keys and values: the lower bound of a 16-bit cache."""
 DYNAMIC = "sdpa:dynamic"
@@ -34,9 +49,7 @@ DYNAMIC = "sdpa:dynamic"
 QUANTIZED = tuple(f"sdpa{suffix}" for suffix in PEER_SUFFIXES)
 """SDPA after Transformers' ``QuantizedCache``, by the suffixes of :data:`dma_eval.load.baselines.QUANTIZED`. Each token
 dequantizes the whole cache. HQQ and quanto also quantize it again at every 128th token, which is not timed."""
-ROOM = 256
-"""Spare tokens for the runs, each of which appends one. They count as memory of a packed cache."""
-FILLED_AT_ONCE = 8192
+PEERS = (*PREALLOCATED, DYNAMIC, *FLASH_3, *QUANTIZED)
 
 
 @dataclass(frozen=True)
@@ -48,7 +61,7 @@ class Step:
     read_bytes: int  # stored keys and values that the step attends to, each counted once
 
 
-def prepare(backend: Backend, shape: DecodeShape, device: torch.device, dtype: torch.dtype) -> Step:
+def prepare(backend: Backend, shape: Shape, device: torch.device, dtype: torch.dtype) -> Step:
     """Return the step that is timed.
 
     A packed cache stores the new key and value, and attends to all.
@@ -85,28 +98,6 @@ def prepare(backend: Backend, shape: DecodeShape, device: torch.device, dtype: t
     return Step(sdpa(backend.label, query, key, value), stored, stored)
 
 
-def filled_storage(config: DMAConfig, shape: DecodeShape, device: torch.device, dtype: torch.dtype) -> LayerStorage:
-    """Return the cache of a layer that holds ``shape.length`` random keys and values, and has room for more."""
-    assert config.cache is not None
-    storage = LayerStorage.allocate(
-        config.cache,
-        diagonal_tiles=config.diagonal_tiles,
-        sink_tiles=config.sink_tiles,
-        batch=shape.batch,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        value_dim=shape.head_dim,
-        dtype=dtype,
-        device=device,
-        tiles=-(-(shape.length + ROOM) // TILE),
-    )
-    for start in range(0, shape.length, FILLED_AT_ONCE):
-        tokens = min(FILLED_AT_ONCE, shape.length - start)
-        sizes = (2, shape.batch, shape.kv_heads, tokens, shape.head_dim)
-        append(storage, *torch.randn(sizes, device=device, dtype=dtype))
-    return storage
-
-
 def read_bytes(storage: LayerStorage, keys: int) -> int:
     """Return the stored bytes that the queries of the last of ``keys`` keys attend to, in all rows.
 
@@ -126,21 +117,8 @@ def default_names() -> list[str]:
     return [*PREALLOCATED, DYNAMIC, *quantized, *(f"{DMA}:{DEFAULT_PRESET}{suffix}" for suffix in FORMAT_SUFFIXES)]
 
 
-def parse_implementations(names: Sequence[str]) -> list[Backend]:
-    """Resolve names as given on the command line; see :func:`dma_eval.load.backends.parse_compared`.
-
-    Raises:
-        UserError: A configuration has no cache.
-    """
-    backends = parse_compared(names, "--cache", DECODE_PEERS)
-    for backend in backends:
-        if backend.config is not None and backend.config.cache is None:
-            raise UserError(f"--cache: {backend.label!r} has no cache; add {' or '.join(FORMAT_SUFFIXES)}")
-    return backends
-
-
 def measure_shape(
-    shape: DecodeShape, implementations: Sequence[Backend], device: torch.device, dtype: torch.dtype, *, seconds: float
+    shape: Shape, implementations: Sequence[Backend], device: torch.device, dtype: torch.dtype, *, seconds: float
 ) -> list[DecodeResult]:
     """Time a step of all implementations on one shape. ``speedup`` is relative to the first.
 
@@ -182,3 +160,74 @@ def measure_shape(
             speedup=None if first is None else first / milliseconds,
         )
     return list(results.values())
+
+
+def tables(results: Sequence[DecodeResult], copy_bytes_per_second: float | None) -> list[Table]:
+    """Return a table for each family of shapes, with shares of the device's copy bandwidth if it was measured."""
+    columns: Columns = {
+        "cache": lambda r: r.label,
+        "batch": lambda r: str(r.shape.batch),
+        "keys": lambda r: f"{r.shape.length:,}",
+        "us": of("milliseconds", ".1f", factor=1e3),
+        "as graph": of("graph_milliseconds", ".1f", factor=1e3),
+        "GB/s": of("bytes_per_second", ",.1f", factor=1e-9),
+        "of copy": lambda r: share(
+            r.bytes_per_second / copy_bytes_per_second if r.bytes_per_second and copy_bytes_per_second else None, ".0f"
+        ),
+        "of 16 bit": of("bytes_ratio", ".3f"),
+        "speed": of("speedup", ".2f", "x"),
+    }
+    families = dict.fromkeys(result.shape.family for result in results)
+    return [make_table(columns, [r for r in results if r.shape.family == family], family) for family in families]
+
+
+def parse_size(value: str) -> tuple[int, int]:
+    """Return sequences and keys of each of ``BATCHxKEYS``.
+
+    Raises:
+        UserError: The value is not of this form.
+    """
+    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", value)
+    if found is None:
+        raise UserError(f"--size: expected BATCHxKEYS, such as 8x32768, got {value!r}")
+    return int(found[1]), int(found[2])
+
+
+def shapes_of(args: argparse.Namespace, device: torch.device) -> list[Shape]:
+    """Return all combinations of heads, head dimensions and sizes."""
+    heads = [parse_heads(value, "--heads") for value in args.heads]
+    sizes = [parse_size(value) for value in args.size or (SIZES if device.type == "cuda" else CPU_SIZES)]
+    return [
+        Shape(length=length, batch=batch, head_dim=head_dim, query_heads=query_heads, kv_heads=kv_heads)
+        for (query_heads, kv_heads), head_dim, (batch, length) in product(heads, args.head_dim, sizes)
+    ]
+
+
+def make_options() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = make_parser(__doc__ or "", seconds=0.5)
+    parser.add_argument(
+        "-c", "--cache", nargs="+", default=[], metavar="NAME", help="what to compare, the reference first; default: "
+        f"all that are installed except fa3. Peers: {', '.join(PEERS)}. This package: dma_mxfp:PRESET+CACHE, "
+        "dma_mxfp:FILE.toml+CACHE",
+    )  # fmt: skip
+    parser.add_argument("--size", nargs="+", default=[], metavar="BATCHxKEYS", help="sequences and keys of each")
+    parser.add_argument("--heads", nargs="+", default=["32/8"], metavar="QUERY/KV")
+    parser.add_argument("--head-dim", nargs="+", type=int, default=[128])
+    return parser
+
+
+def main(args: argparse.Namespace) -> int:
+    """Measure, show and write all shapes."""
+    device, dtype, facts = look(args)
+    backends = parse_compared(args.cache or default_names(), "--cache", PEERS, caches=True)
+    shapes = shapes_of(args, device)
+    found = (measure_shape(shape, backends, device, dtype, seconds=args.seconds) for shape in shapes)
+    copied = copy_bandwidth(device) if device.type == "cuda" else None
+    report = DecodeReport(**facts, copy_bytes_per_second=copied, results=[])
+    record(args.json, report, report.results, chain.from_iterable(found))
+    return finish(args.json, report, "", tables(report.results, copied), report.results)
+
+
+if __name__ == "__main__":
+    run(main, make_options())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .results import PrefillShape, document_lengths
+from .results import PrefillShape
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +23,6 @@ class Inputs:
         value: ``[B, Hkv, T, D]``.
         scale: Factor of the scores.
         is_causal: Whether a query attends to no key after its own position.
-        documents: How many are packed in the sequence, about equally long; a query attends to its own only.
     """
 
     query: Tensor
@@ -31,7 +30,6 @@ class Inputs:
     value: Tensor
     scale: float
     is_causal: bool = True
-    documents: int = 1
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -41,7 +39,7 @@ class Inputs:
     @property
     def options(self) -> dict[str, Any]:
         """Scale and mask, as ``attention`` of this package takes them."""
-        return {"is_causal": self.is_causal, "scale": self.scale, "mask": self.mask}
+        return {"is_causal": self.is_causal, "scale": self.scale}
 
     @property
     def nbytes(self) -> int:
@@ -59,26 +57,6 @@ class Inputs:
         query, key, value = (each.transpose(1, 2).contiguous() for each in self.tensors)
         return query, key, value
 
-    @property
-    def document_lengths(self) -> list[int]:
-        """Lengths of the documents of a sequence."""
-        return document_lengths(self.query.shape[2], self.documents)
-
-    @cached_property
-    def document_of(self) -> Tensor:
-        """The document of each position, int32 ``[T]``."""
-        device = self.query.device
-        lengths = torch.tensor(self.document_lengths, device=device)
-        return torch.arange(self.documents, dtype=torch.int32, device=device).repeat_interleave(lengths)
-
-    @cached_property
-    def mask(self) -> Tensor | None:
-        """Which keys a query attends to, bool ``[T, T]``; ``None`` for a single document."""
-        if self.documents == 1:
-            return None
-        same = self.document_of[:, None] == self.document_of
-        return same.tril() if self.is_causal else same
-
 
 def random_inputs(shape: PrefillShape, device: torch.device, dtype: torch.dtype) -> Inputs:
     """Return independent normal numbers of a shape. No tile of them can be skipped."""
@@ -86,7 +64,7 @@ def random_inputs(shape: PrefillShape, device: torch.device, dtype: torch.dtype)
         torch.randn(shape.batch, heads, shape.length, shape.head_dim, device=device, dtype=dtype)
         for heads in (shape.query_heads, shape.kv_heads, shape.kv_heads)
     )
-    return Inputs(query, key, value, shape.head_dim**-0.5, shape.is_causal, shape.documents)
+    return Inputs(query, key, value, shape.head_dim**-0.5, shape.is_causal)
 
 
 def with_outlying_channels(inputs: Inputs) -> Inputs:
@@ -128,9 +106,7 @@ def embedded(inputs: Inputs, head_dim: int, seed: int = 0) -> Inputs:
 def exact_rows(inputs: Inputs, rows: Tensor) -> Tensor:
     """Return attention in fp64 for some query rows, ``[B, Hq, rows, D]``, one kv head at a time."""
     query, key, value = inputs.tensors
-    visible = inputs.document_of == inputs.document_of[rows, None]
-    if inputs.is_causal:
-        visible &= torch.arange(key.shape[2], device=rows.device) <= rows[:, None]
+    visible = torch.arange(key.shape[2], device=rows.device) <= rows[:, None] if inputs.is_causal else None
     options: dict[str, Any] = {"attn_mask": visible, "scale": inputs.scale, "enable_gqa": True}
     heads = zip(*(each.chunk(key.shape[1], 1) for each in (query[:, :, rows], key, value)), strict=True)
     return torch.cat([F.scaled_dot_product_attention(*(x.double() for x in head), **options) for head in heads], 1)
