@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import lm_eval
 import pytest
 from dma_eval.config import TasksPart, load_suite
+from dma_eval.errors import UserError
 from dma_eval.load.backends import parse_backends
 from dma_eval.load.models import LoadedModel
-from dma_eval.measures.ruler import at_length
+from dma_eval.measures.ruler import at_length, load
 from dma_eval.measures.task_summary import TaskRecord
 from dma_eval.measures.tasks import find_tasks, measure_tasks
 from dma_eval.pieces import Store
@@ -92,6 +94,13 @@ def test_lengths_that_cannot_be_measured_are_refused(
     assert "takes 512 positions, got 513" in refused(long)
     other = run(*common, "--tasks", "tiny_choice", "--include-path", tiny_tasks, "--lengths", 512)
     assert "--lengths: 'tiny_choice' reads a data set; only tasks that make their prompts take" in refused(other)
+
+
+def test_missing_packages_are_named(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wonderwords", None)
+    monkeypatch.delitem(sys.modules, "lm_eval.tasks.ruler.cwe_utils", raising=False)
+    with pytest.raises(UserError, match=r"'ruler_cwe' needs more packages: pip install 'dma-hf\[ruler\]' \(.*wonder"):
+        load("ruler_cwe", RULER / "cwe.yaml", 512, loaded.tokenizer, 0)
 
 
 def test_the_suite_has_the_tasks_that_need_no_network() -> None:

@@ -295,7 +295,7 @@ class TestRun:
             assert suite(*attn).exit_code == 1  # as if it were cut off in the last part
         before = read_report(tmp_path / "run/results.json")
         for name in ("perplexity._read_batch", "fidelity.in_fp32", "fidelity.head_errors", "fidelity._divergence"):
-            monkeypatch.setattr(f"dma_eval.{name}", lambda *_, **__: pytest.fail("measured again"))
+            monkeypatch.setattr(f"dma_eval.measures.{name}", lambda *_, **__: pytest.fail("measured again"))
         result = suite(*attn)
         assert result.exit_code == 0, result.output
         assert result.stderr.count("taken from the folder") == 3 + 2  # perplexity twice, fidelity, and two task units

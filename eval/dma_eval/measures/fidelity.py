@@ -63,31 +63,32 @@ def measure_fidelity(session: Session, text: Text, part: FidelityPart) -> Fideli
         for skipped in (0, room)
         for window in full
     ]
-    prompts = halves[: part.prompts]  # second halves if there are few windows
+    prompts = halves[: part.prompts] if working else []  # second halves if there are few windows
 
-    def piece(name: str, kind: Any, make: Callable[..., Any], chosen: Sequence[Window], *arguments: Any) -> Any:
+    def piece(name: str, kind: Any, make: Callable[..., Any], chosen: Sequence[Window], **settings: Any) -> Any:
         """Measure something over some windows, or take it from the run's folder."""
-        found, _ = session.piece(
-            kind,
-            lambda: make(session, reference_model(), [each.of(reading.input_ids) for each in chosen], *arguments),
-            *("fidelity", name),
-            backends=working,
-            text=reading.text.sha256,
-            windows=[[each.begin, each.end, each.prefix] for each in chosen],
-            new_tokens=part.new_tokens,
-        )
+
+        def made() -> Any:
+            tokens = [each.of(reading.input_ids) for each in chosen]
+            return make(session, reference_model(), tokens, working, **settings)
+
+        if not chosen:
+            return []
+        read = [[each.begin, each.end, each.prefix] for each in chosen]
+        place = "fidelity", name
+        found, _ = session.piece(kind, made, *place, backends=working, text=text.sha256, windows=read, **settings)
         return found
 
+    heads = piece("heads", list[HeadErrors], head_errors, measured)
+    divergence = piece("divergence", list[Divergence], _divergence, prompts, new_tokens=part.new_tokens)
     return FidelitySection(
         tokens=tokens,
         dtype=str(loaded.model.dtype).removeprefix("torch."),
         head_windows=len(measured),
-        heads=piece("heads", list[HeadErrors], head_errors, measured, working) if measured else [],
+        heads=heads,
         prompt_tokens=prompt_tokens,
         new_tokens=part.new_tokens,
-        divergence=(
-            piece("divergence", list[Divergence], _divergence, prompts, working, part.new_tokens) if prompts else []
-        ),
+        divergence=divergence,
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from lm_eval.tasks import TaskManager
 
-from dma_eval.errors import UserError
+from dma_eval.errors import UserError, one_line
 
 from .task_summary import TaskRecord
 
@@ -32,7 +32,11 @@ def load(name: str, file: Path, length: int, tokenizer: Any, seed: int) -> Mappi
         np.random.seed(seed)
         how = {"tokenizer": folder, "max_seq_lengths": [length]}
         manager = TaskManager(include_path=str(file.parent), include_defaults=False, metadata=how)
-        loaded: Mapping[str, Any] = manager.load([name])
+        try:
+            loaded: Mapping[str, Any] = manager.load([name])
+        except ImportError as error:
+            why = one_line(error)
+            raise UserError(f"--tasks: {name!r} needs more packages: pip install 'dma-hf[ruler]' ({why})") from error
     if any(task.get_config("custom_dataset") is None for task in loaded["tasks"].values()):
         raise UserError(f"--lengths: {name!r} reads a data set; only tasks that make their prompts take lengths")
     return loaded
@@ -44,14 +48,13 @@ def at_length(record: TaskRecord, length: int) -> TaskRecord:
     ``score`` is the share of the answers that were found. If a question has several answers, ``all_found`` says whether
     all of them were, so that answers can flip.
     """
-
-    def scores(sample: Mapping[str, Any]) -> dict[str, float]:
-        score = float(sample[str(length)])
-        return {"score": score, "all_found": float(score == 1)}
-
-    several = any(len(sample["doc"]["outputs"]) > 1 for sample in record.samples)
-    names = ("score", "all_found") if several else ("score",)
-    samples = [sample | {name: scores(sample)[name] for name in names} for sample in record.samples]
+    has_several = any(len(sample["doc"]["outputs"]) > 1 for sample in record.samples)
+    names = ("score", "all_found") if has_several else ("score",)
+    scores = [float(sample[str(length)]) for sample in record.samples]
+    samples = [
+        sample | {name: score if name == "score" else float(score == 1) for name in names}
+        for sample, score in zip(record.samples, scores, strict=True)
+    ]
     filters = {sample["filter"] for sample in samples}
     return replace(
         record,

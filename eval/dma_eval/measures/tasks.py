@@ -181,8 +181,6 @@ def _load(session: Session, tasks: TaskNames, name: str, length: int, part: Task
             loaded = load_at_length(name, file, length, session.loaded.tokenizer, session.seed)
         else:
             loaded = tasks.manager.load([name])
-    except ModuleNotFoundError as error:
-        raise UserError(f"--tasks: {name!r} needs another package: {one_line(error)}") from error
     except StopIteration as error:  # from inside `datasets`: a file without a row
         raise UserError(f"--tasks: cannot load {name!r}: its data have no rows") from error
     except UNUSABLE as error:
@@ -244,11 +242,15 @@ def _evaluate(
     fallbacks = sum(map(Counter, gather_object([dma_hf.stats(lm.model).fallbacks])), Counter[str]())
     record = None
     if PartialState().is_main_process:
+        own = f"{length}," if length else ""  # RULER names its metrics by the length
         records = [task_record(name, results, task) for name, task in unit["tasks"].items()]
         record = UnitRecord(
             fallbacks=dict(fallbacks),
             tasks=[at_length(each, length) for each in records] if length else records,
-            groups={name: metric_values(values) for name, values in results.get("groups", {}).items()},
+            groups={
+                group: {key: value for key, value in metric_values(values).items() if key.startswith(own)}
+                for group, values in results.get("groups", {}).items()
+            },
             low_share=_low_share(lm, unit, results["samples"], backend.config),
         )
     (made,) = broadcast_object_list([record])
