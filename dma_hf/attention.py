@@ -20,6 +20,7 @@ from transformers import AttentionInterface
 
 from .cache_layers import DECODED_AT_ONCE, DMALayer
 from .cached_states import Step, update_of
+from .logit_check import check_first_prompt
 from .masks.arguments import Call, autocast_dtype, find_unsupported, note_other_cache
 from .masks.compact_mask import CompactMask
 from .masks.documents import separate_documents
@@ -107,6 +108,9 @@ def dma_attention_forward(
         sdpa: Callable[..., tuple[Tensor, None]] = AttentionInterface()["sdpa"]
         dense = geometry.dense(query.device) if bias is None or geometry.documents is not None else bias
         return sdpa(module, query, key, value, dense, is_causal=False, **options)
+    is_checked = False
+    if update is None or update[1].is_first:
+        is_checked = check_first_prompt(module, call, query, key if update is None else update[1].key, geometry)
     if geometry.documents is not None:
         packed = (query, key, value, geometry, settings.recipe, tile_counts_of(module, query, settings.recipe))
         return counted(module, settings.name, "none", _attend_documents, *packed, **call.options)[0], None
@@ -118,7 +122,7 @@ def dma_attention_forward(
         update = None
     recipe = settings.cross_recipe if geometry.two_sequences else settings.recipe
     counts = tile_counts_of(module, query, recipe)
-    is_repeatable = indices is None and counts is None and may_repeat(attention_mask)
+    is_repeatable = indices is None and counts is None and not is_checked and may_repeat(attention_mask)
     seen: dict[str, Any] = {"is_causal": geometry.is_causal, "window": geometry.window, "kv_offset": geometry.kv_offset}
     compute = None
     if update is None:

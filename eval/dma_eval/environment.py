@@ -76,9 +76,10 @@ def source_hash() -> str:
 def command_line() -> str:
     """Return the command of this process as another machine can run it, without the folders of this one."""
     program, *arguments = sys.argv
-    name = Path(program).name
-    is_script = name.endswith(".py") and name != "__main__.py"
-    return shlex.join([*(("python", f"scripts/{name}") if is_script else ("dma-hf",)), *map(portable, arguments)])
+    path = Path(program).resolve()
+    is_script = path.suffix == ".py" and path.name != "__main__.py"
+    called = ("python", f"{path.parent.name}/{path.name}") if is_script else ("dma-hf",)
+    return shlex.join([*called, *map(portable, arguments)])
 
 
 def portable(argument: str) -> str:

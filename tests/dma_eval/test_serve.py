@@ -21,20 +21,19 @@ from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
 import pytest
-from dma_eval.backends import activate, parse_backends
 from dma_eval.commands import serve
+from dma_eval.commands.serve import ServeOptions, load
 from dma_eval.errors import UserError
-from dma_eval.models import batching_settings, load_model
-from transformers import GenerationConfig
+from dma_eval.load.backends import activate, parse_backends
+from dma_eval.load.models import load_model
 
 pytest.importorskip("transformers.generation.continuous_batching.cache_allocators", reason="before Transformers 5.23")
-from dma_eval.serving.app import load
-from dma_eval.serving.checks import CompletionRequest
-from dma_eval.serving.gate import Gate
-from dma_eval.serving.jobs import Batched, Job, StopFilter
-from dma_eval.serving.settings import Settings
 
 from dma_hf import DMAConfig
+from dma_hf.serving import Sequential, make_app
+from dma_hf.serving.engines import Answer
+from dma_hf.serving.gate import Gate
+from dma_hf.serving.requests import ApiError
 
 ROOT = Path(__file__).parents[2]
 DEMO_MODEL = ROOT / "eval" / "dma_eval" / "assets" / "demo_model"
@@ -141,6 +140,10 @@ def expected(folder, question):
     said = {suffix: say(f"dma_mxfp:{folder / 'coarse.toml'}{suffix}") for suffix in ("", "+int4")}
     assert len({say("sdpa"), *said.values()}) == 3
     return said
+
+
+def _options(model=DEMO_MODEL, **options):
+    return ServeOptions(**{"model": str(model), "dtype": "float32", "device": "cpu"} | options)
 
 
 def _arguments(folder, suffix=""):
@@ -365,17 +368,6 @@ def test_an_answer_that_ignores_its_end(client, question):
     assert client.post("/v1/completions", **body, ignore_eos=True)["usage"]["completion_tokens"] == 3
 
 
-def test_the_server_measured_from_outside(client, run, folder, tmp_path):
-    file = tmp_path / "served.json"
-    options = ("--requests", "3x8+4", "--rate", 50, "--json", file)
-    result = run("bench", "serve", "--url", f"{client._address}/v1", *options)
-    assert result.exit_code == 0, result.output
-    report = json.loads(file.read_text())
-    assert report["model"] == folder.name  # a result names no folder of the machine
-    (measured,) = report["results"]
-    assert (measured["completed"], measured["new_tokens"], measured["errors"]) == (3, 12, {})
-
-
 @pytest.mark.parametrize("path", ["chat/completions", "completions"])
 def test_a_stream_has_its_usage_once_and_only_if_asked_for(client, path):
     body = {"messages": CHAT} if path.startswith("chat") else {"prompt": "The captain"}
@@ -534,9 +526,9 @@ def test_continuous_batching(suffix, folder, expected, question):
     assert hot != expected[suffix] == cold
 
 
-async def _ask(gate, path, method="GET", key=None, *, has_body=True):
-    """Send a request, wait for the answer, and return its status. Without a body the client keeps it back."""
-    messages = [{"type": "http.request"}] if has_body else []
+async def _ask(gate, path, method="GET", key=None, *, body=b"", sent=None):
+    """Send a request, wait for the answer, and return its status. With the body ``None`` the client keeps it back."""
+    messages = [] if body is None else [{"type": "http.request", "body": body}]
     status = None
 
     async def receive():
@@ -545,10 +537,23 @@ async def _ask(gate, path, method="GET", key=None, *, has_body=True):
     async def send(message):
         nonlocal status
         status = message.get("status", status)
+        if sent is not None:
+            sent.append(message)
 
     headers = [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
-    await gate({"type": "http", "method": method, "path": path, "headers": headers}, receive, send)
+    scope = {"type": "http", "method": method, "path": path, "headers": headers, "query_string": b""}
+    await gate(scope, receive, send)
     return status
+
+
+def test_a_model_that_is_loaded_already_is_served():
+    """As the guide shows it for Python."""
+    loaded = load_model(str(DEMO_MODEL), dtype="float32", device="cpu")
+    gate, sent = make_app(Sequential(loaded.model, loaded.tokenizer)), []
+    body = {"prompt": "The captain", "max_tokens": 2, "temperature": 0}
+    assert asyncio.run(_ask(gate, "/v1/completions", "POST", body=json.dumps(body).encode(), sent=sent)) == 200
+    answer = json.loads(sent[-1]["body"])
+    assert (answer["model"], answer["usage"]["completion_tokens"]) == (str(DEMO_MODEL), 2)
 
 
 async def _answer_all(scope, receive, send):
@@ -580,7 +585,7 @@ def test_only_reading_health_needs_no_key(method, path, key, status):
 def test_requests_that_generate_nothing_take_no_slots(method, path, key):
     async def ask():
         gate = Gate(_answer_all, api_key="secret", most=2)
-        others = [asyncio.create_task(_ask(gate, path, method, key, has_body=False)) for _ in range(3)]
+        others = [asyncio.create_task(_ask(gate, path, method, key, body=None)) for _ in range(3)]
         await asyncio.sleep(0)
         status = await _ask(gate, "/v1/completions", "POST", "secret")
         for other in others:
@@ -594,7 +599,7 @@ def test_requests_that_generate_nothing_take_no_slots(method, path, key):
 def test_requests_that_generate_are_limited():
     async def ask():
         gate = Gate(_answer_all, most=2)
-        others = [asyncio.create_task(_ask(gate, "/v1/completions", "POST", has_body=False)) for _ in range(2)]
+        others = [asyncio.create_task(_ask(gate, "/v1/completions", "POST", body=None)) for _ in range(2)]
         await asyncio.sleep(0)
         statuses = [await _ask(gate, path, method) for method, path in (("POST", "/v1/responses"), ("GET", "/health"))]
         for other in others:
@@ -605,75 +610,75 @@ def test_requests_that_generate_are_limited():
     assert asyncio.run(asyncio.wait_for(ask(), TIMEOUT)) == [429, 200]
 
 
-def test_stopping_ends_a_request_that_began_before_others_ended():
-    """Such as one that waits for its body while a client lists the models."""
+def test_stopping_ends_open_requests_whether_they_have_begun_to_answer_or_not():
+    async def application(scope, receive, send):
+        if scope["path"] == "/v1/responses":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True})
+        await asyncio.Event().wait()
 
     async def stop():
-        begin, began = asyncio.Event(), asyncio.Event()
-        failed = asyncio.get_running_loop().create_future()
-
-        async def application(scope, receive, send):
-            if scope["path"] == "/slow":
-                await begin.wait()
-                scope["state"]["job"] = SimpleNamespace(loop=failed.get_loop(), fail=failed.set_result, **job)
-                began.set()
-                await failed
-            await send({"type": "http.response.start", "status": 200, "headers": []})
-            await send({"type": "http.response.body"})
-
-        job = {"cancel": lambda: None, "prompt_tokens": 1, "total_tokens": 0, "finish_reason": None}
-        gate = Gate(application)
-        slow = asyncio.create_task(_ask(gate, "/slow"))
-        await asyncio.sleep(0)
-        await _ask(gate, "/fast")
-        begin.set()
-        await began.wait()
+        gate, sent = Gate(application), []
+        asked = [asyncio.create_task(_ask(gate, path, sent=sent)) for path in ("/v1/completions", "/v1/responses")]
+        await asyncio.sleep(0.01)
         gate.close()
-        await asyncio.wait_for(slow, TIMEOUT)
-        return failed.result()
+        statuses = await asyncio.wait_for(asyncio.gather(*asked), TIMEOUT)
+        return [*statuses, await _ask(gate, "/v1/models"), await _ask(gate, "/health")], sent
 
-    assert asyncio.run(stop()).status == 503
+    statuses, sent = asyncio.run(stop())
+    assert statuses[:3] == [503, 200, 503]
+    events = [message["body"] for message in sent if b"shutting down" in message.get("body", b"")]
+    whole, event = (json.loads(body.removeprefix(b"data: ")) for body in events)
+    assert (whole["error"]["type"], event["type"]) == ("server_error", "error")
 
 
-def test_a_path_cannot_write_lines_into_the_log(caplog):
-    caplog.set_level("INFO", "dma_eval.serving")
-    asyncio.run(_ask(Gate(_answer_all), "/a\n\x1b[31mb"))
-    (record,) = caplog.records
-    assert record.getMessage().startswith("GET /a%0A%1B%5B31mb 200")
+def test_an_answer_is_cancelled_when_its_request_ends():
+    cancelled = []
+
+    async def application(scope, receive, send):
+        scope["state"]["answer"] = SimpleNamespace(cancel=lambda: cancelled.append(scope["path"]))
+        await _answer_all(scope, receive, send)
+
+    asyncio.run(_ask(Gate(application), "/v1/completions"))
+    assert cancelled == ["/v1/completions"]
+
+
+def test_a_tokenizer_that_cannot_decode_streams_is_refused():
+    loaded = load_model(str(DEMO_MODEL), dtype="float32", device="cpu")
+    with pytest.raises(TypeError, match=r"^tokenizer: expected one of the tokenizers library, .*; got a object$"):
+        Sequential(loaded.model, object())
+
+
+def _shown(answer):
+    return [answer.get_nowait() for _ in range(answer.qsize())]
 
 
 def test_stop_strings_of_any_length():
-    stops = StopFilter(["aab", "a" * 1_000_000])
-    assert [stops.feed(text) for text in ("xa", "a", "a", "c", "aa", "b")] == ["x", "", "", "aaac", "", ""]
-    assert (stops.is_found, stops.flush()) == (True, "")
+    answer = Answer(["aab", "a" * 1_000_000])
+    cancelled = []
+    answer.on_cancel = lambda: cancelled.append(True)
+    shown = []
+    for text in ("xa", "a", "a", "c", "aa", "b", "more"):
+        answer.put_nowait(text)
+        shown.append("".join(each or "END" for each in _shown(answer)))
+    assert shown == ["x", "", "", "aaac", "", "END", ""]
+    assert (answer.is_stopped, cancelled) == (True, [True])
 
 
-def test_requests_that_lose_their_pages_are_counted(question):
-    """Each of three requests grows beyond a page, and the cache has four."""
-    loaded = load_model(str(DEMO_MODEL), dtype="float32", device="cpu")
-    activate(loaded.model, parse_backends(["sdpa"])[0])
-    batches = batching_settings(loaded.model, None)
-    batches.num_blocks = 4
-    engine = Batched(loaded, batches)
-    prompt = loaded.tokenizer(question).input_ids[: batches.page_size - 8]
-    config = GenerationConfig(max_new_tokens=16)
+def test_text_held_back_is_shown_at_the_end():
+    answer = Answer(["aab"])
+    for item in ("xaa", None, "more"):
+        answer.put_nowait(item)
+    answer.cancel()
+    assert _shown(answer) == ["x", "aa", None]
+    assert not answer.is_cancelled  # it was over
 
-    async def answer(count):
-        jobs = [Job(loaded.tokenizer, len(prompt), config.max_new_tokens, (), None) for _ in range(count)]
-        for number, job in enumerate(jobs):
-            body = CompletionRequest(prompt="")
-            engine.start(job, {"input_ids": [number, *prompt]}, config, body)
-        for job in jobs:
-            while await job.queue.get() is not None:
-                pass
-        return [(job.error, job.total_tokens) for job in jobs], sum(job.evictions for job in jobs)
 
-    done = (None, config.max_new_tokens)
-    assert asyncio.run(answer(1)) == ([done], 0)
-    answers, evictions = asyncio.run(answer(3))
-    engine.close()
-    assert answers == [done] * 3
-    assert evictions > 0
+def test_an_answer_that_fails_ends_with_its_error():
+    answer, error = Answer([]), ApiError("no memory")
+    answer.fail(error)
+    answer.fail(ApiError("again"))
+    assert (_shown(answer), answer.error, answer.is_cancelled) == ([None], error, True)
 
 
 def test_batches_that_do_not_compile_are_an_error(monkeypatch):
@@ -681,10 +686,8 @@ def test_batches_that_do_not_compile_are_an_error(monkeypatch):
         raise RuntimeError("no compiler\nlong output")
 
     monkeypatch.setattr("dma_hf.integrations.manager.DMAManager.warmup", fail)
-    loaded = load_model(str(DEMO_MODEL), dtype="float32", device="cpu")
-    activate(loaded.model, parse_backends(["dma_mxfp+int8"])[0])
-    with pytest.raises(UserError, match=r"^--compile: no compiler"):
-        Batched(loaded, batching_settings(loaded.model, 0.1, is_compiled=True))
+    with pytest.raises(UserError, match=r"dma_mxfp\+int8: no compiler"):
+        load(_options(attn="dma_mxfp+int8", continuous_batching=True, cache_gib=0.1, compile=True))
 
 
 @pytest.mark.parametrize(
@@ -719,7 +722,8 @@ def test_a_port_in_use(run, refused):
 
 
 def test_a_model_without_chat_template_triggers_a_warning(run, monkeypatch):
-    monkeypatch.setattr("dma_eval.serving.app.serve", lambda *arguments, **options: None)
+    monkeypatch.setattr("dma_hf.serving.app.run", lambda *arguments, **options: None)
+    monkeypatch.setattr(serve, "_end_process", lambda: 0)
     result = run("serve", DEMO_MODEL, "--device", "cpu", "--port", "0")
     assert result.exit_code == 0
     assert "has no chat template, which /v1/chat/completions needs" in " ".join(result.stderr.split())
@@ -734,17 +738,16 @@ def test_a_name_without_a_preset_keeps_the_settings_in_config_json(tmp_path, att
     activate(saved.model, parse_backends(["dma_mxfp:fp4+int8"])[0])
     saved.model.save_pretrained(tmp_path)
     saved.tokenizer.save_pretrained(tmp_path)
-    loaded, _, engine = load(Settings(model=str(tmp_path), dtype="float32", device="cpu", attn=attn))
-    engine.close()
-    assert DMAConfig(**loaded.model.config.dma_mxfp) == DMAConfig.from_preset(preset, cache=cache)
+    engine, _ = load(_options(tmp_path, attn=attn))
+    assert DMAConfig(**engine.model.config.dma_mxfp) == DMAConfig.from_preset(preset, cache=cache)
 
 
 def test_an_invalid_section_in_config_json_is_an_error(tmp_path):
     shutil.copytree(DEMO_MODEL, tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"dma_mxfp": {"low": "fp5"}}))
-    with pytest.raises(UserError, match=r"the section dma_mxfp in the model's config.json is invalid: .*fp5"):
-        load(Settings(model=str(tmp_path), dtype="float32", device="cpu"))
+    with pytest.raises(UserError, match=r"cannot serve .* with dma_mxfp: .*fp5"):
+        load(_options(tmp_path))
 
 
 def test_packages_that_are_missing_are_named(run, refused, monkeypatch):

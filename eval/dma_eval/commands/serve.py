@@ -5,26 +5,29 @@ from __future__ import annotations
 import os
 import secrets
 import signal
+import socket
+import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.markup import escape
 
-from dma_eval import console
+from dma_eval import console, options
 from dma_eval.command import argument, option
-from dma_eval.commands import options
-from dma_eval.errors import UserError
-from dma_eval.files import prepare_file
-from dma_eval.names import API_KEY_VARIABLE, DMA, check_names, is_file, parse_source, split_suffix
+from dma_eval.errors import UserError, one_line
+from dma_eval.names import API_KEY_VARIABLE, DMA, FORMAT_SUFFIXES, check_names, is_file, split_suffix
 
 if TYPE_CHECKING:
-    from dma_eval.backends import Backend
-    from dma_eval.serving.settings import Settings
+    from ray.serve import Application
+
+    from dma_hf.serving import Engine
+    from dma_hf.serving.gate import Gate
 
 NEEDED = ("fastapi", "uvicorn", "openai")
 DEFAULT_PORT = 8000
@@ -68,49 +71,31 @@ class ServeOptions(options.LoadOptions):
     log_level: Literal["critical", "error", "warning", "info", "debug"] = server(
         "info", help="Of the log on standard error; info has a line for each request."
     )
-    replicas: int = on_ray(
-        1, min=1, help="Copies of the model, each with its own GPUs; 1 needs no Ray, unless --tensor-parallel."
-    )
+    replicas: int = on_ray(1, min=1, help="Copies of the model, each with its own GPUs; 1 needs no Ray.")
     max_replicas: int | None = on_ray(
         None, min=1, shown="no autoscaling", help="Add replicas under load, up to this number."
     )
     gpus_per_replica: float | None = on_ray(
         None,
         min=0,
-        shown="--tensor-parallel; 0 on a CPU",
-        help="GPUs of a replica; with several and no --tensor-parallel, the layers are spread over them.",
-    )
-    tensor_parallel: int = on_ray(
-        1,
-        min=1,
-        help="Processes of a replica, each with its own GPU and a share of every layer; for --continuous-batching.",
+        shown="1; 0 on a CPU",
+        help="GPUs of a replica; with several, the layers are spread over them.",
     )
     max_queued: int = on_ray(
         DEFAULT_REQUESTS,
         min=1,
         help="Requests that wait while every replica has --max-requests; more are refused with status 429.",
     )
-    session_affinity: bool = on_ray(
-        False,
-        help="Send requests with the same x-session-id header to the same replica, which shares the pages of their "
-        "beginning; without it, replicas take turns.",
-    )
-    drain_seconds: float = on_ray(10.0, min=0, help="Time for open requests to end when the server stops.")
     ray_address: str | None = on_ray(
         None,
         metavar="ADDRESS",
         shown="a new Ray on this machine",
         help="Run on this Ray cluster, on whose nodes dma-hf and the model must be; auto is the cluster of this node.",
     )
-    write_config: Path | None = on_ray(
-        None,
-        metavar="FILE",
-        help="Do not serve; write the configuration that `serve run` and `serve deploy` of Ray take.",
-    )
 
 
 @contextmanager
-def terminated_as_interrupted() -> Iterator[None]:
+def _terminated_as_interrupted() -> Iterator[None]:
     """Let SIGTERM end this process as Ctrl-C does, also in the background of a script, where SIGINT is ignored."""
     signals = (signal.SIGTERM, signal.SIGINT)
     before = [signal.signal(each, signal.default_int_handler) for each in signals]
@@ -131,7 +116,7 @@ def serve(args: ServeOptions) -> int:
     dma-hf serve meta-llama/Llama-3.1-8B-Instruct --attn dma_mxfp:balanced+int4 --continuous-batching
     dma-hf serve ./my-model --dtype bfloat16 --port 8001
     dma-hf serve ./my-model --continuous-batching --replicas 2
-    dma-hf serve ./my-model --replicas 2 --max-replicas 8 --write-config serve_config.yaml
+    torchrun --nproc-per-node 2 --no-python dma-hf serve ./my-model --continuous-batching
     curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \
         -d '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32}'
     """
@@ -148,56 +133,156 @@ def serve(args: ServeOptions) -> int:
         raise UserError("--compile is for --continuous-batching")
     if args.max_replicas is not None and args.max_replicas < args.replicas:
         raise UserError(f"--max-replicas: expected at least --replicas {args.replicas}, got {args.max_replicas}")
-    if args.tensor_parallel > 1 and (not args.continuous_batching or args.device_map is not None):
-        raise UserError("--tensor-parallel needs --continuous-batching, and excludes --device-map")
-    if args.write_config is not None:
-        from dma_eval.serving.settings import write_config
-
-        prepare_file(args.write_config, "--write-config")
-        settings = _settings(_for_cluster(args), has_gpus=True)
-        write_config(settings, args.write_config, host=args.host, port=args.port)
-        console.print_wrote(args.write_config)
-        return 0
+    on_ray = args.replicas > 1 or args.max_replicas is not None or args.ray_address is not None
+    ranks, rank = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("RANK", 0)))
+    if ranks > 1 and (on_ray or not args.continuous_batching or args.device_map is not None):
+        raise UserError("torchrun: serve needs --continuous-batching, and neither --replicas nor --device-map")
     if args.ray_address is None:
         options.check_inputs(args.model, None)
-    else:
-        args = _for_cluster(args)
     with console.starting():
-        from dma_eval.backends import parse_backends
         from dma_eval.environment import need_transformers
+        from dma_eval.load.backends import parse_backends
 
         if args.continuous_batching:
             need_transformers("5.18", "serve --continuous-batching")
-        from dma_eval.serving.app import build, listen, load, serve
+        from dma_hf.serving import Batched, app
 
-    (backend,) = parse_backends([args.attn])
-    if max(args.replicas, args.tensor_parallel) > 1 or args.max_replicas is not None or args.ray_address is not None:
-        return _serve_replicas(args, backend, api_key)
-    listener = listen(args.host, args.port)
-    with listener, terminated_as_interrupted():
-        settings = _settings(args, has_gpus=True)
+    parse_backends([args.attn])
+    if on_ray:
+        return _serve_replicas(args, api_key)
+    if rank > 0:
+        console.quiet()
+        with _terminated_as_interrupted(), suppress(KeyboardInterrupt):
+            engine, _ = load(args)
+            assert isinstance(engine, Batched)
+            engine.follow()
+        return _end_process()
+    with _listen(args) as listener, _terminated_as_interrupted():
         with console.working(f"Loading {args.model}"):
-            loaded, _, engine = load(settings)
-        if loaded.tokenizer.chat_template is None:
+            engine, gate = load(args, api_key)
+        if engine.tokenizer.chat_template is None:
             console.print_warning(
                 f"the tokenizer of {args.model} has no chat template, which /v1/chat/completions needs; "
                 "/v1/completions takes plain text"
             )
-        _announce(args, backend, listener.getsockname()[1])
-        serve(build(loaded, engine, backend.label), listener, settings, api_key)
+        _announce(args, listener.getsockname()[1])
+        app.run(gate, listener, log_level=args.log_level)
+        if ranks > 1 and isinstance(engine, Batched):
+            engine.close()
+    return _end_process()
+
+
+def _end_process() -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Python would wait for a step that cannot be interrupted, and needs seconds to unload PyTorch.
+    os._exit(0)
+
+
+def load(args: ServeOptions, api_key: str | None = None) -> tuple[Engine, Gate]:
+    """Load the model, switch it to its attention, and return its engine and its application.
+
+    Raises:
+        UserError: The model does not load, or continuous batching does not start.
+    """
+    import torch
+    from transformers.utils import logging
+
+    import dma_hf
+    from dma_eval.load.backends import activate, parse_backends
+    from dma_eval.load.models import batching_settings, load_model
+    from dma_hf.serving import Batched, Sequential, make_app
+
+    logging.set_verbosity_error()
+    torch.manual_seed(args.seed)
+    os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")  # of tensor parallelism: before NCCL starts
+    names = ("device", "dtype", "device_map", "revision", "trust_remote_code", "yarn")
+    ranks = int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
+    loaded = load_model(args.model, **{name: getattr(args, name) for name in names}, tensor_parallel=ranks)
+    (backend,) = parse_backends([args.attn])
+    name, suffix = split_suffix(args.attn)
+    try:
+        if name == DMA:  # without a preset, it keeps the settings in config.json
+            config = dma_hf.configure(loaded.model, cache=FORMAT_SUFFIXES.get(suffix, ...), activate=True)
+            backend = replace(backend, config=config)
+        activate(loaded.model, backend)
+        if args.continuous_batching:
+            batches = batching_settings(loaded.model, args.cache_gib, is_compiled=args.compile)
+            engine: Engine = Batched(loaded.model, loaded.tokenizer, batches)
+        else:
+            engine = Sequential(loaded.model, loaded.tokenizer)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise UserError(f"cannot serve {args.model} with {args.attn}: {one_line(error)}") from error
+    gate = make_app(engine, name=loaded.name, attention=backend.label, api_key=api_key, max_requests=args.max_requests)
+    return engine, gate
+
+
+def build_application(arguments: dict[str, Any]) -> Application:
+    """Return the application for Ray's own commands and for Kubernetes. The arguments are options of ``dma-hf serve``.
+
+    The API key comes from an environment variable on the nodes.
+
+    Raises:
+        ValueError: An argument is unknown, or has a value of a wrong type.
+    """
+    from pydantic import TypeAdapter
+
+    known = ServeOptions.__dataclass_fields__
+    if unknown := arguments.keys() - known:
+        raise ValueError(f"unknown options of dma-hf serve: {', '.join(unknown)}; valid: {', '.join(known)}")
+    args = TypeAdapter(ServeOptions).validate_python(arguments)  # from texts, as `serve run` passes them
+    return _make_application(args, None)
+
+
+def _make_application(args: ServeOptions, api_key: str | None) -> Application:
+    from dma_hf.serving.replicas import make_application
+
+    gpus = float(args.device != "cpu") if args.gpus_per_replica is None else args.gpus_per_replica
+    if gpus > 1 and args.device_map is None:
+        args = replace(args, device_map="auto")
+    names = ("replicas", "max_replicas", "max_requests", "max_queued", "log_level")
+    same = {name: getattr(args, name) for name in names}
+    return make_application(partial(load, args), gpus=gpus, api_key=api_key, key_variable=API_KEY_VARIABLE, **same)
+
+
+def _serve_replicas(args: ServeOptions, api_key: str | None) -> int:
+    if find_spec("ray") is None:
+        raise UserError("--replicas needs ray, not installed here: pip install 'dma-hf[ray]'")
+    port = args.port
+    if args.ray_address is None:
+        # Anyone who reaches Ray's ports can run code, unless they need a token.
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        with _listen(args) as listener:
+            port = listener.getsockname()[1]
+    elif port == 0:
+        raise UserError("--port: expected a port that is free on every machine of --ray-address, got 0")
+    with console.starting():
+        import torch
+        from ray.exceptions import RayError
+
+        from dma_hf.serving import replicas
+    if args.ray_address is None and not torch.cuda.is_available():
+        args = replace(args, device="cpu")
+    application = _make_application(_absolute(args), api_key)
+    with ExitStack() as stack:
+        with console.working(f"Starting {args.replicas} replicas of {args.model}"):
+            try:
+                stack.enter_context(replicas.running(application, address=args.ray_address, host=args.host, port=port))
+            except (OSError, RayError, ValueError) as error:
+                raise UserError(f"--ray-address: {one_line(error)}") from error
+            except RuntimeError as error:
+                raise UserError(one_line(error)) from error
+        stack.enter_context(_terminated_as_interrupted())  # after Ray has installed its own handlers
+        _announce(args, port)
+        with suppress(KeyboardInterrupt):  # how a server is stopped
+            threading.Event().wait()
     return 0
 
 
-def _for_cluster(args: ServeOptions) -> ServeOptions:
-    """Return the options with absolute paths, because other nodes have other working folders.
-
-    A folder with an absolute path may be on them alone; a warning says that it is not here.
-    """
+def _absolute(args: ServeOptions) -> ServeOptions:
+    """Return the options with absolute paths, because other processes have other working folders."""
     model = Path(args.model).expanduser()
-    if model.is_absolute() and not model.exists():
-        console.print_warning(f"no such folder here: {args.model}; every node needs it")
-    else:
-        parse_source(args.model)
     rest, suffix = split_suffix(args.attn)
     implementation, _, setting = rest.partition(":")
     has_file = implementation == DMA and setting and is_file(setting)
@@ -208,48 +293,19 @@ def _for_cluster(args: ServeOptions) -> ServeOptions:
     )
 
 
-def _announce(args: ServeOptions, backend: Backend, port: int) -> None:
+def _listen(args: ServeOptions) -> socket.socket:
+    """Return a listening socket. Clients that connect before the server runs wait for it."""
+    family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
+    try:
+        return socket.create_server((args.host, args.port), family=family)
+    except OSError as error:
+        why = (error.strerror or str(error)).partition(" (while")[0]
+        raise UserError(
+            f"--port: cannot listen at {args.host}:{args.port}: {why}; choose another --port (0 takes any free one) or "
+            "--host"
+        ) from error
+
+
+def _announce(args: ServeOptions, port: int) -> None:
     host = f"[{args.host}]" if ":" in args.host else args.host
-    label = f"{escape(args.model)} with {escape(backend.label)}"
-    console.print_line(f"Serving {label} at http://{host}:{port}/v1")
-
-
-def _settings(args: ServeOptions, has_gpus: bool) -> Settings:
-    """Return the options as the settings of replicas, on a cluster with GPUs or without."""
-    from dma_eval.serving.settings import Settings
-
-    gpus = args.gpus_per_replica
-    if gpus is None:
-        gpus = float(args.tensor_parallel if has_gpus and args.device != "cpu" else 0)
-    given = {name: getattr(args, name) for name in Settings.model_fields if name != "gpus_per_replica"}
-    if gpus > args.tensor_parallel == 1 and args.device_map is None:
-        given["device_map"] = "auto"
-    return Settings(**given, gpus_per_replica=gpus)
-
-
-def _serve_replicas(args: ServeOptions, backend: Backend, api_key: str | None) -> int:
-    if find_spec("ray") is None:
-        raise UserError("--replicas needs ray, not installed here: pip install 'dma-hf[ray]'")
-    if args.ray_address is None:
-        # Anyone who reaches Ray's ports can run code, unless they need a token.
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    with console.starting():
-        from dma_eval.serving import cluster
-        from dma_eval.serving.app import listen
-
-    port = args.port
-    if args.ray_address is None:
-        with listen(args.host, args.port) as listener:
-            port = listener.getsockname()[1]
-    elif port == 0:
-        raise UserError("--port: expected a port that is free on every machine of --ray-address, got 0")
-    with cluster.joined(args.ray_address), terminated_as_interrupted():  # after Ray installs its own handlers
-        settings = _settings(args, cluster.has_gpus())
-        if args.ray_address is None:
-            cluster.check_resources(settings)
-        with console.working(f"Starting {args.replicas} replicas of {args.model}"):
-            cluster.start(settings, host=args.host, port=port, api_key=api_key)
-        _announce(args, backend, port)
-        cluster.wait()
-    return 0
+    console.print_line(f"Serving {escape(args.model)} with {escape(args.attn)} at http://{host}:{port}/v1")

@@ -1,0 +1,313 @@
+"""Generate answers: one after another with ``generate``, or together with continuous batching.
+
+Transformers' streamers decode tokens and parse reasoning and tool calls. Their queue is an :class:`Answer`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessor, LogitsProcessorList
+
+from dma_hf.integrations.serving import CBStreamer, DirectStreamer, GenerationCancelled
+
+from .requests import ApiError, GenerationRequest
+
+SECONDS = 1.0  # between two looks for a stopped thread
+CPU_BATCH_TOKENS = 2048  # a batch cannot be interrupted; Transformers' default of 8,192 takes half a minute on a CPU
+
+
+class Answer(asyncio.Queue[Any]):
+    """The text, reasoning and tool calls of one answer, then ``None``. Text ends before the first stop string.
+
+    A streamer writes it, and a handler of Transformers reads it. Its methods run on the event loop.
+    """
+
+    def __init__(self, stops: Iterable[str]) -> None:
+        super().__init__()
+        self.streamer: Any = None  # counts the tokens; set by the engine, like the next
+        self.on_cancel: Callable[[], Any] = lambda: None
+        self.error: ApiError | None = None
+        self.is_cancelled = self.is_stopped = self._is_over = False
+        self._stops, self._held = tuple(stops), ""
+
+    @property
+    def total_tokens(self) -> int:
+        """Number of generated tokens."""
+        return int(self.streamer.total_tokens)
+
+    def put_nowait(self, item: Any) -> None:
+        """Add an item, or ``None`` at the end."""
+        if self._is_over:
+            return
+        is_text = type(item) is str  # and not reasoning, which is a subclass
+        shown = self._cut(item) if is_text else self._held if item is None else item
+        if shown:
+            super().put_nowait(shown)
+        if item is None or self.is_stopped:
+            self._is_over = True
+            super().put_nowait(None)
+        if self.is_stopped:
+            self._halt()
+
+    def _cut(self, text: str) -> str:
+        """Return the text that may be shown, and hold back what may be the beginning of a stop string."""
+        held = self._held + text
+        found = [place for stop in self._stops if (place := held.find(stop)) >= 0]
+        if found:
+            self.is_stopped = True
+            return held[: min(found)]
+        shown = len(held) - max((_begun(stop, held) for stop in self._stops), default=0)
+        self._held = held[shown:]
+        return held[:shown]
+
+    def fail(self, error: ApiError) -> None:
+        """End the answer with an error."""
+        if not self._is_over:
+            self.error = error
+            self.put_nowait(None)
+            self._halt()
+
+    def cancel(self) -> None:
+        """Stop generating, because nobody waits for the answer."""
+        if not self._is_over:
+            self._halt()
+
+    def _halt(self) -> None:
+        self.is_cancelled = True
+        self.on_cancel()
+
+
+def _begun(stop: str, text: str) -> int:
+    """Return how many characters at the end of a text may begin a stop string."""
+    sizes = range(min(len(stop) - 1, len(text)), 0, -1)
+    return next((size for size in sizes if stop.startswith(text[-size:])), 0)
+
+
+class Engine(ABC):
+    """What generates the answers of a server, with one model and its tokenizer.
+
+    Raises:
+        TypeError: The tokenizer is not one of the tokenizers library, which decodes streams.
+    """
+
+    is_alive: Any = True
+    """Whether answers can be generated."""
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        if not hasattr(tokenizer, "backend_tokenizer"):
+            kind = type(tokenizer).__name__
+            raise TypeError(f"tokenizer: expected one of the tokenizers library, which decodes streams; got a {kind}")
+        self.model, self.tokenizer = model, tokenizer
+        self.positions: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+    @property
+    def room(self) -> int | None:
+        """Maximum tokens of a request, prompt and answer together; ``None`` without a limit."""
+        return self.positions
+
+    @abstractmethod
+    def start(self, answer: Answer, inputs: Any, config: GenerationConfig, body: Any, parser: Any) -> None:
+        """Generate an answer to the inputs of a request, whose body is a :class:`GenerationRequest`.
+
+        Raises:
+            ApiError: The engine does not support the request.
+        """
+
+
+class _Penalties(LogitsProcessor):  # type: ignore[misc]
+    """OpenAI's frequency and presence penalties, for the tokens generated so far."""
+
+    def __init__(self, prompt_tokens: int, frequency: float, presence: float) -> None:
+        self._prompt_tokens, self._frequency, self._presence = prompt_tokens, frequency, presence
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        ids = input_ids[:, self._prompt_tokens :]
+        counts = torch.zeros_like(scores).scatter_add_(1, ids, torch.ones_like(ids, dtype=scores.dtype))
+        return scores - self._frequency * counts - self._presence * (counts > 0)
+
+
+class Sequential(Engine):
+    """Runs ``generate`` for one request after another. A cancelled request ends within one layer of the model."""
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        super().__init__(model, tokenizer)
+        self._thread = ThreadPoolExecutor(1)  # torch.compile's graphs belong to a thread
+        self._running: Answer | None = None
+        for layers in model.modules():
+            if isinstance(layers, torch.nn.ModuleList):
+                for layer in layers:
+                    layer.register_forward_pre_hook(self._check)
+
+    def start(
+        self, answer: Answer, inputs: Any, config: GenerationConfig, body: GenerationRequest, parser: Any
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        answer.streamer = streamer = DirectStreamer(self.tokenizer.backend_tokenizer, loop, answer, parser)
+        future = loop.run_in_executor(self._thread, self._generate, answer, inputs, config, body)
+
+        def cancel() -> None:
+            streamer.cancel()  # a running call ends at its next token, or layer
+            future.cancel()  # a waiting call never begins
+
+        def settle(done: asyncio.Future[None]) -> None:
+            if not done.cancelled() and (error := done.exception()) is not None:
+                answer.fail(ApiError(f"generation failed: {error}", status=500))
+
+        answer.on_cancel = cancel
+        future.add_done_callback(settle)
+
+    def _generate(self, answer: Answer, inputs: Any, config: GenerationConfig, body: GenerationRequest) -> None:
+        if body.logit_bias:
+            config.sequence_bias = {(token,): float(bias) for token, bias in body.logit_bias.items()}
+        processors = LogitsProcessorList()
+        if body.frequency_penalty or body.presence_penalty:
+            prompt_tokens = inputs["input_ids"].shape[-1]
+            processors.append(_Penalties(prompt_tokens, body.frequency_penalty, body.presence_penalty))
+        if body.seed is not None:
+            torch.manual_seed(body.seed)
+        options = {"generation_config": config, "logits_processor": processors, "tokenizer": self.tokenizer}
+        self._running = answer
+        try:
+            self.model.generate(**inputs, **options, streamer=answer.streamer)
+        except GenerationCancelled:
+            pass
+        finally:
+            self._running = None
+
+    def _check(self, *_: Any) -> None:
+        if self._running is not None and self._running.is_cancelled:
+            raise GenerationCancelled
+
+
+class _BreakTies(LogitsProcessor):  # type: ignore[misc]
+    """Raises the first of the largest logits by one rounding step, so that ``top_k=1`` is the greedy choice."""
+
+    supports_continuous_batching = True
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        best = scores.argmax(-1, keepdim=True)
+        value = scores.gather(-1, best)
+        return scores.scatter(-1, best, torch.nextafter(value, torch.full_like(value, torch.inf)))
+
+
+UNBATCHED = (
+    *("epsilon_cutoff", "eta_cutoff", "min_new_tokens", "min_p"),
+    *("no_repeat_ngram_size", "repetition_penalty", "typical_p"),
+)
+"""Fields of a request's ``generation_config`` that continuous batching lacks, in alphabetical order."""
+
+
+class Batched(Engine):
+    """Continuous batching. Each request has its own temperature (0 is greedy), ``top_p`` and ``top_k``.
+
+    Raises:
+        RuntimeError: The batches do not compile, or the generation thread does not start.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, batches: ContinuousBatchingConfig | None = None) -> None:
+        super().__init__(model, tokenizer)
+        batches = ContinuousBatchingConfig() if batches is None else batches
+        batches.per_request_processors = True
+        if model.device.type == "cpu" and batches.max_batch_tokens is None:
+            batches.max_batch_tokens = CPU_BATCH_TOKENS
+        eos = model.generation_config.eos_token_id
+        # Any values except the neutral ones create the processors. Requests then set their own values.
+        config = GenerationConfig(do_sample=True, temperature=0.5, top_p=0.5, top_k=1, eos_token_id=eos)
+        self._manager = model.init_continuous_batching(generation_config=config, continuous_batching_config=batches)
+        self._manager.logit_processor.logits_processor.insert(0, _BreakTies())
+        self._names = (f"request-{number}" for number in count())
+        if batches.varlen_compile_config is not None:
+            self._manager.warmup()  # otherwise the first request would wait for the compiler
+        self._manager.start()
+        while self._manager.batch_processor is None and self._manager.is_running():
+            time.sleep(0.01)
+        if not self.is_alive:
+            raise RuntimeError(self._reason)
+
+    @property
+    def room(self) -> int | None:
+        cache = self._manager.batch_processor.cache
+        allocators = cache.cache_allocators.values()
+        fixed = [each for each in allocators if getattr(each, "has_one", False)]
+        token_bytes = sum(each.bytes_per_block / each.tokens_per_page for each in allocators if each not in fixed)
+        # A sector belongs to one kind of block at a time, so that one of each kind may be filled in part.
+        free = (cache.num_sectors - len(allocators)) * cache.bytes_per_sector
+        room = int((free - sum(each.bytes_per_block for each in fixed)) / token_bytes)
+        return min(room, self.positions or room)
+
+    @property
+    def is_alive(self) -> bool:
+        return bool(self._manager.is_running()) and self._manager.background_thread_status.fatal_error is None
+
+    def start(
+        self, answer: Answer, inputs: Any, config: GenerationConfig, body: GenerationRequest, parser: Any
+    ) -> None:
+        self._refuse(config, body)
+        manager, name, loop = self._manager, next(self._names), asyncio.get_running_loop()
+        answer.streamer = streamer = CBStreamer(
+            manager, name, self.tokenizer.backend_tokenizer, loop, answer, response_parser=parser
+        )
+
+        def take(output: Any) -> None:
+            error = output.error
+            try:
+                streamer.put(output)
+            except Exception as failure:  # the tokenizers library raises nothing narrower
+                error = failure
+            if error is not None:
+                answer.fail(ApiError(f"generation failed: {error}", status=500 if self.is_alive else 503))
+            elif output.is_finished():
+                streamer.end()
+
+        def cancel() -> None:
+            streamer.cancel()
+            manager.output_router.result_handlers.pop(name, None)
+
+        answer.on_cancel = cancel
+        manager.register_result_handler(name, take)
+        is_greedy = not config.do_sample
+        accepted = manager.add_request(
+            inputs["input_ids"],
+            request_id=name,
+            streaming=True,
+            max_new_tokens=config.max_new_tokens,
+            eos_token_id=-1 if config.eos_token_id is None else config.eos_token_id,
+            temperature=1.0 if is_greedy else float(config.temperature or 1.0),
+            top_p=1.0 if is_greedy or config.top_p is None else float(config.top_p),
+            top_k=1 if is_greedy else config.top_k or self.model.config.get_text_config().vocab_size,
+        )
+        if accepted is None:
+            answer.cancel()
+            raise ApiError(f"the generation thread ended: {self._reason}", status=503)
+
+    def _refuse(self, config: GenerationConfig, body: GenerationRequest) -> None:
+        asked = [name for name in ("logit_bias", "frequency_penalty", "presence_penalty") if getattr(body, name)]
+        asked += ["seed"] if body.seed is not None and config.do_sample else []
+        asked += [
+            f"generation_config.{each}" for each in UNBATCHED if getattr(body.generation_config, each) is not None
+        ]
+        for name in asked[:1]:
+            message = f"{name}: continuous batching does not support it; serve without --continuous-batching"
+            raise ApiError(message, param=name)
+
+    @property
+    def _reason(self) -> str:
+        return str(self._manager.background_thread_status.fatal_error or "no error is known")
+
+    def close(self) -> None:
+        """Stop generating, on all ranks of a tensor-parallel group."""
+        self._manager.stop(block=True, timeout=SECONDS, hard_stop=True)
+
+    def follow(self) -> None:
+        """Run what rank 0 of a tensor-parallel group schedules, until the group stops."""
+        while self.is_alive:
+            self._manager.get_result(timeout=SECONDS)  # answers are for rank 0; here they would fill the memory

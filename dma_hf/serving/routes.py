@@ -1,0 +1,249 @@
+"""The routes that generate. They check requests, and Transformers' handlers answer them in OpenAI's format."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from jinja2 import TemplateError
+from transformers import GenerationConfig
+
+from dma_hf.integrations.serving import (
+    ChatCompletionHandler,
+    CompletionHandler,
+    GenerationState,
+    ModelManager,
+    ResponseHandler,
+    get_response_template,
+)
+
+from .engines import Answer, Batched, Engine
+from .requests import ApiError, ChatRequest, CompletionRequest, GenerationRequest, ResponseRequest, check
+
+SSE = "text/event-stream"
+GREEDY_TEMPERATURE = 1e-5  # and below: logits would overflow
+SAMPLE = 64  # characters for each token of the server's limit
+
+
+class _Generation(GenerationState):  # type: ignore[misc]
+    """The generator that Transformers' handlers call for one request, and the manager that they get from it."""
+
+    def __init__(self, engine: Engine, body: GenerationRequest, param: str) -> None:
+        super().__init__(isinstance(engine, Batched))
+        self._engine, self._body, self._param = engine, body, param
+        self.answer = Answer(body.stop)
+
+    def use_continuous_batching(self, *arguments: Any) -> bool:
+        """Return whether handlers pass lists instead of tensors."""
+        return isinstance(self._engine, Batched)
+
+    def get_manager(self, *arguments: Any, **options: Any) -> _Generation:
+        """Return itself."""
+        return self
+
+    def init_cb(self, *arguments: Any) -> None:
+        """Do nothing, because the engine already runs."""
+
+    def generate_streaming(
+        self,
+        model: Any,
+        processor: Any,
+        inputs: Any,
+        config: GenerationConfig,
+        *,
+        response_parser: Any = None,
+        **_: Any,
+    ) -> tuple[Answer, Answer]:
+        """Start the answer, and return it as the queue and as the streamer.
+
+        Raises:
+            ApiError: The prompt is empty or too long, or the engine does not support the request.
+        """
+        ids = inputs["input_ids"]
+        self._settle(config, len(ids) if isinstance(ids, list) else ids.shape[-1])
+        self._engine.start(self.answer, inputs, config, self._body, response_parser)
+        return self.answer, self.answer
+
+    def _settle(self, config: GenerationConfig, prompt_tokens: int) -> None:
+        """Apply the request's limit and sampling to a configuration. Missing values come from the model's own."""
+        body, room = self._body, self._engine.room
+        if prompt_tokens == 0:
+            raise ApiError(f"{self._param}: it has no tokens", param=self._param)
+        name, limit = body.limit
+        if room is not None and prompt_tokens + (limit or 1) > room:
+            asked = f"{prompt_tokens} tokens" + (f" and {name} is {limit}" if limit is not None else "")
+            raise too_long(room, asked, self._param if prompt_tokens >= room else name)
+        vars(config).update(body.generation_config.model_dump(exclude_none=True))
+        sampling = {name: value for name in ("temperature", "top_p") if (value := getattr(body, name)) is not None}
+        vars(config).update(sampling, do_sample=config.do_sample or bool(sampling))
+        config.max_new_tokens = limit or config.max_new_tokens
+        if room is not None:
+            config.max_new_tokens = min(config.max_new_tokens or room, room - prompt_tokens)
+        vocabulary = self._engine.model.config.get_text_config().vocab_size
+        if any(token >= vocabulary for token in body.logit_bias):
+            raise ApiError(f"logit_bias: the model has {vocabulary} tokens", param="logit_bias")
+        if config.temperature is not None and config.temperature < GREEDY_TEMPERATURE:
+            config.do_sample = False
+        if body.ignore_eos:
+            config.eos_token_id = -1  # no token
+        if not config.do_sample:
+            config.temperature = config.top_p = config.top_k = None
+        elif config.top_k is None:
+            config.top_k = 0  # none, where Transformers' default would be 50
+
+
+def too_long(room: int, asked: str, param: str) -> ApiError:
+    """Return the error of a request that asks for more tokens than there is room for."""
+    message = f"this server takes {room} tokens, prompt and answer together; the prompt has {asked}"
+    return ApiError(message, param=param, code="context_length_exceeded")
+
+
+class Route:
+    """A route. It checks a request, has it answered, and converts the answer to OpenAI's format."""
+
+    path: str
+    body_type: type[GenerationRequest]
+    handler: type[Any]
+    param: str  # the field with the prompt
+    prefix = ""  # of the ids of answers
+    end = "data: [DONE]\n\n"  # of a stream
+
+    def __init__(self, models: ModelManager, engine: Engine, name: str) -> None:
+        self._models, self._engine, self._name = models, engine, name
+
+    async def answer(self, request: Request) -> Response:
+        """Answer a request, at once or as a stream.
+
+        Raises:
+            ApiError: It cannot be answered.
+        """
+        body = check(self.body_type, await request.body())
+        if body.model not in (None, self._name):
+            message = f"this server is pinned to {self._name!r}; requested {body.model!r}"
+            raise ApiError(message, param="model", code="model_not_found")
+        if self.param != "prompt":
+            self._check_template(body)
+        await self._check_length(getattr(body, self.param))
+        generation = _Generation(self._engine, body, self.param)
+        handler = self.handler(self._models, generation)
+        passed = body.passed_on() | {"model": self._name, "stream": True}  # so that all answers share one path
+        try:
+            events = await handler.handle_request(passed, f"{self.prefix}{uuid.uuid4().hex}")
+        except (ValueError, TypeError, TemplateError) as error:  # of the template
+            raise ApiError(str(error), param=self.param) from error
+        request.state.answer = generation.answer
+        pieces = _pieces(events, generation.answer)
+        if body.stream:
+            return StreamingResponse(self._stream(pieces, body.stream_options.include_usage), media_type=SSE)
+        return JSONResponse(self._join([piece async for piece in pieces]))
+
+    def _check_template(self, body: GenerationRequest) -> None:
+        tokenizer = self._engine.tokenizer
+        if tokenizer.chat_template is None:
+            message = "the model's tokenizer has no chat template; /v1/completions takes plain text"
+            raise ApiError(message, param=self.param)
+        if body.passed_on().get("tools") and (
+            "tools" not in str(tokenizer.chat_template) or get_response_template(tokenizer, self._engine.model) is None
+        ):
+            raise ApiError("tools: the model's chat template has none", param="tools")
+
+    async def _check_length(self, text: Any) -> None:
+        """Refuse a text that is far too long on another thread, because the handler counts tokens on the event loop."""
+        room = self._engine.room
+        if not isinstance(text, str):
+            text = "\n".join(part.text for message in text for part in message.content or ())
+        if room is not None and len(text) > 4 * room:
+            ids = await asyncio.to_thread(self._engine.tokenizer.encode, text[: SAMPLE * room])
+            if len(ids) > 2 * room:
+                raise too_long(room, f"more than {2 * room} tokens", self.param)
+
+    async def _stream(self, pieces: AsyncIterator[dict[str, Any]], has_usage: bool) -> AsyncIterator[str]:
+        """Write pieces as server-sent events. An extra one at the end has the usage, which is null in the others."""
+        piece: dict[str, Any] = {}
+        usage: dict[str, Any] | None = None
+        try:
+            async for piece in pieces:
+                if "choices" in piece:
+                    usage = piece.pop("usage", None)
+                    piece |= {"usage": None} if has_usage else {}
+                yield f"data: {json.dumps(piece)}\n\n"
+        except ApiError as error:
+            yield error.event(self.path)
+            return
+        if has_usage and "choices" in piece:
+            yield f"data: {json.dumps(piece | {'choices': [], 'usage': usage})}\n\n"
+        yield self.end
+
+    def _join(self, pieces: list[dict[str, Any]]) -> dict[str, Any]:
+        """Join the pieces of an answer."""
+        raise NotImplementedError
+
+
+class Chat(Route):
+    """The route of chats."""
+
+    path, param, prefix = "/v1/chat/completions", "messages", "chatcmpl-"
+    body_type, handler = ChatRequest, ChatCompletionHandler
+
+    def _join(self, pieces: list[dict[str, Any]]) -> dict[str, Any]:
+        deltas = [choice["delta"] for piece in pieces for choice in piece["choices"]]
+        message: dict[str, Any] = {"role": "assistant", "content": _text(deltas, "content"), "refusal": None}
+        if reasoning := _text(deltas, "reasoning_content"):
+            message["reasoning_content"] = reasoning
+        if calls := [call for delta in deltas for call in delta.get("tool_calls", ())]:
+            message["tool_calls"] = [{name: call[name] for name in ("id", "type", "function")} for call in calls]
+            message["content"] = message["content"] or None
+        return _one_answer(pieces, "chat.completion", {"message": message})
+
+
+class Complete(Route):
+    """The route of continuations of a text."""
+
+    path, param, prefix = "/v1/completions", "prompt", "cmpl-"
+    body_type, handler = CompletionRequest, CompletionHandler
+
+    def _join(self, pieces: list[dict[str, Any]]) -> dict[str, Any]:
+        return _one_answer(pieces, "text_completion", {"text": _text([each["choices"][0] for each in pieces], "text")})
+
+
+class Respond(Route):
+    """The route of OpenAI's newer interface. Its last event has the whole answer."""
+
+    path, param, end = "/v1/responses", "input", ""
+    body_type, handler = ResponseRequest, ResponseHandler
+
+    def _join(self, pieces: list[dict[str, Any]]) -> dict[str, Any]:
+        return dict(pieces[-1]["response"])
+
+
+async def _pieces(events: Any, answer: Answer) -> AsyncIterator[dict[str, Any]]:
+    """Yield the pieces of a streamed answer. The last has the usage and the finish reason.
+
+    Raises:
+        ApiError: Generating failed.
+    """
+    async for text in events.body_iterator:
+        if answer.error is not None:
+            raise answer.error
+        for line in filter(None, text.split("\n\n")):
+            piece: dict[str, Any] = json.loads(line.removeprefix("data: "))
+            for choice in piece.get("choices", ()):
+                if choice.setdefault("finish_reason", None) == "length" and answer.is_stopped:
+                    choice["finish_reason"] = "stop"
+            yield piece
+
+
+def _text(parts: list[dict[str, Any]], name: str) -> str:
+    return "".join(part.get(name) or "" for part in parts)
+
+
+def _one_answer(pieces: list[dict[str, Any]], kind: str, choice: dict[str, Any]) -> dict[str, Any]:
+    last = pieces[-1]
+    choice |= {"index": 0, "logprobs": None, "finish_reason": last["choices"][0]["finish_reason"]}
+    kept = {name: last[name] for name in ("id", "created", "model", "usage")}
+    return kept | {"object": kind, "choices": [choice]}
