@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -53,19 +52,3 @@ def private_imports() -> Iterator[None]:
         if not str(error.name).startswith("transformers"):
             raise
         raise UnsupportedTransformersError(str(error.name), f"cannot be imported as expected ({error})") from error
-
-
-def check_parameters(function: Callable[..., Any], *known: str) -> None:
-    """Check that a function has the parameters of one of the supported versions.
-
-    Args:
-        function: The function.
-        known: Its parameters without ``self``, separated by spaces, one string for each supported form.
-
-    Raises:
-        UnsupportedTransformersError: It has other parameters.
-    """
-    found = " ".join(name for name in inspect.signature(function).parameters if name != "self")
-    if found not in known:
-        expected = " or ".join(f"({each})" for each in known)
-        raise UnsupportedTransformersError(function.__qualname__, f"takes ({found}), not {expected}")

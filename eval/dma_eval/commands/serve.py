@@ -140,11 +140,7 @@ def serve(args: ServeOptions) -> int:
     if args.ray_address is None:
         options.check_inputs(args.model, None)
     with console.starting():
-        from dma_eval.environment import need_transformers
         from dma_eval.load.backends import parse_backends
-
-        if args.continuous_batching:
-            need_transformers("5.18", "serve --continuous-batching")
         from dma_hf.serving import Batched, app
 
     parse_backends([args.attn])
