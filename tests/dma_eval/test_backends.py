@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
+from dma_eval import names
 from dma_eval.bench import generate
 from dma_eval.commands.bench import BenchOptions
 from dma_eval.errors import UserError
-from dma_eval.load import baselines, names
+from dma_eval.load import baselines
 from dma_eval.load.backends import Backend, activate, default_names, implementations, parse_backends
 from dma_eval.load.models import LoadedModel
 from dma_kernels.cache.formats import CACHE_FORMATS
