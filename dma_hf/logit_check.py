@@ -15,8 +15,8 @@ from dma_kernels.reference.operands import logit_error
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from .arguments import Call
-from .compact_mask import MaskGeometry
+from .masks.arguments import Call
+from .masks.geometry import MaskGeometry
 
 LARGEST_ERROR = 4.0
 """RMS error of a head's logits, in nats, that triggers the warning. ``docs/guides/presets.md`` has figures."""
@@ -62,8 +62,8 @@ def check_first_prompt(module: nn.Module, call: Call, query: Tensor, key: Tensor
         warnings.warn(
             f"{name} cannot represent the keys of this model in 4 bits, so its output is wrong: attention logits of "
             f"layer {getattr(module, 'layer_idx', 0)} are off by {error:.1f} nats (RMS of a head). A few key channels "
-            "are far larger than the others. Use the preset 'balanced', or make the channels alike with "
-            "dma_hf.equalize",
+            "are far larger than the others. Use the preset 'balanced'. `dma-hf equalize` makes the channels alike, "
+            "which lowers the error",
             stacklevel=3,
         )
     return True

@@ -23,7 +23,7 @@ from typer.cli import get_docs_for_click
 import dma_hf
 from dma_hf import PRESETS, DMAConfig
 
-FIRST = ("configure", "DMAConfig", "PRESETS", "DMACache", "stats", "equalize", "continuous_batching", "counted_tiles")
+FIRST = ("configure", "DMAConfig", "PRESETS", "DMACache", "stats")
 """Names of ``dma_hf`` that most users need; the reference begins with them."""
 EXAMPLES = re.compile(r"^Examples:\n((?:  .*\n)+)", re.MULTILINE)
 ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n        .*)*)", re.MULTILINE)

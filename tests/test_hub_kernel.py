@@ -22,6 +22,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import dma_hf
+from dma_hf.attention import dma_attention_forward
+from dma_hf.masks import dma_mask
 
 kernels = pytest.importorskip("kernels", minversion="0.16")
 
@@ -79,7 +81,7 @@ def _error(actual, expected):
 
 
 def test_kernels_loads_it_from_the_folder(kernel, folder):
-    assert kernel.dma_attention_forward is not dma_hf.dma_attention_forward
+    assert kernel.configure is not dma_hf.configure
     assert Path(kernel.__file__).is_relative_to(folder)
     assert set(dma_hf.__all__) <= set(dir(kernel))
 
@@ -123,8 +125,8 @@ def test_from_pretrained_as_a_user_calls_it(hub, tmp_path):
 
 def test_an_installed_package_stays_registered(hub):
     DECODERS["llama"].build(HUB)
-    assert AttentionInterface()[dma_hf.NAME] is dma_hf.dma_attention_forward
-    assert ALL_MASK_ATTENTION_FUNCTIONS[dma_hf.NAME] is dma_hf.dma_mask
+    assert AttentionInterface()[dma_hf.NAME] is dma_attention_forward
+    assert ALL_MASK_ATTENTION_FUNCTIONS[dma_hf.NAME] is dma_mask
 
 
 def test_it_computes_packed_documents_alone(hub, kernel):
@@ -285,7 +287,7 @@ def test_the_card_names_the_repository(folder):
     card = (folder / "README.md").read_text()
     assert f'attn_implementation="{HUB}"' in card
     assert "{" not in card
-    assert "transformers >=5.17,<5.25" in card
+    assert "transformers >=5.18,<5.25" in card
 
 
 def test_the_code_of_the_card_runs(hub, folder, tmp_path, monkeypatch):

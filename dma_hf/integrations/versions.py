@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import transformers
 
-SUPPORTED = ">=5.17,<5.25"
+SUPPORTED = ">=5.18,<5.25"
 """The range in ``pyproject.toml``. Continuous integration tests both ends."""
 
 
@@ -69,15 +69,3 @@ def check_parameters(function: Callable[..., Any], *known: str) -> None:
     if found not in known:
         expected = " or ".join(f"({each})" for each in known)
         raise UnsupportedTransformersError(function.__qualname__, f"takes ({found}), not {expected}")
-
-
-def check_attributes(owner: Any, names: Collection[str]) -> None:
-    """Check that an object or a class has these attributes.
-
-    Raises:
-        UnsupportedTransformersError: One is missing.
-    """
-    missing = [name for name in names if not hasattr(owner, name)]
-    if missing:
-        kind = owner.__qualname__ if isinstance(owner, type) else type(owner).__qualname__
-        raise UnsupportedTransformersError(kind, f"has no {', '.join(missing)}")

@@ -171,12 +171,12 @@ def make_application(
     key_variable: str,
     log_level: str,
 ) -> serve.Application:
-    """Return the gateway and the replicas of a model.
+    """Return the gateway and the replicas of a model, with the options of ``dma-hf serve``.
 
     Args:
         make: Loads the model on a replica, and returns its engine and its application.
-        replicas: Number of replicas; with ``max_replicas``, the least.
-        max_replicas: Number up to which Ray adds replicas under load, or ``None``.
+        replicas: Number of replicas.
+        max_replicas: Number up to which Ray adds replicas under load.
         gpus: GPUs of a replica.
         max_requests: Running requests of a replica.
         max_queued: Waiting requests; more get status 429.

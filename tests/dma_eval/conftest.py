@@ -32,7 +32,6 @@ from gguf_files import write_gguf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-import dma_hf
 from dma_hf.integrations.cache_argument import CACHE_ARGUMENT
 
 VOCABULARY = 300
@@ -67,7 +66,6 @@ def restored() -> Iterator[None]:
     transformers.logging.set_verbosity(verbosity)
     for logger, level in zip(loggers, levels, strict=True):
         logger.setLevel(level)
-    dma_hf.reset_fallback_counts()
 
 
 @pytest.fixture(autouse=True)

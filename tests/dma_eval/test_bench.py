@@ -233,7 +233,7 @@ def test_command(tmp_path, run):
     arguments = ["--device", "cpu", "--shape", "tiny", "--context", "40", "--new-tokens", "10"]
     result = run("bench", *arguments, "--run", *RUNS[:3], "--json", tmp_path / "g.json")
     assert result.exit_code == 0, result.output
-    assert "One layer, head_dim 16, 4/2 heads, random inputs" in result.stdout
+    assert "One layer, batch 1, head_dim 16, 4/2 heads, random inputs" in result.stdout
     assert "ran in the PyTorch reference, not in the kernels" in " ".join(result.stderr.split())
     report = json.loads((tmp_path / "g.json").read_text())
     assert report.keys() == {field.name for field in fields(BenchReport)}

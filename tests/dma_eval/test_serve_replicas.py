@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import os
 import random
 import shutil
@@ -267,20 +266,31 @@ def test_other_processes_get_absolute_paths(tmp_path, monkeypatch):
     assert serve._absolute(other) == other
 
 
-def test_the_manifest_for_kubernetes_names_an_application():
+def _built(arguments):
+    """Build an application, and return the settings of its replicas."""
     pytest.importorskip("ray", reason="the extra 'ray' is not installed")
-    from ray.serve.schema import ServeDeploySchema
+    (model,) = serve.build_application(arguments)._bound_deployment.init_args[:1]
+    return model._bound_deployment._deployment_config, model._bound_deployment.init_args[0].args[0]
 
+
+def test_the_manifest_for_kubernetes_names_an_application():
     manifest = yaml.safe_load((ROOT / "docs" / "guides" / "rayservice.yaml").read_text())
     assert (manifest["apiVersion"], manifest["kind"]) == ("ray.io/v1", "RayService")
-    config = yaml.safe_load(manifest["spec"]["serveConfigV2"])
-    (application,) = ServeDeploySchema.model_validate(config).applications
-    module, _, name = application.import_path.partition(":")
-    built = getattr(importlib.import_module(module), name)(application.args)
-    (model,) = built._bound_deployment.init_args[:1]
-    scaling = model._bound_deployment._deployment_config.autoscaling_config
+    (application,) = yaml.safe_load(manifest["spec"]["serveConfigV2"])["applications"]
+    assert application["import_path"] == f"{serve.__name__}:{serve.build_application.__name__}"
+    scaling = _built(application["args"])[0].autoscaling_config
     (workers,) = manifest["spec"]["rayClusterConfig"]["workerGroupSpecs"]
     assert (workers["minReplicas"], workers["maxReplicas"]) == (scaling.min_replicas, scaling.max_replicas)
+
+
+def test_the_application_takes_options_as_texts():
+    """As `serve run` of Ray passes them."""
+    texts = {"model": "org/name", "replicas": "2", "continuous_batching": "true", "gpus_per_replica": "2"}
+    config, args = _built(texts)
+    assert config.num_replicas == 2
+    assert (args.continuous_batching, args.device_map) == (True, "auto")
+    with pytest.raises(ValueError, match=r"^unknown options of dma-hf serve: replica; valid: .*replicas, "):
+        _built({"model": "org/name", "replica": 2})
 
 
 def _replica(application, seconds_per_part=0.0):

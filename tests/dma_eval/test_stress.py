@@ -9,6 +9,7 @@ import re
 import pytest
 import torch
 from dma_eval.config import StressPart
+from dma_eval.equalization import measure_ranges
 from dma_eval.load.backends import parse_backends
 from dma_eval.load.data import load_text
 from dma_eval.measures.stress import TWINS, Twin, attention_layers, channel_ranges, measure_stress, stressed
@@ -19,7 +20,6 @@ from tiny_models import DECODERS, VOCABULARY
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dma_hf import DMAConfig
-from dma_hf.equalize import measure_ranges
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-import dma_hf
+import dma_hf.attention
 
 MATCH = "cannot represent the keys of this model in 4 bits"
 
@@ -36,7 +36,7 @@ def test_presets_of_4_bits_warn_once_and_name_the_layer_and_the_way_out(qwen, to
     (message,) = warnings_of(qwen, token_ids(1, 130))
     assert message.startswith(f"the preset '{preset}' cannot represent the keys")
     assert "attention logits of layer 1 are off by" in message
-    assert "Use the preset 'balanced', or make the channels alike with dma_hf.equalize" in message
+    assert "Use the preset 'balanced'. `dma-hf equalize` makes the channels alike, which lowers the error" in message
     assert warnings_of(qwen, token_ids(1, 130)) == []
 
 
@@ -89,3 +89,14 @@ def test_a_compiled_model_is_not_checked(qwen, token_ids):
     dma_hf.configure(qwen, "paper")
     compiled = torch.compile(qwen, backend="eager", fullgraph=True)
     assert warnings_of(compiled, token_ids(1, 130), use_cache=False) == []
+
+
+def test_layers_repeat_the_call_of_the_first_layer_once_they_are_checked(qwen, token_ids, monkeypatch):
+    seen = []
+    check = dma_hf.attention.check_first_prompt
+    monkeypatch.setattr(dma_hf.attention, "check_first_prompt", lambda *call: seen.append(call[0]) or check(*call))
+    dma_hf.configure(qwen, "paper")
+    warnings_of(qwen, token_ids(1, 130))
+    assert len(seen) == 2
+    qwen(token_ids(1, 130))
+    assert len(seen) == 3

@@ -68,8 +68,7 @@ def test_decode_steps_run_as_cuda_graphs(cache):
 def _batched(prompts, model, **options):
     settings = GenerationConfig(max_new_tokens=6, do_sample=False, pad_token_id=0, bos_token_id=1)
     batching = ContinuousBatchingConfig(num_blocks=32, max_batch_tokens=512, **options)
-    with dma_hf.continuous_batching(model):
-        return model.generate_batch(prompts, generation_config=settings, continuous_batching_config=batching)
+    return model.generate_batch(prompts, generation_config=settings, continuous_batching_config=batching)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])

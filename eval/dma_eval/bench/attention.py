@@ -67,33 +67,27 @@ def measure_attention(
 def _compare(
     call: Call, shape: Shape, ours: dict[str, DMAConfig], device: torch.device, dtype: torch.dtype
 ) -> list[AttentionResult]:
+    results: dict[str, AttentionResult] = {}
     runs: dict[str, Run] = {}
-    results: list[AttentionResult] = []
     for label, config in {"sdpa": None, **ours}.items():
         made = None if config is None else config.to_dict()
-        results.append(AttentionResult(label=label, config=made, call=call, shape=shape))
+        results[label] = AttentionResult(label=label, config=made, call=call, shape=shape)
         try:
             run = prepare(call, config, shape, device, dtype)
             run()  # compiles
             is_graph = call == "step" and device.type == "cuda"
             runs[label] = capture(run, device) if is_graph else run
         except FAILURES as error:
-            results[-1] = replace(results[-1], failure=one_line(error))
-    times = {
-        label: timing.median
-        for label, timing in time_interleaved(runs, device, seconds=SECONDS, max_repeats=ROOM // 2).items()
-    }
-    base = times.get("sdpa")
-    return [
-        replace(each, milliseconds=times[each.label], speedup=None if base is None else base / times[each.label])
-        if each.label in times
-        else each
-        for each in results
-    ]
+            results[label] = replace(results[label], failure=one_line(error))
+    timings = time_interleaved(runs, device, seconds=SECONDS, max_repeats=ROOM // 2)
+    for label, timing in timings.items():
+        speedup = timings["sdpa"].median / timing.median if "sdpa" in timings else None
+        results[label] = replace(results[label], milliseconds=timing.median, speedup=speedup)
+    return list(results.values())
 
 
 def prepare(call: Call, config: DMAConfig | None, shape: Shape, device: torch.device, dtype: torch.dtype) -> Run:
-    """Return a call on random inputs; without a configuration of SDPA, over preallocated keys and values."""
+    """Return a call on random inputs; without a configuration it is SDPA's, over preallocated keys and values."""
 
     def random(heads: int, tokens: int) -> Tensor:
         return torch.randn(shape.batch, heads, tokens, shape.head_dim, device=device, dtype=dtype)

@@ -49,7 +49,9 @@ def tables(report: BenchReport, title: str) -> list[Table]:
             "speed": of("speedup", ".2f", "x"),
         }
         shape = report.attention[0].shape
-        shown.append(make_table(attention, report.attention, f"One layer, {shape.family}, random inputs"))
+        shown.append(
+            make_table(attention, report.attention, f"One layer, batch {shape.batch}, {shape.family}, random inputs")
+        )
     runs: Columns = {
         "run": lambda r: r.label,
         "context": lambda r: f"{r.context:,}",

@@ -221,8 +221,17 @@ def build_application(arguments: dict[str, Any]) -> Application:
     """Return the application for Ray's own commands and for Kubernetes. The arguments are options of ``dma-hf serve``.
 
     The API key comes from an environment variable on the nodes.
+
+    Raises:
+        ValueError: An argument is unknown, or has a value of a wrong type.
     """
-    return _make_application(ServeOptions(**arguments), None)
+    from pydantic import TypeAdapter
+
+    known = ServeOptions.__dataclass_fields__
+    if unknown := arguments.keys() - known:
+        raise ValueError(f"unknown options of dma-hf serve: {', '.join(unknown)}; valid: {', '.join(known)}")
+    args = TypeAdapter(ServeOptions).validate_python(arguments)  # from texts, as `serve run` passes them
+    return _make_application(args, None)
 
 
 def _make_application(args: ServeOptions, api_key: str | None) -> Application:

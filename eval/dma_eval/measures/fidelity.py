@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+import dma_hf
 from dma_eval.config import FidelityPart, PerplexityPart
 from dma_eval.errors import UserError, one_line
 from dma_eval.load.backends import Backend, activate, in_chunks, needs_chunks
@@ -25,8 +26,8 @@ from dma_eval.load.data import Text, Window
 from dma_eval.load.reading import common_prefix, continued, takes_last
 from dma_eval.results import Divergence, FidelitySection, Generation, HeadErrors
 from dma_eval.session import Session
-from dma_hf import NAME as DMA
-from dma_hf import counted_tiles
+from dma_hf.config import NAME as DMA
+from dma_hf.stats import counted_tiles
 
 from .perplexity import compare, cut
 
@@ -186,10 +187,12 @@ def head_errors(
         reference, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **options)
         inputs = [tensor.to(dtype) for tensor in (query, key, value)]
         for backend in measured:
-            with _section(module, backend), counted_tiles() as tiles:
+            dma_hf.reset_stats(module)
+            with _section(module, backend), counted_tiles():
                 output, _ = ALL_ATTENTION_FUNCTIONS[backend.implementation](module, *inputs, attention_mask, **options)
             place = backend.label, int(getattr(module, "layer_idx", 0))
-            sums[place] = sums.get(place, 0) + _sums_of(output, reference, tiles.get(module))
+            layer = dma_hf.stats(module).layers.get("")
+            sums[place] = sums.get(place, 0) + _sums_of(output, reference, None if layer is None else layer.tiles)
         return reference, None
 
     AttentionInterface.register(PROBE, probe)
@@ -224,13 +227,13 @@ def _sums_of(output: Tensor, reference: Tensor, tiles: Tensor | None) -> Array:
     """Return the sums of one call, ``[6, H]``, from outputs ``[B, T, H, D]``.
 
     The rows are the error, the reference, their cosine, the number of tokens, and the tiles skipped and examined
-    (``counts``, ``[H, 2]``).
+    (``tiles``, ``[H, 2]``).
     """
     output, reference = output.double(), reference.double()
     cosine = nn.functional.cosine_similarity(output, reference, dim=-1).sum((0, 1))
     tokens = torch.full_like(cosine, output.shape[0] * output.shape[1])
     error, magnitude = ((output - reference).abs().sum((0, 1, 3)), reference.abs().sum((0, 1, 3)))
-    counts = torch.zeros_like(cosine).expand(2, -1) if tiles is None else tiles.T.double()
+    counts = torch.zeros_like(cosine).expand(2, -1) if tiles is None else tiles.T.to(cosine)
     return torch.cat([torch.stack([error, magnitude, cosine, tokens]), counts]).cpu().numpy()
 
 

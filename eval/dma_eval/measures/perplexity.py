@@ -257,7 +257,7 @@ def allocated(model: PreTrainedModel) -> int:
 def _forward(model: PreTrainedModel, backend: Backend, ids: Tensor, made: Pass, loaded_bytes: int) -> Tensor:
     """Return logits ``[B, T, V]`` of one backend, and note time, memory and fallbacks in ``made``."""
     activate(model, backend)
-    dma_hf.reset_fallback_counts()
+    dma_hf.reset_stats(model)
     devices, before = _devices(model), allocated(model)
     for device in devices:
         torch.cuda.synchronize(device)
@@ -270,7 +270,7 @@ def _forward(model: PreTrainedModel, backend: Backend, ids: Tensor, made: Pass, 
     made.tokens = ids.numel()
     if devices:
         made.peak_memory = loaded_bytes - before + sum(map(torch.cuda.max_memory_allocated, devices))
-    made.fallbacks = dict(dma_hf.fallback_counts())
+    made.fallbacks = dict(dma_hf.stats(model).fallbacks)
     return logits
 
 

@@ -18,17 +18,18 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+import dma_hf
 from dma_eval.config import PerplexityPart, StressPart
+from dma_eval.equalization import measure_ranges
+from dma_eval.equalization.weight_tracing import Layer, find_layers, watched
 from dma_eval.errors import UserError
 from dma_eval.load.backends import Backend, activate
 from dma_eval.load.data import Text
 from dma_eval.load.reading import read
 from dma_eval.results import ChannelRange, StressSection, ThresholdStudy, TwinResult
 from dma_eval.session import Session
-from dma_hf import counted_tiles
 from dma_hf.config import EQUALIZED
-from dma_hf.equalize import measure_ranges
-from dma_hf.weight_tracing import Layer, find_layers, watched
+from dma_hf.stats import counted_tiles
 
 from .perplexity import Reading, compare, cut
 
@@ -144,14 +145,15 @@ def study_thresholds(session: Session, reading: Reading, backend: Backend) -> Th
     first = reading.windows[0]
 
     def shares() -> list[float]:
-        ids = first.of(reading.input_ids)[None].to(session.loaded.model.device)
+        model = session.loaded.model
+        ids = first.of(reading.input_ids)[None].to(model.device)
         found = []
         for each in backends:
-            activate(session.loaded.model, each)
-            with counted_tiles() as counts:
-                read(session.loaded.model, each, ids, last=1)
-            skipped, examined = (sum(int(layer[:, column].sum()) for layer in counts.values()) for column in range(2))
-            found.append(skipped / max(examined, 1))
+            activate(model, each)
+            dma_hf.reset_stats(model)
+            with counted_tiles():
+                read(model, each, ids, last=1)
+            found.append(dma_hf.stats(model).skipped_share or 0.0)
         return found
 
     facts: dict[str, Any] = {"text": reading.text.sha256, "window": [first.begin, first.end, first.prefix]}

@@ -230,7 +230,7 @@ def _evaluate(
 ) -> UnitRecord:
     """Evaluate one backend on one loaded task or group. Raises ``BackendFailure`` if it fails in any process."""
     lm.use(backend)
-    dma_hf.reset_fallback_counts()
+    dma_hf.reset_stats(lm.model)
     for task in unit["tasks"].values():  # every backend must draw the same examples
         task.set_fewshot_seed(seed=session.seed)
     torch.manual_seed(session.seed)  # and the same answers, where a task samples them
@@ -239,7 +239,7 @@ def _evaluate(
     failed = next((failure for failure in gather_object([lm.failure]) if failure is not None), None)
     if failed is not None:
         raise BackendFailure(failed)
-    fallbacks = sum(map(Counter, gather_object([dma_hf.fallback_counts()])), Counter[str]())
+    fallbacks = sum(map(Counter, gather_object([dma_hf.stats(lm.model).fallbacks])), Counter[str]())
     record = None
     if PartialState().is_main_process:
         own = f"{length}," if length else ""  # RULER names its metrics by the length

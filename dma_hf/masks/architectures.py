@@ -7,7 +7,7 @@
 | ``NEEDS_ADDITIVE_MASK`` | models | they cast the mask to a float or add a bias to it | refused |
 | ``ADDS_THE_MASK`` | models | built-in attention adds the mask to its scores | they get an additive mask |
 | ``NO_PACKED_CACHE`` | models | attention does not get what a given cache returned | no packed cache |
-| no ``ALL_ATTENTION_FUNCTIONS`` | modules | all attention is built in | refused |
+| Transformers' own rule | models | ``attn_implementation`` does not reach their attention | refused |
 
 Everything else is recognized by attributes of the layer (``is_causal``, ``is_cross_attention``, ``is_decoder``).
 ``tests/compat/test_model_classes.py`` fails if Transformers gains a class that may need an entry.
@@ -19,8 +19,9 @@ import sys
 from functools import cache
 from types import ModuleType
 
-from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..integrations.attention_name import takes_attention_names
 
 CROSS_ATTENTION_NAMES = ("CrossAttention", "MergedAttention")
 """Parts of class names of layers whose keys are of another sequence, or (T5Gemma 2) of two concatenated ones."""
@@ -74,39 +75,28 @@ WITHOUT_PACKED_CACHE = "set cache=None for Transformers' 16-bit cache: dma_hf.co
 """The way out for a model that cannot use a packed cache."""
 
 
-def built_in_attention(config_module: str) -> str | None:
-    """Return the name of an attention class that ``attn_implementation`` does not reach, or ``None``.
+def has_built_in_attention(config: PreTrainedConfig) -> bool:
+    """Return whether ``attn_implementation`` does not reach the attention of a model with this configuration.
 
     Transformers accepts any registered name for models that compute their attention themselves. They would ignore a
     boolean mask or add it to their scores, and return wrong numbers without an error.
-
-    Args:
-        config_module: Name of the module that defines the model's configuration class. The modelling module beside it
-            is searched, if it is loaded.
     """
-    module = sys.modules.get(config_module.replace(".configuration_", ".modeling_"))
-    return None if module is None else _built_in_attention(module)
-
-
-def lacks_attention(config_module: str) -> bool:
-    """Return whether a model has no attention (Mamba). The argument is that of :func:`built_in_attention`."""
-    module = sys.modules.get(config_module.replace(".configuration_", ".modeling_"))
-    if module is None or module.__name__ == config_module or "ALL_ATTENTION_FUNCTIONS" in vars(module):
-        return False
-    layers = (name for name, value in vars(module).items() if isinstance(value, type) and issubclass(value, nn.Module))
-    return not any("Attention" in name for name in layers)
+    module = sys.modules.get(type(config).__module__.replace(".configuration_", ".modeling_"))
+    return module is not None and _has_built_in_attention(module)
 
 
 @cache
-def _built_in_attention(module: ModuleType) -> str | None:
-    if "ALL_ATTENTION_FUNCTIONS" in vars(module):
-        return None
-    # The rule of Transformers' `set_attn_implementation`. A class that inherits from another attention uses its choice.
-    for name, value in vars(module).items():
-        is_layer = "Attention" in name and isinstance(value, type) and nn.Module in value.__bases__
-        if is_layer and value.__module__ == module.__name__:
-            return name
-    return None
+def _has_built_in_attention(module: ModuleType) -> bool:
+    own = (value for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__)
+    model = next((each for each in own if isinstance(each, type) and issubclass(each, PreTrainedModel)), None)
+    return model is not None and not takes_attention_names(model)
+
+
+def has_attention(model: PreTrainedModel) -> bool:
+    """Return whether any layer of a model looks up its attention (Mamba has none)."""
+    layers = (layer for layer in model.modules() if not isinstance(layer, PreTrainedModel))
+    files = {cls.__module__ for layer in layers for cls in type(layer).__mro__}
+    return any(hasattr(sys.modules.get(file), "ALL_ATTENTION_FUNCTIONS") for file in files)
 
 
 def refuse_model(config: PreTrainedConfig) -> None:
@@ -120,9 +110,8 @@ def refuse_model(config: PreTrainedConfig) -> None:
             f"attn_implementation='dma_mxfp' makes boolean masks, and {config.model_type} needs additive ones; "
             "load the model with attn_implementation='eager'"
         )
-    name = built_in_attention(type(config).__module__)
-    if name is not None:
+    if has_built_in_attention(config):
         raise ValueError(
-            f"attn_implementation='dma_mxfp' does not reach {name}: models with {type(config).__name__} compute their "
-            "attention themselves; load the model with attn_implementation='eager'"
+            f"attn_implementation='dma_mxfp' does not reach the attention of {config.model_type}, which such models "
+            "compute themselves; load the model with attn_implementation='eager'"
         )

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from dma_kernels.numerics.arguments import MAX_HEAD_DIM, MIN_HEAD_DIM
 from torch import Tensor, nn
-from transformers import GenerationMixin
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
-from .config import Settings, settings_of
-from .integrations.cache_argument import CACHE_ARGUMENT
-from .integrations.output_capturing import is_collecting_attentions
-from .masking import read_mask
+from ..config import Settings, settings_of
+from ..integrations.cache_argument import CACHE_ARGUMENT
+from ..integrations.output_capturing import is_collecting_attentions
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +82,7 @@ HARMLESS = frozenset(
         *("output_hidden_states", "output_router_logits", "num_items_in_batch", "logits_to_keep"),
         *("labels", "shift_labels"),
         *("input_ids", "inputs_embeds", "token_type_ids", "mm_token_type_ids", "position_embeddings"),
-        # Hints for FlashAttention, and positions. `dma_hf.packing` reads the packed rows that they describe.
+        # Hints for FlashAttention, and positions. `dma_hf.masks.documents` reads the packed rows that they describe.
         "position_ids",
         *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "deterministic"),
         *("kernel_options", "target_dtype", "implementation"),
@@ -130,7 +129,7 @@ def find_unsupported(call: Call, query: Tensor, value: Tensor, bias: Tensor | No
         call: Its keyword arguments.
         query: ``[B, Hq, Tq, D]``.
         value: ``[B, Hkv, Tk, Dv]``.
-        bias: The mask, if it is floating point.
+        bias: The mask, if it has other values than zeros and large negative numbers.
     """
     can = call.softcap is None and call.sinks is None
     refusal = _find_argument(call.others)
@@ -146,7 +145,7 @@ def find_unsupported(call: Call, query: Tensor, value: Tensor, bias: Tensor | No
         if not MIN_HEAD_DIM <= tensor.shape[-1] <= MAX_HEAD_DIM:
             asked = f"{name} has {tensor.shape[-1]}, expected {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
             return Refusal("this head_dim", asked, WAY_OUT, can)
-    if bias is not None and not read_mask(bias).is_mask:
+    if bias is not None:
         asked = f"{bias.dtype} {list(bias.shape)} has values other than 0 and large negative numbers"
         return Refusal("an additive bias as attention_mask", asked, WAY_OUT, can)
     return None
@@ -160,10 +159,6 @@ def _find_argument(others: Mapping[str, Any]) -> Refusal | None:
             if value:
                 note_missing_weights()
             continue
-        if name == "cache":
-            asked = f"got a paged cache ({type(value).__name__}) from generate_batch"
-            way_out = "call generate_batch within dma_hf.continuous_batching(model)"
-            return Refusal("continuous batching", asked, way_out)
         given = f"Tensor{list(value.shape)}" if isinstance(value, Tensor) else repr(value)[:60]
         asked = f"got {name}={given}, which may change the result"
         return Refusal(f"the argument {name!r}", asked, "leave it out, or " + WAY_OUT)
@@ -182,20 +177,22 @@ def note_missing_weights() -> None:
     )
 
 
-_with_other_cache: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Layers of models whose last call of ``generate`` requested another cache than the one in the configuration."""
+_with_other_cache: weakref.WeakValueDictionary[int, PreTrainedConfig] = weakref.WeakValueDictionary()
+"""By their ids, the configurations of models whose last call of ``generate`` requested another cache than theirs."""
 
 
-def expect_other_cache(model: nn.Module, is_expected: bool) -> None:
-    """Note whether a call of ``generate`` asks for another cache. Then no layer warns of it."""
-    change = _with_other_cache.add if is_expected else _with_other_cache.discard
-    for module in model.modules():
-        change(module)
+def expect_other_cache(model: PreTrainedModel, is_expected: bool) -> None:
+    """Note whether a call of ``generate`` asks for another cache. Then no layer of the decoder warns of it."""
+    for config in (model.config, getattr(model.get_decoder(), "config", model.config)):
+        if is_expected:
+            _with_other_cache[id(config)] = config
+        else:
+            _with_other_cache.pop(id(config), None)
 
 
 def note_other_cache(module: nn.Module, format: str) -> None:
     """Warn that keys come from another cache than the one in the configuration, unless ``generate`` requested it."""
-    if not torch.compiler.is_compiling() and module not in _with_other_cache:
+    if not torch.compiler.is_compiling() and id(module.config) not in _with_other_cache:
         warnings.warn(
             f"the configuration of this model says cache={format!r}, but its keys came from another cache, or were "
             "changed by the layer. Prefix tuning has a cache of its own. In forward, pass "

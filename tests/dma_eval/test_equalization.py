@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from dma_eval.equalization import equalize, measure_ranges
 from tiny_models import DECODERS, ENCODERS, FAMILIES, SIZES, VOCABULARY, Family
 from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import dma_hf
-from dma_hf.equalize import measure_ranges
 
 NEOX = {key: value for key, value in SIZES.items() if key not in ("num_key_value_heads", "head_dim")}
 EQUALIZED: dict[str, Family] = {
@@ -57,6 +57,12 @@ QK = re.compile(
 )
 
 
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
 def _tokens(length=1200):
     return torch.randint(3, VOCABULARY, (2, length // 2), generator=torch.Generator().manual_seed(5))
 
@@ -78,19 +84,19 @@ def _unbalanced(family, dtype=torch.float32):
 def test_logits_are_bit_identical_and_ranges_become_equal(name):
     model, tokens = _unbalanced(EQUALIZED[name]), _tokens()
     expected = model(input_ids=tokens).logits
-    exponents = dma_hf.equalize(model, tokens)
+    exponents = equalize(model, tokens)
     assert len(exponents) == 2
     assert all(each.any() for each in exponents.values())
     assert torch.equal(model(input_ids=tokens).logits, expected)
     if name not in ONE_PLUS:
-        assert not any(each.any() for each in dma_hf.equalize(model, tokens).values())
+        assert not any(each.any() for each in equalize(model, tokens).values())
 
 
 @pytest.mark.parametrize("name", EQUALIZED)
 def test_bf16_logits_are_bit_identical_unless_a_norm_rounds(name):
     model, tokens = _unbalanced(EQUALIZED[name], torch.bfloat16), _tokens()
     expected = model(input_ids=tokens).logits.float()
-    exponents = dma_hf.equalize(model, tokens)
+    exponents = equalize(model, tokens)
     assert any(each.any() for each in exponents.values())
     actual = model(input_ids=tokens).logits.float()
     if name in ONE_PLUS:
@@ -101,7 +107,7 @@ def test_bf16_logits_are_bit_identical_unless_a_norm_rounds(name):
 
 def test_keys_and_queries_have_equal_ranges_per_rotary_pair():
     model, tokens = _unbalanced(DECODERS["llama"]), _tokens()
-    dma_hf.equalize(model, tokens)
+    equalize(model, tokens)
     for queries, keys in measure_ranges(model, tokens).values():
         pairs = [each.unflatten(-1, (2, -1)).amax(1) for each in (queries.view(2, 2, -1).amax(1), keys)]
         assert (torch.log2(pairs[0] / pairs[1]).abs() <= 1).all()  # the ratio has the square of the scale
@@ -120,7 +126,7 @@ def test_a_rescaled_copy_gets_the_same_equalized_weights(name):
             projection.weight.mul_(factors[:, None])
             if projection.bias is not None:
                 projection.bias.mul_(factors)
-    plain, undone = dma_hf.equalize(model, tokens), dma_hf.equalize(twin, tokens)
+    plain, undone = equalize(model, tokens), equalize(twin, tokens)
     assert all(torch.equal(undone[layer] + scale.view(2, 16), plain[layer]) for layer in plain)
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), twin.parameters(), strict=True))
 
@@ -131,7 +137,7 @@ def test_norms_of_one_plus_w_are_scaled_only_if_fp32_is_exact():
     for layer in model.model.layers:
         layer.self_attn.k_norm.weight.copy_(torch.rand(16, generator=torch.Generator().manual_seed(2)) * 30)
     expected = model(input_ids=tokens).logits
-    exponents = dma_hf.equalize(model, tokens)
+    exponents = equalize(model, tokens)
     assert any(each.any() for each in exponents.values())
     assert torch.equal(model(input_ids=tokens).logits, expected)
 
@@ -139,7 +145,7 @@ def test_norms_of_one_plus_w_are_scaled_only_if_fp32_is_exact():
 def test_a_saved_equalized_model_loads_as_a_plain_model(tmp_path):
     model, tokens = _unbalanced(DECODERS["qwen3"]), _tokens()
     expected = model(input_ids=tokens).logits
-    dma_hf.equalize(model, tokens)
+    equalize(model, tokens)
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
     assert torch.equal(loaded(input_ids=tokens).logits, expected)
@@ -148,7 +154,7 @@ def test_a_saved_equalized_model_loads_as_a_plain_model(tmp_path):
 def test_the_configuration_is_marked_and_4_bit_keys_are_rotated(tmp_path):
     model, tokens = _unbalanced(DECODERS["llama"]), _tokens()
     assert dma_hf.DMACache(model.config, "int4").layers[0].format == "int4"
-    dma_hf.equalize(model, tokens)
+    equalize(model, tokens)
     model.save_pretrained(tmp_path)
     config = AutoModelForCausalLM.from_pretrained(tmp_path).config
     assert config.dma_equalized is True
@@ -162,7 +168,7 @@ def test_unbalanced_keys_are_not_rotated():
     for layer in model.model.layers:  # near -1, where few values of 1 + w have an exact multiple by a power of two
         layer.self_attn.k_norm.weight.fill_(-0.99)
         layer.self_attn.k_norm.weight[3] = 60.0
-    dma_hf.equalize(model, tokens)
+    equalize(model, tokens)
     assert model.config.dma_equalized is False
     assert dma_hf.DMACache(model.config, "int4").layers[0].format == "int4"
 
@@ -170,7 +176,7 @@ def test_unbalanced_keys_are_not_rotated():
 def test_only_the_weights_of_the_model_change():
     model = _unbalanced(DECODERS["llama"]).train()
     before = (model.config._attn_implementation, model.config.use_cache, model.config.to_dict())
-    dma_hf.equalize(model, _tokens())
+    equalize(model, _tokens())
     after = model.config.to_dict()
     assert after.pop("dma_equalized") is True
     assert (model.config._attn_implementation, model.config.use_cache, after) == before
@@ -193,7 +199,7 @@ def test_eager_attention_elsewhere_is_not_affected():
     own = ALL_ATTENTION_FUNCTIONS["sdpa"]
     ALL_ATTENTION_FUNCTIONS["eager"] = own
     try:
-        dma_hf.equalize(model, _tokens())
+        equalize(model, _tokens())
         assert ALL_ATTENTION_FUNCTIONS["eager"] is own
     finally:
         del ALL_ATTENTION_FUNCTIONS["eager"]
@@ -255,7 +261,7 @@ def test_an_unsupported_model_is_rejected_and_unchanged(name, change, tokens, er
         change(model)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     with pytest.raises(error, match=message):
-        dma_hf.equalize(model, tokens)
+        equalize(model, tokens)
     after = model.state_dict()
     if not any(value.is_meta for value in before.values()):
         assert all(torch.equal(after[key].nan_to_num(7), before[key].nan_to_num(7)) for key in before)
@@ -264,7 +270,7 @@ def test_an_unsupported_model_is_rejected_and_unchanged(name, change, tokens, er
 @pytest.mark.parametrize("model", [None, torch.nn.Linear(2, 2)], ids=["none", "module"])
 def test_other_objects_than_transformers_models_are_rejected(model):
     with pytest.raises(TypeError, match=f"model must be a Transformers model, got {type(model).__name__}"):
-        dma_hf.equalize(model, _tokens())
+        equalize(model, _tokens())
 
 
 def test_clipped_keys_are_rejected():
@@ -276,4 +282,4 @@ def test_clipped_keys_are_rejected():
     }
     model = Family("DbrxForCausalLM", "DbrxConfig", sizes).build("eager")
     with pytest.raises(ValueError, match="its queries are not what linear layers or norms of its own put out"):
-        dma_hf.equalize(model, _tokens())
+        equalize(model, _tokens())

@@ -1,12 +1,12 @@
-"""The mask function that Transformers calls for ``dma_mxfp``, and the reader of masks that a model makes itself.
+"""The mask function that Transformers calls for ``dma_mxfp``.
 
 Transformers calls :func:`dma_mask` once for each kind of layer in a forward pass. It passes the pattern as a Python
 function of indices, the 2-D padding mask and the offsets of the cache. The result describes the mask by a few numbers.
 
 Flags of Transformers tell which patterns are plain. ``allow_is_causal_skip`` means a causal or local mask without
 anything else, ``allow_is_bidirectional_skip`` the same for bidirectional attention, and ``local_size`` is the window or
-chunk. The documents of packed rows are taken out of a pattern (:mod:`dma_hf.packing`). Any other pattern (prefix-LM,
-chunks, blocks) becomes a dense boolean mask from ``sdpa_mask``.
+chunk. The documents of packed rows are taken out of a pattern (:mod:`dma_hf.masks.documents`). Any other pattern
+(prefix-LM, chunks, blocks) becomes a dense boolean mask from ``sdpa_mask``.
 
 A padding mask costs one device synchronization, as in ``sdpa_mask``, and a second one if it hides keys. There is none
 while tracing, where the padding remains a ``[B, 1, 1, Tk]`` pattern.
@@ -15,7 +15,6 @@ while tracing, where the padding remains a ``[B, 1, 1, Tk]`` pattern.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -30,16 +29,10 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
+from ..integrations.packed_masks import split_packed
 from .architectures import ADDS_THE_MASK, refuse_model
-from .compact_mask import (
-    MASKED_BELOW,
-    PLAIN_STEP,
-    CompactMask,
-    MaskGeometry,
-    documents_starting_at,
-    has_no_values,
-)
-from .integrations.packed_masks import split_packed
+from .compact_mask import CompactMask
+from .geometry import PLAIN_STEP, MaskGeometry, documents_starting_at, has_no_values
 
 
 class _Kind(NamedTuple):
@@ -248,58 +241,3 @@ def _read_padding(attention_mask: Tensor | None, kv_length: int, kv_offset: int)
     has_holes = any(n != b - a for a, b, n in zip(firsts, ends, counts, strict=True))
     common = origins[0] if len(set(origins)) == 1 else origin
     return _Padding(common, first, end, pattern if has_holes else None)
-
-
-_READ = "dma_read"
-"""Attribute of a mask with its :class:`DenseMask`, the version of its contents, and the layers that have read it."""
-
-
-_BIAS = "a floating-point attention_mask must hold only zeros and large negative numbers; dma_mxfp supports no bias"
-
-
-@dataclass(frozen=True, eq=False)
-class DenseMask:
-    """The contents of a model's own 4-D mask, read once for all layers.
-
-    Attributes:
-        pattern: Boolean, true where a key is visible.
-        origin: Index of the first key that any query of a row sees. Positions start there. An int if it is the same in
-            all rows, else integer ``[B]``.
-        is_mask: Whether the mask is boolean, or has only zeros and large negative numbers.
-    """
-
-    pattern: Tensor
-    origin: int | Tensor
-    is_mask: bool
-
-
-def read_mask(mask: Tensor, layer: object = None) -> DenseMask:
-    """Read a boolean or floating-point mask ``[B, H, Tq, Tk]``.
-
-    The layers of a forward pass share what the first one reads. A layer that asks again begins a new pass, in which the
-    contents may have changed without a new version of the tensor (through ``.data``). Reading waits for the device.
-    """
-    is_kept = not (has_no_values(mask) or mask.is_inference())
-    version = mask._version if is_kept else 0
-    known: tuple[int, DenseMask, set[int]] | None = getattr(mask, _READ, None) if is_kept else None
-    if known is not None and known[0] == version and id(layer) not in known[2]:
-        if layer is not None:
-            known[2].add(id(layer))
-        return known[1]
-    pattern, is_mask = mask, True
-    if mask.is_floating_point():
-        pattern = mask >= MASKED_BELOW
-        is_additive = ((mask == 0) | (mask < MASKED_BELOW)).all()
-        if has_no_values(mask):
-            torch._assert_async(is_additive, _BIAS)
-        else:
-            is_mask = bool(is_additive)
-    seen = pattern.any(2).any(1)  # [B, Tk]
-    origin: int | Tensor = seen.byte().argmax(-1) if seen.shape[1] else 0
-    if isinstance(origin, Tensor) and not has_no_values(mask):
-        origins = set(origin.tolist())
-        origin = origins.pop() if len(origins) == 1 else origin
-    read = DenseMask(pattern, origin, is_mask)
-    if is_kept:
-        setattr(mask, _READ, (version, read, set() if layer is None else {id(layer)}))
-    return read

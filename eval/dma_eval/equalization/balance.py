@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .config import EQUALIZED
+from dma_hf.config import EQUALIZED
+
 from .weight_tracing import Layer, Operands, Source, find_layers, watched
 
 MIN_TOKENS = 1024

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import eager_mask
 
-from .config import NAME
-from .integrations.attention_name import distinct_configs, set_attention_name
+from dma_hf.config import NAME
+from dma_hf.integrations.attention_name import distinct_configs, set_attention_name
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -1,34 +1,20 @@
 """Packed rows: several documents in a row, each of which is computed as if it were alone.
 
-Documents come from the mask function of Transformers (:mod:`dma_hf.masking`), from ``cu_seq_lens_q``, or from
+Documents come from Transformers' mask function (:mod:`dma_hf.masks.mask_function`), from ``cu_seq_lens_q``, or from
 ``position_ids`` that restart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
-from dma_kernels import Recipe, attention, attention_varlen
 from torch import Tensor, nn
 
 from .arguments import Refusal
-from .compact_mask import MaskGeometry, documents_starting_at, has_no_values
-
-_READ = "dma_documents"
-"""Attribute of a tensor with the documents that were read from it."""
-
-
-@dataclass
-class _Read:
-    """What was read from a tensor, and the layers that know it."""
-
-    documents: Tensor | None
-    version: int | None
-    layers: set[int] = field(default_factory=set)
+from .geometry import MaskGeometry, documents_starting_at, has_no_values, read_once
 
 
 def separate_documents(
@@ -49,8 +35,7 @@ def separate_documents(
         geometry: Geometry of the mask.
         others: Keyword arguments of the call. Only ``cu_seq_lens_q``, ``cu_seq_lens_k`` and ``position_ids`` are used.
         is_cached: Whether the keys are those of a ``DMACache``.
-        is_users_mask: Whether the mask is one that :func:`dma_hf.dma_mask` did not make. Its pattern is that of the
-            documents.
+        is_users_mask: Whether the mask is one that ``dma_mask`` did not make. Its pattern is that of the documents.
 
     Raises:
         ValueError: The documents cannot be separated.
@@ -81,50 +66,6 @@ def separate_documents(
     return replace(geometry, documents=documents, q_offset=0, kv_offset=0, kv_range=None)
 
 
-def attend_documents(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    geometry: MaskGeometry,
-    recipe: Recipe,
-    tile_counts: Tensor | None,
-    **options: Any,
-) -> Tensor:
-    """Compute the attention of packed rows.
-
-    Args:
-        query: ``[B, Hq, T, D]``.
-        key: ``[B, Hkv, T, D]``.
-        value: ``[B, Hkv, T, Dv]``.
-        geometry: Geometry of the mask, with documents.
-        recipe: Precisions.
-        tile_counts: Where to add the counts of skipped tiles.
-        options: Further arguments of :func:`dma_kernels.attention_varlen`.
-
-    Returns:
-        ``[B, T, Hq, Dv]``, contiguous.
-    """
-    documents = geometry.documents
-    assert documents is not None
-    batch, _, length, _ = query.shape
-    options |= {"is_causal": geometry.is_causal, "window": geometry.window, "tile_counts": tile_counts}
-    if geometry.pattern is None:
-        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-        tokens = batch * length
-        out: Tensor = attention_varlen(q, k, v, documents, documents, tokens, tokens, recipe, **options)
-        return out.view(batch, length, *out.shape[1:])
-    # The model has a pattern of its own, such as chunks.
-    pattern = geometry.pattern.expand(batch, -1, length, length)
-    parts = []
-    for start, stop in pairwise(sorted(set(documents.tolist()))):  # without empty documents
-        row = slice(start // length, start // length + 1)
-        own = slice(start % length, start % length + stop - start)
-        q, k, v = (x[row, :, own] for x in (query, key, value))
-        part = attention(q, k, v, recipe, mask=pattern[row, :, own, own], **options)
-        parts.append(part.transpose(1, 2)[0])
-    return torch.cat(parts).view(batch, length, *parts[0].shape[1:])
-
-
 def _find_documents(
     module: nn.Module, geometry: MaskGeometry, others: Mapping[str, Any], is_users_mask: bool
 ) -> tuple[Tensor | None, str]:
@@ -135,7 +76,7 @@ def _find_documents(
     position_ids: Any = others.get("position_ids")
     if is_users_mask or not _may_restart(geometry, position_ids):
         return None, ""
-    documents = _once(module, position_ids, lambda: _documents_of_positions(position_ids, geometry))
+    documents = read_once(position_ids, module, lambda: _documents_of_positions(position_ids, geometry))
     return documents, "position_ids that restart"
 
 
@@ -143,10 +84,10 @@ def _documents_of_lengths(
     module: nn.Module, lengths: Tensor, geometry: MaskGeometry, key_lengths: Any
 ) -> Tensor | None:
     """Return ``cu_seq_lens_q`` on the host, or unchanged if the host cannot read it."""
-    if has_no_values(lengths):
-        return lengths
 
     def read() -> Tensor:
+        if has_no_values(lengths):
+            return lengths
         ends = lengths.cpu()
         if isinstance(key_lengths, Tensor) and key_lengths is not lengths and not torch.equal(key_lengths.cpu(), ends):
             raise _refusal("cu_seq_lens_k", "it differs from cu_seq_lens_q", "pass the same lengths for both")
@@ -156,7 +97,7 @@ def _documents_of_lengths(
             raise _refusal("cu_seq_lens_q", asked, "pass where each document begins, and the number of tokens")
         return ends
 
-    return _once(module, lengths, read)
+    return read_once(lengths, module, read)
 
 
 def _may_restart(geometry: MaskGeometry, position_ids: Any) -> bool:
@@ -191,20 +132,6 @@ def _documents_of_positions(position_ids: Tensor, geometry: MaskGeometry) -> Ten
     if not bool(restarts.any()):
         return None
     return documents_starting_at(restarts | (visible[:, 1:] != visible[:, :-1]))
-
-
-def _once(module: nn.Module, tensor: Tensor, read: Callable[[], Tensor | None]) -> Tensor | None:
-    """Read a tensor that all layers share, in the first layer of a forward pass.
-
-    A layer that asks again belongs to the next forward pass, for which the contents may have changed.
-    """
-    version = None if tensor.is_inference() else tensor._version
-    known: _Read | None = getattr(tensor, _READ, None)
-    if known is None or known.version != version or id(module) in known.layers:
-        known = _Read(read(), version)
-        setattr(tensor, _READ, known)
-    known.layers.add(id(module))
-    return known.documents
 
 
 def _refusal(option: str, asked: str, way_out: str) -> ValueError:

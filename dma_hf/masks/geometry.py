@@ -1,20 +1,17 @@
-"""An attention mask as a few numbers instead of ``[Tq, Tk]`` booleans.
-
-Transformers passes a 4-D mask from the mask function to every attention layer unchanged. :class:`CompactMask` is such a
-tensor, boolean ``[B, 1, Tq, Tk]``, that stores a single byte and has a :class:`MaskGeometry`. Passing it on costs
-nothing. An operation on its values sees the dense mask.
-"""
+"""``MaskGeometry``: which keys each query sees, as a few numbers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Proxy
-from torch.utils._pytree import tree_map_only
+
+T = TypeVar("T")
 
 GEOMETRY = "dma_geometry"
 """Attribute of a mask with its geometry."""
@@ -22,8 +19,8 @@ GEOMETRY = "dma_geometry"
 PLAIN_STEP = "dma_plain_step"
 """Attribute of a query offset that says that the call is a captured decoding step, whose mask hides no cached key."""
 
-MASKED_BELOW = -9.9e3
-"""Additive masks mark hidden keys by ``-inf``, the dtype's minimum or, in old models, -10000 (-9984 in bf16)."""
+_READ = "dma_read"
+"""Attribute of a tensor with what was read from it, the version of its contents, and the layers that know it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,102 +119,28 @@ class MaskGeometry:
         return (number[:, :, None] == number[:, None])[:, None]
 
 
-class CompactMask(Tensor):
-    """A read-only boolean mask ``[B, 1, Tq, Tk]`` that is computed only if an operation needs its values.
-
-    Moving it to a device and slices of the whole mask keep it compact. Every other operation sees the dense mask.
-
-    Attributes:
-        dma_geometry: The geometry of the mask.
-        dma_calls: Calls of layers that other layers may repeat (:class:`dma_hf.attention.RepeatedCall`).
-    """
-
-    dma_geometry: MaskGeometry
-    dma_calls: dict[Any, Any]
-    _dense: Tensor | None
-
-    @staticmethod
-    def of(geometry: MaskGeometry, device: torch.device | str) -> Tensor:
-        """Return a mask with this geometry.
-
-        Under a tensor mode that forbids subclasses (``torch.export`` without dynamo) it is the dense mask with the
-        geometry as an attribute.
-        """
-        byte = torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=device)
-        if torch.compiler.is_dynamo_compiling() or type(byte) is Tensor:
-            mask: Tensor = byte.expand(geometry.shape).as_subclass(CompactMask)
-            mask._dense, mask.dma_calls = None, {}  # type: ignore[attr-defined]
-        else:
-            mask = geometry.dense(device)
-        mask.dma_geometry = geometry  # type: ignore[attr-defined]
-        return mask
-
-    def dense(self) -> Tensor:
-        """Return the mask as a plain boolean tensor ``[B, 1, Tq, Tk]``."""
-        if self._dense is not None:
-            return self._dense
-        dense = self.dma_geometry.dense(self.device)
-        if not torch.compiler.is_dynamo_compiling():
-            self._dense = dense
-        return dense
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer queries of metadata, refuse writes, and compute everything else on the dense mask."""
-        kwargs = kwargs or {}
-        if func in METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        if func in _UNCHANGED:
-            return args[0]
-        if func is Tensor.to:
-            device = device_only(args[1:], kwargs)
-            if device is not None:
-                if device == args[0].device:
-                    return args[0]
-                geometry = args[0].dma_geometry
-                return cls.of(geometry.adapted(device, geometry.batch, geometry.two_sequences), device)
-        elif func is Tensor.__getitem__:
-            if isinstance(args[0], CompactMask) and _takes_all(args[1], args[0].shape):
-                return args[0]
-        elif func in _WRITES and isinstance(args[0], CompactMask):
-            raise RuntimeError(
-                "the attention mask of dma_mxfp is read-only; change a copy: mask = mask.dense().clone() if it is a "
-                "dma_hf.CompactMask"
-            )
-        elif func in _SUMS and any(isinstance(arg, Tensor) and arg.is_floating_point() for arg in args):
-            # Not a TypeError: Python's binary operators turn that into "unsupported operand type(s)".
-            raise ValueError(
-                "a boolean attention mask was added to floating-point scores: this model computes its attention "
-                "itself, for attn_implementation='eager' alone, and cannot run 'dma_mxfp'"
-            )
-        args, kwargs = tree_map_only(CompactMask, CompactMask.dense, (args, kwargs))
-        return func(*args, **kwargs)
-
-
-METADATA = frozenset(
-    {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad")}
-    | {getattr(Tensor, name).__get__ for name in ("is_leaf", "grad_fn", "_base", "is_nested", "is_sparse", "is_meta")}
-    | {getattr(Tensor, name).__get__ for name in ("is_quantized", "is_cuda", "is_cpu", "is_sparse_csr", "_version")}
-    | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.storage_offset, Tensor.is_contiguous}
-    | {Tensor.is_floating_point, Tensor.is_complex, Tensor._is_view, Tensor.get_device, Tensor.__len__}
-)
-"""Operations that a tensor subclass answers without its values."""
-_UNCHANGED = frozenset({Tensor.contiguous, Tensor.detach, Tensor.bool, torch.detach})
-_WRITES = frozenset(
-    {getattr(Tensor, name) for name in dir(Tensor) if name.endswith("_") and not name.startswith("_")}
-    | {Tensor.__setitem__, Tensor.__iand__, Tensor.__ior__, Tensor.__ixor__, Tensor.__iadd__, Tensor.__imul__}
-)
-_SUMS = frozenset(
-    {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__, torch.sub, Tensor.sub}
-)
-
-
 def has_no_values(tensor: Tensor) -> bool:
     """Return whether the host cannot read a tensor: it is traced, captured or fake."""
     is_traced = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or tensor.is_meta
     is_captured = tensor.is_cuda and torch.cuda.is_current_stream_capturing()
     return is_traced or is_captured or isinstance(tensor, (FakeTensor, Proxy))
+
+
+def read_once(tensor: Tensor, layer: object, read: Callable[[], T]) -> T:
+    """Read a tensor that all layers of a forward pass share, in the first of them. Reading may wait for the device.
+
+    A layer that asks again belongs to the next forward pass, for which the contents may have changed without a new
+    version of the tensor (through ``.data``).
+    """
+    if has_no_values(tensor):
+        return read()
+    version = None if tensor.is_inference() else tensor._version
+    known: tuple[int | None, T, set[int]] | None = getattr(tensor, _READ, None)
+    if known is None or known[0] != version or id(layer) in known[2]:
+        known = version, read(), set()
+        setattr(tensor, _READ, known)
+    known[2].add(id(layer))
+    return known[1]
 
 
 def documents_starting_at(is_start: Tensor) -> Tensor:
@@ -232,27 +155,3 @@ def documents_starting_at(is_start: Tensor) -> Tensor:
 def _column(offset: int | Tensor) -> int | Tensor:
     """Return an offset that broadcasts over positions: ``[B]`` becomes ``[B, 1]``."""
     return offset[:, None] if isinstance(offset, Tensor) and offset.ndim else offset
-
-
-def device_only(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
-    """Return the device in these arguments of ``Tensor.to``, or ``None`` if they change anything else."""
-    device = args[0] if args else kwargs.get("device")
-    others = [*args[1:], *(value for key, value in kwargs.items() if key not in ("device", "non_blocking"))]
-    if isinstance(device, (str, int, torch.device)) and all(value is None for value in others):
-        return torch.device(device)
-    return None
-
-
-def _takes_all(index: Any, shape: tuple[int, ...]) -> bool:
-    """Return whether ``mask[index]`` is the whole mask."""
-    parts = index if isinstance(index, tuple) else (index,)
-    if len(parts) > len(shape):
-        return False
-    for part, size in zip(parts, shape, strict=False):
-        if part is Ellipsis and len(parts) == 1:
-            return True
-        if not isinstance(part, slice) or part.start not in (None, 0) or part.step not in (None, 1):
-            return False
-        if part.stop is not None and not (isinstance(part.stop, int) and part.stop >= size):
-            return False
-    return True
