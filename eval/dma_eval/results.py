@@ -26,7 +26,6 @@ from .names import TILE
 SCHEMA_VERSION = 10
 RESULTS = "results.json"
 """The report in a run's folder."""
-Kind = TypeVar("Kind", bound="Results")
 Backend = TypeVar("Backend")
 Compared = Annotated[list[Backend], Field(min_length=1)]
 Edges = Annotated[list[int], Field(min_length=2)]
@@ -497,17 +496,13 @@ def here_and_now(environment: Environment | None = None) -> dict[str, Any]:
     return {"created": created, "command": command_line(), "environment": environment or collect()}
 
 
-def read_report(path: Path) -> Report:
-    """Read the report of a run, given its file or its folder; see :func:`read_results`."""
-    return read_results(Report, path / RESULTS if path.is_dir() else path)
-
-
 def _refuse(constant: str) -> None:
     raise ValueError(f"it has {constant}")
 
 
-def read_results(kind: type[Kind], path: Path) -> Kind:
-    """Read a result file: a report of this version, or a benchmark of this or an earlier one."""
+def read_report(path: Path) -> Report:
+    """Read the report of a run, given its file or its folder. It must be of the current version."""
+    path = path / RESULTS if path.is_dir() else path
     try:
         values = json.loads(path.read_bytes(), parse_constant=_refuse)
     except OSError as error:
@@ -515,10 +510,9 @@ def read_results(kind: type[Kind], path: Path) -> Kind:
     except ValueError as error:
         raise UserError(f"{path} is not JSON: {error}") from error
     version = values.get("schema_version") if isinstance(values, dict) else None
-    newest: Any = next(each.default for each in fields(kind) if each.name == "schema_version")
-    if version not in ([newest] if issubclass(kind, Report) else range(1, newest + 1)):
-        raise UserError(f"{path}: expected schema_version {newest}, got {version!r}; measure it again")
+    if version != SCHEMA_VERSION:
+        raise UserError(f"{path}: expected schema_version {SCHEMA_VERSION}, got {version!r}; measure it again")
     try:
-        return parse(kind, values | {"schema_version": newest})
+        return parse(Report, values)
     except ValueError as error:
         raise UserError(f"{path}: {error}") from error

@@ -1,4 +1,9 @@
-"""One run: the parts of a suite in order. Each is saved in the run's folder and shown when it is finished."""
+"""One run, from its configuration to its pages.
+
+A command or a file makes a :class:`Suite` of parts (``config``). The model, texts and backends are loaded (``load``). Each
+part becomes one or more sections (``measures``), made of pieces that are saved one by one (``pieces``). A section is
+recorded with its own date, command, commit and machine (``results``). Pages and plots are made of records (``show``).
+"""
 
 from __future__ import annotations
 

@@ -28,16 +28,17 @@ ROOMS: dict[str, set[str]] = {
     "load": BASE | {"config", "results"},
     "pieces": {"files", "results"},
     "session": BASE | {"load", "options", "pieces", "progress", "results"},
+    "equalization": set(),
     "harness": BASE | {"load"},
     "lm_eval": {"harness"},
-    "measures": BASE | {"config", "harness", "load", "pieces", "progress", "results", "session"},
+    "measures": BASE | {"config", "equalization", "harness", "load", "pieces", "progress", "results", "session"},
     # show what was recorded
     "show": BASE | {"results"},
     "run": BASE | {"config", "load", "measures", "options", "pieces", "results", "session", "show"},
 }
 """Which rooms, folders or files, each may import from, besides itself. Those of the program are below."""
-PROGRAM = {"__init__", "__main__", "bench", "cli", "commands", "entry", "equalization", "serving"}
-"""The commands, and the packages that have their own rules. Nothing in the table imports them."""
+PROGRAM = {"__init__", "__main__", "bench", "cli", "commands", "entry"}
+"""The commands, and ``bench``. Nothing in the table imports them."""
 
 
 def imported(path: Path) -> Iterator[str]:
