@@ -12,20 +12,16 @@ from typing import Any
 
 from dma_kernels.numerics.formats import TILE
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
-from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.continuous_api import (
     ContinuousBatchingManager,
     ContinuousBatchProcessor,
 )
 from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
-from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from ..config import cache_of
 from .paged_attention import enter_batching, leave_batching
 from .paged_cache import DEFAULT_BLOCKS, PackedPagedCache, check_layers
-
-__all__ = ["ContinuousBatchingManager", "DMAManager", "PagedAttentionCache", "WorkloadHints"]
 
 
 class DMAManager(ContinuousBatchingManager):  # type: ignore[misc]

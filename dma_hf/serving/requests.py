@@ -39,6 +39,7 @@ NEUTRAL: dict[str, list[Any]] = {
     "modalities": [["text"]],
     "n": [1],
     "parallel_tool_calls": [True],
+    "repetition_penalty": [1.0],
     "response_format": [{"type": "text"}],
     "service_tier": ["auto", "default"],
     "store": [False],

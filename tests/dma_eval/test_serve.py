@@ -289,6 +289,7 @@ def test_what_is_not_honoured_is_refused_by_name(client, path, body, param):
 def test_fields_that_change_nothing_are_accepted(client, expected, asked):
     same = {
         "n": 1,
+        "repetition_penalty": 1.0,
         "logprobs": False,
         "response_format": {"type": "text"},
         "tools": None,
