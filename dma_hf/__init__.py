@@ -14,46 +14,20 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from .attention import dma_attention_forward
 from .cache import DMACache
-from .cache_layers import CachedStates
-from .compact_mask import CompactMask, MaskGeometry
 from .config import IMPLEMENTATIONS, NAME, PRESETS, DMAConfig
 from .configure import configure
-from .equalize import equalize
-from .integrations.continuous_batching import continuous_batching
 from .integrations.versions import UnsupportedTransformersError
 from .integrations.wrapping import wrap_generation, wrap_name_check
-from .masking import dma_mask
-from .stats import (
-    LayerStats,
-    Stats,
-    Use,
-    counted_tiles,
-    fallback_counts,
-    reset_fallback_counts,
-    reset_stats,
-    stats,
-)
+from .masks import dma_mask
+from .stats import reset_stats, stats
 
 __all__ = [
     "NAME",
     "PRESETS",
-    "CachedStates",
-    "CompactMask",
     "DMACache",
     "DMAConfig",
-    "LayerStats",
-    "MaskGeometry",
-    "Stats",
     "UnsupportedTransformersError",
-    "Use",
     "configure",
-    "continuous_batching",
-    "counted_tiles",
-    "dma_attention_forward",
-    "dma_mask",
-    "equalize",
-    "fallback_counts",
-    "reset_fallback_counts",
     "reset_stats",
     "stats",
 ]

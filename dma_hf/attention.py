@@ -8,23 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
-from dma_kernels import Recipe, attention
+from dma_kernels import Recipe, attention, attention_varlen
 from dma_kernels.cache.api import cached_attention
 from dma_kernels.numerics.formats import TILE
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from .architectures import CROSS_ATTENTION_NAMES, NEVER_CAUSAL
-from .arguments import Call, autocast_dtype, find_unsupported, note_other_cache
-from .cache_layers import DECODED_AT_ONCE, DMALayer, Step, update_of
-from .compact_mask import GEOMETRY, CompactMask, MaskGeometry
-from .masking import read_mask
-from .packing import attend_documents, separate_documents
+from .cache_layers import DECODED_AT_ONCE, DMALayer
+from .cached_states import Step, update_of
+from .logit_check import check_first_prompt
+from .masks.arguments import Call, autocast_dtype, find_unsupported, note_other_cache
+from .masks.compact_mask import CompactMask
+from .masks.documents import separate_documents
+from .masks.geometry import GEOMETRY, MaskGeometry
+from .masks.layer_geometry import layer_geometry, select_keys
 from .repeated_calls import cached_step, is_step, let_repeat, may_repeat, prompt, repeat
-from .stats import count_fallback, counted, note_fallback, tile_counts_of
+from .stats import count_fallback, counted, tile_counts_of
 
 
 def dma_attention_forward(
@@ -56,13 +59,13 @@ def dma_attention_forward(
         query: ``[B, Hq, Tq, D]`` in bf16, fp16, fp32 or fp64. Autocast applies as it does to SDPA.
         key: ``[B, Hkv, Tk, D]``, where ``Hkv`` divides ``Hq``, or the result of ``DMACache.update``.
         value: ``[B, Hkv, Tk, Dv]``, or the result of ``DMACache.update``.
-        attention_mask: ``None``, the result of :func:`dma_hf.dma_mask`, or a 4-D mask broadcastable to
+        attention_mask: ``None``, the result of :func:`dma_hf.masks.dma_mask`, or a 4-D mask broadcastable to
             ``[B, Hq, Tq, Tk]``. It is boolean (true is visible), or additive with zeros and large negative numbers.
         is_causal: Overrides ``module.is_causal``. Both are ignored if there is a mask.
         sliding_window: Window of the layer. It is ignored if there is a mask.
         indices: Keys that a sparse-attention indexer chose for each query (DeepSeek V3.2, GLM-5), integer
             ``[B, Tq, k]``. All other keys are hidden.
-        kwargs: Further arguments of the model, see :meth:`dma_hf.arguments.Call.of`.
+        kwargs: Further arguments of the model, see :meth:`dma_hf.masks.arguments.Call.of`.
 
     Returns:
         ``[B, Tq, Hq, Dv]``, contiguous, and ``None`` in place of attention weights.
@@ -86,9 +89,9 @@ def dma_attention_forward(
     if query.shape[0] != key.shape[0] and 1 in (query.shape[0], key.shape[0]):  # learned queries of a resampler
         batch = max(query.shape[0], key.shape[0])
         query, key, value = (tensor.expand(batch, -1, -1, -1) for tensor in (query, key, value))
-    geometry, bias = _geometry(module, query, key, attention_mask, is_causal, sliding_window)
+    geometry, bias = layer_geometry(module, query, key, attention_mask, is_causal, sliding_window)
     if indices is not None:
-        geometry = _select(geometry, indices, query, key)
+        geometry = select_keys(geometry, indices, query, key)
         if bias is not None and geometry.pattern is not None:
             bias = bias.masked_fill(~geometry.pattern, torch.finfo(bias.dtype).min)
     is_users_mask = attention_mask is not None and not hasattr(attention_mask, GEOMETRY)
@@ -100,139 +103,91 @@ def dma_attention_forward(
     if refusal is not None:
         if settings.config.on_unsupported != "sdpa" or not refusal.sdpa_can:
             raise refusal.error()
-        note_fallback(refusal.option, refusal.asked)
-        count_fallback(module, refusal.option)
+        count_fallback(module, refusal.option, refusal.asked)
         options = {"dropout": call.dropout, "scaling": call.scaling, "position_bias": call.position_bias}
         sdpa: Callable[..., tuple[Tensor, None]] = AttentionInterface()["sdpa"]
         dense = geometry.dense(query.device) if bias is None or geometry.documents is not None else bias
         return sdpa(module, query, key, value, dense, is_causal=False, **options)
+    is_checked = False
+    if update is None or update[1].is_first:
+        is_checked = check_first_prompt(module, call, query, key if update is None else update[1].key, geometry)
     if geometry.documents is not None:
         packed = (query, key, value, geometry, settings.recipe, tile_counts_of(module, query, settings.recipe))
-        return counted(module, settings.name, "none", attend_documents, *packed, **call.options), None
+        return counted(module, settings.name, "none", _attend_documents, *packed, **call.options)[0], None
     cache = settings.config.cache
     if update is None and cache is not None and geometry.is_causal and query.shape[2] < key.shape[2]:
         note_other_cache(module, cache)
-    if update is not None:
-        layer, step = update
-        if not geometry.two_sequences:
-            counts = tile_counts_of(module, query, settings.recipe)
-            inputs = (layer, step, query, geometry, settings.recipe, counts)
-            out = counted(module, settings.name, layer.cache, attend, *inputs, **call.options)
-            if indices is None and counts is None and may_repeat(attention_mask):
-                compute = None
-                if is_step(step):
-                    compute = cached_step(call, query, layer, geometry.window or layer.window)
-                elif step.is_first and layer.owner.prompt_length is None:
-                    offsets = {"q_offset": geometry.kv_offset, "kv_offset": geometry.kv_offset}
-                    options = {"is_causal": geometry.is_causal, "window": geometry.window, **offsets}
-                    compute = prompt(call, settings.recipe, query, step.key, step.value, **options)
-                if compute is not None:
-                    shared = (attention_mask, is_causal, sliding_window, kwargs, compute)
-                    let_repeat(module, (query,), step.kv_len, True, *shared)
-            return out.transpose(1, 2).contiguous(), None
-        key, value = layer.dense(step)
+    if update is not None and geometry.two_sequences:
+        key, value = update[0].dense(update[1])
+        update = None
     recipe = settings.cross_recipe if geometry.two_sequences else settings.recipe
     counts = tile_counts_of(module, query, recipe)
-    out = counted(
-        module,
-        settings.name,
-        "none",
-        attention,
-        query,
-        key,
-        value,
-        recipe,
-        is_causal=geometry.is_causal,
-        q_offset=geometry.q_offset,
-        kv_offset=geometry.kv_offset,
-        kv_range=geometry.kv_range,
-        window=geometry.window,
-        mask=geometry.pattern,
-        tile_counts=counts,
-        **call.options,
-    )
-    if indices is None and counts is None and may_repeat(attention_mask):
-        options = {"is_causal": geometry.is_causal, "q_offset": geometry.q_offset, "kv_offset": geometry.kv_offset}
-        compute = prompt(call, recipe, query, key, value, window=geometry.window, **options)
-        if compute is not None:
-            shared = (attention_mask, is_causal, sliding_window, kwargs, compute)
-            let_repeat(module, (query, key, value), key.shape[2], False, *shared)
+    is_repeatable = indices is None and counts is None and not is_checked and may_repeat(attention_mask)
+    seen: dict[str, Any] = {"is_causal": geometry.is_causal, "window": geometry.window, "kv_offset": geometry.kv_offset}
+    compute = None
+    if update is None:
+        seen["q_offset"] = geometry.q_offset
+        hidden = {"kv_range": geometry.kv_range, "mask": geometry.pattern, "tile_counts": counts}
+        inputs = (query, key, value, recipe)
+        named: dict[str, Any] = seen | hidden | call.options
+        out, _ = counted(module, settings.name, "none", attention, *inputs, **named)
+        if is_repeatable:
+            compute = prompt(call, *inputs, **seen)
+    else:
+        layer, step = update
+        stored = (layer, step, query, geometry, recipe, counts)
+        out, kernel = counted(module, settings.name, layer.cache, attend, *stored, **call.options)
+        if is_repeatable and is_step(step):
+            compute = cached_step(call, kernel, query, geometry.window or layer.window)
+        elif is_repeatable and step.is_first and layer.owner.prompt_length is None:
+            compute = prompt(call, query, step.key, step.value, recipe, q_offset=geometry.kv_offset, **seen)
+    if compute is not None:
+        let_repeat(module, query, key, value, update, attention_mask, is_causal, sliding_window, kwargs, compute)
     return out.transpose(1, 2).contiguous(), None
 
 
-def _geometry(
-    module: nn.Module, query: Tensor, key: Tensor, mask: Any, is_causal: bool | None, sliding_window: int | None
-) -> tuple[MaskGeometry, Tensor | None]:
-    """Return the geometry of a layer's mask, and the mask itself if it is additive."""
-    batch, q_len, kv_len = query.shape[0], query.shape[2], key.shape[2]
-    if is_causal is None:
-        is_causal = bool(getattr(module, "is_causal", True)) and type(module).__name__ not in NEVER_CAUSAL
-    geometry: MaskGeometry | None = getattr(mask, GEOMETRY, None)
-    if geometry is not None:
-        return _adopt(geometry, module, query, kv_len), None
-    two_sequences = _is_cross_attention(module, is_causal) or (not is_causal and q_len != kv_len)
-    offset = 0 if two_sequences else kv_len - q_len
-    if mask is None:
-        is_causal = is_causal and not two_sequences
-        window = None
-        if sliding_window is not None and not two_sequences:  # bidirectional: exclusive, as in FlashAttention
-            window = sliding_window if is_causal else max(1, sliding_window - 1)
-        return MaskGeometry(
-            batch, q_len, kv_len, is_causal=is_causal, window=window, q_offset=offset, two_sequences=two_sequences
-        ), None
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"attention_mask must be a tensor, got {type(mask).__name__}; flex_attention takes a BlockMask")
-    full = (batch, query.shape[1], q_len, kv_len)
-    if mask.ndim != 4 or any(size not in (1, whole) for size, whole in zip(mask.shape, full, strict=True)):
-        raise ValueError(f"attention_mask must be broadcastable to {list(full)}, got {list(mask.shape)}")
-    if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise TypeError(f"attention_mask must be boolean or floating point, got {mask.dtype}")
-    read = read_mask(mask, module)
-    geometry = MaskGeometry(
-        batch, q_len, kv_len, is_causal=False, q_offset=offset, pattern=read.pattern, two_sequences=two_sequences
-    )
-    # A window of a decoding step hides more than the padding does.
-    if mask.shape[3] > 1 and (sliding_window is None or q_len == kv_len):
-        geometry = replace(geometry, q_offset=geometry.q_offset - read.origin, kv_offset=-read.origin)
-    return geometry, mask if mask.is_floating_point() else None
+def _attend_documents(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    geometry: MaskGeometry,
+    recipe: Recipe,
+    tile_counts: Tensor | None,
+    **options: Any,
+) -> Tensor:
+    """Compute the attention of packed rows.
 
+    Args:
+        query: ``[B, Hq, T, D]``.
+        key: ``[B, Hkv, T, D]``.
+        value: ``[B, Hkv, T, Dv]``.
+        geometry: Geometry of the mask, with documents.
+        recipe: Precisions.
+        tile_counts: Where to add the counts of skipped tiles.
+        options: Further arguments of :func:`dma_kernels.attention_varlen`.
 
-def _adopt(geometry: MaskGeometry, module: nn.Module, query: Tensor, kv_len: int) -> MaskGeometry:
-    """Return the geometry of a mask, adapted to a layer's tensors."""
-    batch, q_len = query.shape[0], query.shape[2]
-    if (geometry.q_len, geometry.kv_len) != (q_len, kv_len) and geometry.hides_nothing:  # nor does it for other lengths
-        geometry = MaskGeometry(batch, q_len, kv_len, is_causal=False, two_sequences=q_len != kv_len)
-    if geometry.q_len == 1 < q_len and geometry.broadcasts_queries:
-        geometry = replace(geometry, q_len=q_len, q_offset=0, two_sequences=q_len != kv_len)
-    if geometry.batch not in (1, batch) or (geometry.q_len, geometry.kv_len) != (q_len, kv_len):
-        raise ValueError(
-            f"attention_mask must be broadcastable to {[batch, query.shape[1], q_len, kv_len]}, got "
-            f"{list(geometry.shape)}: the model made it for other queries or keys"
-        )
-    is_cross = not geometry.is_causal and _is_cross_attention(module, is_causal=False)
-    return geometry.adapted(query.device, batch, two_sequences=geometry.two_sequences or is_cross)
-
-
-def _select(geometry: MaskGeometry, indices: Tensor, query: Tensor, key: Tensor) -> MaskGeometry:
-    """Return the geometry without the keys that a sparse-attention indexer left out."""
-    batch, q_len, kv_len = query.shape[0], query.shape[2], key.shape[2]
-    if indices.ndim != 3 or indices.shape[:2] != (batch, q_len):
-        raise ValueError(f"indices must be [{batch}, {q_len}, k], got {list(indices.shape)}")
-    if indices.shape[-1] >= kv_len:  # all of them
-        return geometry
-    chosen = torch.zeros((batch, q_len, kv_len), dtype=torch.bool, device=query.device)
-    chosen = chosen.scatter(-1, indices.long(), True)[:, None]
-    return replace(geometry, pattern=chosen if geometry.pattern is None else chosen & geometry.pattern)
-
-
-def _is_cross_attention(module: nn.Module, is_causal: bool) -> bool:
-    """Return whether the name or the attributes of a layer say that its keys are of another sequence."""
-    if getattr(module, "is_cross_attention", False):
-        return True
-    if any(part in type(module).__name__ for part in CROSS_ATTENTION_NAMES):
-        return True
-    # A module takes microseconds to say that it lacks an attribute, so the causal case asks for none.
-    return not is_causal and bool(getattr(module, "is_decoder", False)) and not getattr(module, "is_causal", True)
+    Returns:
+        ``[B, T, Hq, Dv]``, contiguous.
+    """
+    documents = geometry.documents
+    assert documents is not None
+    batch, _, length, _ = query.shape
+    options |= {"is_causal": geometry.is_causal, "window": geometry.window, "tile_counts": tile_counts}
+    if geometry.pattern is None:
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+        tokens = batch * length
+        out: Tensor = attention_varlen(q, k, v, documents, documents, tokens, tokens, recipe, **options)
+        return out.view(batch, length, *out.shape[1:])
+    # The model has a pattern of its own, such as chunks.
+    pattern = geometry.pattern.expand(batch, -1, length, length)
+    parts = []
+    for start, stop in pairwise(sorted(set(documents.tolist()))):  # without empty documents
+        row = slice(start // length, start // length + 1)
+        own = slice(start % length, start % length + stop - start)
+        q, k, v = (x[row, :, own] for x in (query, key, value))
+        part = attention(q, k, v, recipe, mask=pattern[row, :, own, own], **options)
+        parts.append(part.transpose(1, 2)[0])
+    return torch.cat(parts).view(batch, length, *parts[0].shape[1:])
 
 
 _CHANGED = (

@@ -18,9 +18,9 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from .architectures import WITHOUT_PACKED_CACHE, refuse_packed_cache
 from .cache_layers import DMALayer, DMAStaticLayer, Owner, lasting
 from .config import cache_format_of, settings_of
+from .masks.architectures import WITHOUT_PACKED_CACHE, refuse_packed_cache
 
 DEFAULT_FORMAT = "int8"
 """The format of a cache if neither the caller nor the model names one. It is almost lossless."""
@@ -134,7 +134,7 @@ class DMACache(DynamicCache):  # type: ignore[misc]
             ValueError: It is positive, or its magnitude exceeds the number of tokens.
             RuntimeError: Keys just before the new end are stored as codes only.
         """
-        count = -operator.index(tokens_to_remove)  # Transformers 5.17 passes a tensor
+        count = -operator.index(tokens_to_remove)  # assisted decoding may pass a tensor
         if count < 0:  # earlier versions of Transformers took the length to keep
             raise ValueError(f"tokens_to_remove must be 0 or negative, got {-count}; crop(-3) removes three tokens")
         for layer in self.layers:

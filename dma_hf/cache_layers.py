@@ -2,12 +2,8 @@
 
 Transformers counts tokens from the start of the batch, padding included. The storage counts positions from the first
 visible key of a row. The difference, a row's padding, is known only from the mask, and only the attention function gets
-the mask. So ``update`` keeps new keys and values as a :class:`Step`. The attention function stores them without the
-padding. Any other use stores them with the padding as keys.
-
-A model passes the result of ``Cache.update`` to its attention function. Here that result is a :class:`CachedStates`, a
-tensor of the expected shape, ``[B, Hkv, kv_len, D]``, that stores a single number and refers to the layer. ``dma_mxfp``
-attends to the packed layer itself. Any other operation sees the dequantized keys or values.
+the mask. So ``update`` keeps new keys and values as a :class:`~dma_hf.cached_states.Step`. The attention function
+stores them without the padding. Any other use stores them with the padding as keys.
 """
 
 from __future__ import annotations
@@ -22,14 +18,14 @@ from dma_kernels.cache.api import append, check_fits, restore
 from dma_kernels.cache.storage import LayerStorage
 from dma_kernels.numerics.formats import TILE
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
-from .arguments import autocast_dtype
-from .compact_mask import METADATA, PLAIN_STEP, MaskGeometry, device_only
+from .cached_states import CachedStates, RepeatedUpdate, Step
 from .config import cache_format_of, is_dma
 from .integrations.attention_name import attention_name
+from .masks.arguments import autocast_dtype
+from .masks.geometry import PLAIN_STEP, MaskGeometry
 
 DECODED_AT_ONCE = 16
 """Calls with more queries than this, such as prompts, may wait for the device to check their arguments."""
@@ -107,149 +103,12 @@ class Owner:
 
     @property
     def reads_packed(self) -> bool:
-        """Whether the model's attention function recognizes :class:`~dma_hf.CachedStates`."""
+        """Whether the model's attention function recognizes :class:`~dma_hf.cached_states.CachedStates`."""
         return is_dma(attention_name(self.config))
 
 
 _OF_A_STEP: dict[str, Any] = dict.fromkeys(("plain", "capture", "graph", "repeated"))
 """Fields of an :class:`Owner` that copies of the cache start without."""
-
-
-@dataclass(eq=False)
-class Step:
-    """New keys and values of a layer, between ``update`` and storing them.
-
-    It has no reference to the layer, so a cache that is dropped in the middle of a step (out of memory) is freed at
-    once, without a garbage collection.
-
-    Attributes:
-        key: Keys in 16 bits, ``[B, Hkv, T, D]``.
-        value: Values in 16 bits, ``[B, Hkv, T, Dv]``.
-        kv_len: Number of tokens that the model's mask covers.
-        kv_offset: Index of the first of them, padding included.
-        is_first: Whether the layer was empty before.
-        is_stored: Whether the tokens have been stored.
-        dense: All keys and values that the mask covers, dequantized, if an operation has needed them.
-    """
-
-    key: Tensor
-    value: Tensor
-    kv_len: int
-    kv_offset: int
-    is_first: bool
-    is_stored: bool = False
-    dense: tuple[Tensor, Tensor] | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class RepeatedUpdate:
-    """The update of a step's first layer. Those of the other layers with the same shapes need no further checks.
-
-    Attributes:
-        tokens: Tokens in the layer before the update.
-        key: Shape, dtype and device of the new keys.
-        value: The same of the new values.
-        stored: Shapes, dtype and device of the storage.
-        window: Window of the layer.
-        kv_len: See :class:`Step`.
-        kv_offset: See :class:`Step`.
-        states: Tensors with the shapes of the :class:`CachedStates`.
-    """
-
-    tokens: int
-    key: tuple[Any, ...]
-    value: tuple[Any, ...]
-    stored: tuple[Any, ...]
-    window: int | None
-    kv_len: int
-    kv_offset: int
-    states: tuple[Tensor, Tensor]
-
-    @classmethod
-    def of(cls, layer: DMALayer, new: Step, states: tuple[Tensor, Tensor]) -> RepeatedUpdate:
-        """Return the update ``new`` of a layer."""
-        numbers = (layer.window, new.kv_len, new.kv_offset)
-        return cls(layer.tokens, _kind(new.key), _kind(new.value), _kinds(layer.storage), *numbers, states)
-
-    def covers(self, layer: DMALayer, key: Tensor, value: Tensor) -> bool:
-        """Return whether the update of another layer, with the keys ``key``, is like this one."""
-        return (
-            layer.tokens == self.tokens
-            and layer.is_initialized
-            and layer.device == key.device
-            and layer.window == self.window
-            and _kind(key) == self.key
-            and _kind(value) == self.value
-            and _kinds(layer.storage) == self.stored
-        )
-
-
-def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.dtype, tensor.device, type(tensor)
-
-
-def _kinds(storage: LayerStorage) -> tuple[Any, ...]:
-    return storage.key_residual.shape, storage.value_residual.shape, storage.key_residual.dtype, storage.lengths.device
-
-
-class CachedStates(Tensor):
-    """Keys or values of a cache layer, ``[B, Hkv, kv_len, D]``. Read-only.
-
-    Attributes:
-        dma_layer: The :class:`DMALayer`.
-        dma_step: The update that returned the states.
-        dma_is_value: Whether the states are values.
-    """
-
-    dma_layer: Any
-    dma_step: Step
-    dma_is_value: bool
-
-    @staticmethod
-    def like(tensor: Tensor, kv_len: int) -> Tensor:
-        """Return a tensor with the shape, dtype and device of states, of which no element is ever read."""
-        batch, heads, _, channels = tensor.shape
-        number = torch.empty((1, 1, 1, 1), dtype=tensor.dtype, device=tensor.device)
-        return number.expand(batch, heads, kv_len, channels)
-
-    @staticmethod
-    def of(layer: Any, step: Step, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of an update, with the shapes of :meth:`like`."""
-        keys: Any = key.as_subclass(CachedStates)
-        values: Any = value.as_subclass(CachedStates)
-        keys.dma_layer = values.dma_layer = layer
-        keys.dma_step = values.dma_step = step
-        keys.dma_is_value, values.dma_is_value = False, True
-        return keys, values
-
-    def dense(self) -> Tensor:
-        """Return the dequantized states as a plain tensor."""
-        states: tuple[Tensor, Tensor] = self.dma_layer.dense(self.dma_step)
-        return states[int(self.dma_is_value)]
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer queries of metadata, and compute everything else on the dequantized states."""
-        kwargs = kwargs or {}
-        if func in METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        if func in _UNCHANGED:
-            return args[0]
-        if func is Tensor.to and device_only(args[1:], kwargs) == args[0].device:
-            return args[0]
-        args, kwargs = tree_map_only(CachedStates, CachedStates.dense, (args, kwargs))
-        return func(*args, **kwargs)
-
-
-def update_of(key: Tensor, value: Tensor) -> tuple[Any, Step] | None:
-    """Return the layer and the update that keys and values come from, or ``None`` if they are plain tensors."""
-    step: Step | None = getattr(key, "dma_step", None)
-    other: object = getattr(value, "dma_step", None)
-    return None if step is None or other is not step else (key.dma_layer, step)  # type: ignore[attr-defined]
-
-
-_UNCHANGED = frozenset({Tensor.contiguous, Tensor.detach, torch.detach})
 
 
 class DMALayer(CacheLayerMixin):  # type: ignore[misc]
@@ -322,14 +181,15 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
         """Add new keys, ``[B, Hkv, T, D]``, and values, ``[B, Hkv, T, Dv]``. If it fails, the cache does not change.
 
         Returns:
-            All keys and values that the mask of the step covers: :class:`CachedStates` for ``dma_mxfp``, dequantized
-            tensors otherwise. In these the new keys and values are not quantized.
+            All keys and values that the mask of the step covers: for ``dma_mxfp`` as
+            :class:`~dma_hf.cached_states.CachedStates`, otherwise dequantized, where the new ones are not quantized.
 
         Raises:
             TypeError: Their dtype differs from that of the first update, and autocast does not change it.
             ValueError: Their shape or device differs from the first update, or the static cache is full.
         """
-        self.flush()
+        if self.pending is not None:
+            self.flush()
         repeated = None if self.checks_steps else self.owner.repeated
         if repeated is not None and repeated.covers(self, key_states, value_states):
             numbers = (repeated.kv_len, repeated.kv_offset, self.is_empty)

@@ -1,6 +1,7 @@
 """``DMAConfig``: the settings of ``dma_mxfp``, its presets, and how both are named and saved.
 
-A name is ``IMPLEMENTATION[:PRESET][+CACHE]``, for example ``dma_mxfp:balanced+int4``.
+Settings come from the name of the attention implementation, ``dma_mxfp[:PRESET][+CACHE]``, or from the section
+``dma_mxfp`` of the model's configuration, which ``configure`` writes. What the name has overrides the section.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class DMAConfig(Recipe):
     """Settings of a model that runs ``dma_mxfp``. The default is the preset ``balanced``::
 
         DMAConfig(low="nvfp4", cache="int4")
-        DMAConfig.from_preset("balanced+int4")
+        DMAConfig.from_preset("fp4", cache="int8")
         DMAConfig.from_toml("my.toml")
 
     The fields of :class:`~dma_kernels.Recipe` choose the precision of each tile. They and ``cache`` are saved with a
@@ -64,7 +65,7 @@ class DMAConfig(Recipe):
         cache: Format of the KV cache that ``generate`` uses: ``int8``, ``int4``, or ``None`` for Transformers' 16-bit
             cache. It does not depend on the precisions, which apply to prompts.
         on_unsupported: What happens to a call that the backend cannot compute. ``error`` raises. ``sdpa`` runs
-            Transformers' SDPA attention, warns once and counts the call (:func:`dma_hf.fallback_counts`).
+            Transformers' SDPA attention, warns once and counts the call (:func:`dma_hf.stats`).
 
     Raises:
         ValueError: A field has an invalid value. The message lists the valid ones.
@@ -96,16 +97,19 @@ class DMAConfig(Recipe):
 
     @classmethod
     def from_preset(cls, name: str, **changes: Any) -> DMAConfig:
-        """Return a preset, with a packed cache if the name has one.
+        """Return a preset.
 
         Args:
-            name: ``PRESET[+CACHE]``: a key of :data:`PRESETS`, and a cache format (``balanced+int4``).
-            changes: Fields that differ from the preset.
+            name: A key of :data:`PRESETS`.
+            changes: Fields that differ from the preset, such as ``cache``.
 
         Raises:
-            ValueError: There is no such preset or cache format, or a field is unknown or invalid.
+            ValueError: There is no such preset, or a field is unknown or invalid.
         """
-        return preset_of(name, **changes)
+        if name not in PRESETS:
+            hint = f"; the cache is an argument: cache={name.partition('+')[2]!r}" if "+" in name else ""
+            raise ValueError(f"unknown preset {name!r}; expected one of {', '.join(PRESETS)}{hint}")
+        return _changed(PRESETS[name], changes)
 
     @classmethod
     def from_dict(cls, section: Mapping[str, Any], *, source: str = "") -> Self:
@@ -184,21 +188,12 @@ PRESETS: Mapping[str, DMAConfig] = MappingProxyType(
 )
 """Numerics by name."""
 
-_WITH_CACHE = f", optionally with a cache: {' or '.join(f'PRESET+{format}' for format in CACHE_FORMATS)}"
-
-SUFFIXES = tuple(
-    preset + cache
-    for preset in ("", *(f":{name}" for name in PRESETS))
-    for cache in ("", *(f"+{format}" for format in CACHE_FORMATS))
-)
-"""What may follow ``dma_mxfp`` in the name of an attention implementation."""
-
 
 def config_of(setting: str | Path | Mapping[str, Any] | Recipe, **changes: Any) -> DMAConfig:
     """Return the configuration that the argument ``setting`` of :func:`dma_hf.configure` describes.
 
     Args:
-        setting: ``PRESET[+CACHE]``, ``FILE.toml[+CACHE]``, a mapping of fields, a configuration, or numerics alone.
+        setting: A preset, the path of a TOML file, a mapping of fields, a configuration, or numerics alone.
         changes: Fields that differ from it.
 
     Raises:
@@ -206,42 +201,20 @@ def config_of(setting: str | Path | Mapping[str, Any] | Recipe, **changes: Any) 
         TypeError: ``setting`` is none of these.
         ValueError: The preset, a key or a value is invalid.
     """
-    if isinstance(setting, DMAConfig):
-        return _changed(setting, changes)
-    if isinstance(setting, Recipe):
-        return _changed(DMAConfig(**{name: getattr(setting, name) for name in RECIPE_FIELDS}), changes)
+    if isinstance(setting, Path) or str(setting).endswith(".toml"):
+        return DMAConfig.from_toml(setting, **changes)  # type: ignore[arg-type]
+    if isinstance(setting, str):
+        return DMAConfig.from_preset(setting, **changes)
     if isinstance(setting, Mapping):
         return _changed(DMAConfig.from_dict(setting), changes)
-    if isinstance(setting, Path):
-        return DMAConfig.from_toml(setting, **changes)
-    if not isinstance(setting, str):
+    if not isinstance(setting, Recipe):
         raise TypeError(
             f"expected a preset ({', '.join(PRESETS)}), the path of a .toml file, a mapping or a DMAConfig; "
             f"got {setting!r}"
         )
-    path, plus, cache = setting.rpartition("+") if ".toml+" in setting else (setting, "", "")
-    if path.endswith(".toml"):
-        return DMAConfig.from_toml(path, **({"cache": check_cache_name(cache)} if plus else {}) | changes)
-    return preset_of(setting, ", or the path of a .toml file", **changes)
-
-
-def preset_of(name: str, alternative: str = "", **changes: Any) -> DMAConfig:
-    """Return what :meth:`DMAConfig.from_preset` does; ``alternative`` ends the error for an unknown preset."""
-    preset, plus, cache = str(name).partition("+")
-    if preset not in PRESETS:
-        raise ValueError(f"unknown preset {preset!r}; expected one of {', '.join(PRESETS)}{_WITH_CACHE}{alternative}")
-    return _changed(PRESETS[preset], ({"cache": check_cache_name(cache)} if plus else {}) | changes)
-
-
-def check_cache_name(cache: str) -> str:
-    """Return the name of a cache format if it is valid.
-
-    Raises:
-        ValueError: It is not. The message lists the valid ones.
-    """
-    if cache not in CACHE_FORMATS:
-        raise ValueError(f"unknown cache format {cache!r}; expected one of {', '.join(CACHE_FORMATS)}")
-    return cache
+    if not isinstance(setting, DMAConfig):
+        setting = DMAConfig(**{name: getattr(setting, name) for name in RECIPE_FIELDS})
+    return _changed(setting, changes)
 
 
 def _changed(config: DMAConfig, changes: Mapping[str, Any]) -> DMAConfig:
@@ -265,7 +238,7 @@ HUB_SUFFIX = f":{NAME}"
 """The end of the name of an implementation from the Hub: ``org/repo:dma_mxfp``."""
 
 EQUALIZED = "dma_equalized"
-"""The key of ``config.json`` that marks a model as equalized. :func:`dma_hf.equalize` writes it."""
+"""The key of ``config.json`` that marks a model as equalized. ``dma_eval.equalization.equalize`` writes it."""
 
 EVERY_TILE = 1 << 20
 """Width of a band that contains every tile of any sequence."""
@@ -298,7 +271,11 @@ class Settings:
 
 _DEFAULT = Settings.of(DMAConfig())
 
-IMPLEMENTATIONS = tuple(NAME + suffix for suffix in SUFFIXES)
+IMPLEMENTATIONS = tuple(
+    NAME + preset + cache
+    for preset in ("", *(f":{name}" for name in PRESETS))
+    for cache in ("", *(f"+{format}" for format in CACHE_FORMATS))
+)
 """The registered names. Without a preset, the section of the model's configuration has the numerics."""
 
 
@@ -369,48 +346,43 @@ def cache_format_of(config: PreTrainedConfig, name: str) -> CacheFormat:
     return cache_format(name, is_equalized=getattr(config, EQUALIZED, False) is True)
 
 
+@lru_cache(maxsize=256)
 def _parse(section: Any, runtime: tuple[tuple[str, str], ...], cache: str) -> Settings:
-    """Parse a section, the runtime choices that go with it, and the name of a cache that replaces its own."""
-    config = _parse_section(section, runtime)
-    return Settings.of(replace(config, cache=check_cache_name(cache)) if cache else config)
+    """Parse a section, the runtime choices that go with it, and the name of a cache that replaces its own.
 
-
-def _parse_section(section: Any, runtime: tuple[tuple[str, str], ...]) -> DMAConfig:
-    """Parse a section; a mapping is given as a tuple of its items."""
+    A mapping is given as a tuple of its items.
+    """
     source = f"the {NAME!r} section of the model's config.json"
     if section is None:
-        return _DEFAULT.config
-    if isinstance(section, str):
+        config = _DEFAULT.config
+    elif isinstance(section, str):
         try:
-            return preset_of(section, ", or a mapping of fields")
+            config = DMAConfig.from_preset(section)
         except ValueError as error:
             raise ValueError(f"{source}: {error}") from None
-    if isinstance(section, tuple):
-        fields = dict(section)
-        given = DMAConfig.from_dict(
-            {name: fields.pop(name) for name in RUNTIME_FIELDS if name in fields}, source=source
-        )
+    elif isinstance(section, tuple):
+        saved = DMAConfig.from_dict(dict(section), source=source)
         for name in RUNTIME_FIELDS:
-            if getattr(given, name) != getattr(_DEFAULT.config, name):
+            if getattr(saved, name) != getattr(_DEFAULT.config, name):
                 warnings.warn(
-                    f"{source} sets {name}={getattr(given, name)!r}, which is ignored, because it depends on the "
+                    f"{source} sets {name}={getattr(saved, name)!r}, which is ignored, because it depends on the "
                     f"machine; set it with dma_hf.configure(model, {name}=...)",
                     stacklevel=2,
                 )
-        return DMAConfig.from_dict(fields | dict(runtime), source=source)
-    raise TypeError(
-        f"{source}: expected a preset ({', '.join(PRESETS)}) or a mapping of fields, got {section!r}; "
-        "dma_hf.configure(model, ...) writes it"
-    )
-
-
-_cached = lru_cache(maxsize=256)(_parse)
+        default = {name: getattr(_DEFAULT.config, name) for name in RUNTIME_FIELDS}
+        config = replace(saved, **default | dict(runtime))
+    else:
+        raise TypeError(
+            f"{source}: expected a preset ({', '.join(PRESETS)}) or a mapping of fields, got {section!r}; "
+            "dma_hf.configure(model, ...) writes it"
+        )
+    return Settings.of(replace(config, cache=cache) if cache else config)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _settings(section: Any, runtime: tuple[tuple[str, str], ...], cache: str) -> Settings:
     """Parse a section or recall it; ``torch.compile`` does so while tracing, guarded by it."""
     try:
-        return _cached(section, runtime, cache)
-    except TypeError:  # an unhashable value: the section is invalid, and parsing it says how
         return _parse(section, runtime, cache)
+    except TypeError:  # an unhashable value: the section is invalid, and parsing it says how
+        return _parse.__wrapped__(section, runtime, cache)

@@ -11,11 +11,11 @@ from dma_kernels import Recipe
 from torch import nn
 from transformers import PreTrainedModel
 
-from .architectures import built_in_attention, lacks_attention, refuse_model
 from .cache import DMACache
 from .config import IMPLEMENTATIONS, NAME, DMAConfig, config_of, is_dma, settings_of
 from .decoding import release
 from .integrations.attention_name import attention_name, decoder_attention, distinct_configs, rename
+from .masks.architectures import has_attention, has_built_in_attention, refuse_model
 
 
 def configure(
@@ -38,7 +38,7 @@ def configure(
 
     Args:
         model: A Transformers model, or a module that contains one.
-        setting: ``PRESET[+CACHE]``, ``FILE.toml[+CACHE]``, a mapping of fields, a :class:`DMAConfig` or a
+        setting: A preset, the path of a TOML file, a mapping of fields, a :class:`DMAConfig` or a
             :class:`~dma_kernels.Recipe`. Fields that it does not have get their default. ``None`` starts from the
             current settings of the model: its preset in ``attn_implementation``, its saved section, or ``balanced``.
         cache: Format of the :class:`~dma_hf.DMACache` that ``generate`` and ``generate_batch`` use: ``"int8"``,
@@ -76,9 +76,9 @@ def configure(
         current = next((each for each in parts if is_dma(attention_name(each))), models[0].config)
         setting = settings_of(current).config
     config = config_of(setting, **changes)
-    if all(built_in_attention(type(module.config).__module__) for module in models):
+    if all(has_built_in_attention(module.config) for module in models):
         refuse_model(models[0].config)
-    if all(lacks_attention(type(module.config).__module__) for module in models):
+    if not any(map(has_attention, models)):
         raise ValueError(
             f"{type(models[0]).__name__} has no attention layers, so {NAME} cannot run in it; use another model"
         )

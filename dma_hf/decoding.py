@@ -28,7 +28,7 @@ from .cache_layers import Capture, DMALayer, Owner
 from .config import is_ours, settings_of
 from .integrations.cache_argument import CACHE_ARGUMENT, CACHE_ARGUMENTS
 from .integrations.output_capturing import is_output_hook
-from .stats import Use, count_replay, note_eager_decoding, recorded_uses
+from .stats import Use, count_eager_decoding, count_replay, recorded_uses
 
 if TYPE_CHECKING:
     from transformers.utils import ModelOutput
@@ -103,26 +103,25 @@ class DecodingSteps:
             return self.model(**inputs)
         owner, signature = cache.owner, _signature_of(inputs)
         graph: DecodingGraph | None = owner.graph
-        if graph is not None and graph is self.checked:
-            layers = packed_layers(cache)
-            if graph.fits(signature, layers):
-                return _replay(self.model, graph, cache, layers, inputs)
-        self.steps += 1
         layers = packed_layers(cache)
+        if graph is not None and graph is self.checked and graph.fits(signature, layers):
+            return _replay(self.model, graph, cache, layers, inputs)
+        self.steps += 1
         for layer in layers:
             layer.flush()
         if self.steps == 1:
             self.eager_reason = _why_eager(self.model, cache, layers, inputs)
             if self.eager_reason is not None:
-                note_eager_decoding(self.model, self.eager_reason)
+                count_eager_decoding(self.model, self.eager_reason)
                 return self.model(**inputs)
+            if graph is not None and graph.model == _state_of(self.model):
+                self.checked = graph
         for layer in layers:
             layer.make_room(1)
-        state = _state_of(self.model)
-        if graph is not None and graph.model == state and graph.fits(signature, layers):
-            self.checked = graph
-            return _replay(self.model, graph, cache, layers, inputs)
-        is_warm = graph is not None and (graph.model, graph.signature) == (state, signature)  # the cache has grown
+        known = graph if graph is self.checked else None
+        if known is not None and known.fits(signature, layers):
+            return _replay(self.model, known, cache, layers, inputs)
+        is_warm = known is not None and known.signature == signature  # the cache has grown
         if self.steps <= EAGER_STEPS and not is_warm:
             return self.model(**inputs)
         owner.graph = self.checked = None  # frees its memory first
@@ -130,12 +129,12 @@ class DecodingSteps:
             self.eager_reason = "the arguments of a step are not tensors, numbers or names"
         else:
             try:
-                owner.graph = self.checked = _captured(self.model, signature, state, cache, layers, inputs)
+                owner.graph = self.checked = _captured(self.model, signature, cache, layers, inputs)
             except RuntimeError as error:
                 self.eager_reason = f"the step cannot be captured: {str(error).strip().splitlines()[0]}"
         if self.checked is None:
             assert self.eager_reason is not None
-            note_eager_decoding(self.model, self.eager_reason)
+            count_eager_decoding(self.model, self.eager_reason)
             return self.model(**inputs)
         return _replay(self.model, self.checked, cache, layers, inputs)
 
@@ -212,7 +211,6 @@ def _has_all_keys(mask: Tensor, layer: DMALayer, new: int) -> Tensor:
 def _captured(
     model: PreTrainedModel,
     signature: tuple[Any, ...],
-    state: tuple[Any, ...],
     cache: DMACache,
     layers: list[DMALayer],
     inputs: dict[str, Any],
@@ -222,7 +220,7 @@ def _captured(
     Raises:
         RuntimeError: The model needs a value on the host.
     """
-    tokens = layers[0].tokens
+    tokens, state = layers[0].tokens, _state_of(model)
     with torch.inference_mode(False):
         given = {name: value for name, value in inputs.items() if isinstance(value, Tensor) and name != MASK}
         static = {name: torch.empty_like(value) for name, value in given.items()}

@@ -19,10 +19,12 @@ from dma_kernels.api import PreparedAttention
 from dma_kernels.cache.api import cache_options, repeat_attention
 from torch import Tensor, nn
 
-from .arguments import HARMLESS, OF_GENERATION, Call
-from .cache_layers import DECODED_AT_ONCE, DMALayer, Step
-from .compact_mask import CompactMask, MaskGeometry
-from .stats import Use, count_use, counted
+from .cache_layers import DECODED_AT_ONCE, DMALayer
+from .cached_states import Step
+from .masks.arguments import HARMLESS, OF_GENERATION, Call
+from .masks.compact_mask import CompactMask
+from .masks.geometry import MaskGeometry
+from .stats import Use, count_use
 
 Compute = Callable[[nn.Module, DMALayer | None, Step | None, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """Takes a module, its cache layer and update, queries, keys, values and sink logits. Returns ``[B, T, Hq, Dv]``."""
@@ -34,7 +36,7 @@ class RepeatedCall:
 
     Attributes:
         config: Configuration of the layer's model.
-        is_causal: The argument of :func:`dma_hf.dma_attention_forward`.
+        is_causal: The argument of :func:`dma_hf.attention.dma_attention_forward`.
         kinds: Shape, dtype and device of queries, and of plain keys and values. A cache compares its own.
         kv_len: Keys that the mask covers.
         names: Names of all keyword arguments of the call.
@@ -59,23 +61,28 @@ class RepeatedCall:
         arguments: Mapping[str, Any],
     ) -> bool:
         """Return whether the call of another layer has the same arguments, except sink logits of the same shape."""
-        return (
+        if not (
             kv_len == self.kv_len
             and module.config is self.config
             and is_causal is self.is_causal
-            and tuple(map(_kind, states)) == self.kinds
             and arguments.keys() == self.names
-            and all(
-                arguments[name] is value or _alike(value, arguments[name]) for name, value in self.arguments.items()
-            )
-        )
+        ):
+            return False
+        for state, (shape, dtype, device) in zip(states, self.kinds, strict=True):
+            if state.shape != shape or state.dtype != dtype or state.device != device:
+                return False
+        for name, value in self.arguments.items():
+            other = arguments[name]
+            if other is not value and not _is_alike(value, other):
+                return False
+        return True
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, tensor.device
 
 
-def _alike(known: Any, value: Any) -> bool:
+def _is_alike(known: Any, value: Any) -> bool:
     """Return whether arguments are the same number, or tensors (sink logits) of the same shape."""
     if isinstance(known, Tensor):
         return isinstance(value, Tensor) and _kind(value) == _kind(known)
@@ -124,9 +131,10 @@ def may_repeat(mask: Any) -> bool:
 
 def let_repeat(
     module: nn.Module,
-    states: tuple[Tensor, ...],
-    kv_len: int,
-    is_cached: bool,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    update: tuple[DMALayer, Step] | None,
     mask: Any,
     is_causal: bool | None,
     sliding_window: int | None,
@@ -137,13 +145,14 @@ def let_repeat(
     others = {name: value for name, value in arguments.items() if name not in HARMLESS and name not in OF_GENERATION}
     if any(isinstance(value, Tensor) for name, value in others.items() if name != "s_aux"):
         return
+    states, kv_len = ((query, key, value), key.shape[2]) if update is None else ((query,), update[1].kv_len)
     kinds = tuple(map(_kind, states))
     repeated = RepeatedCall(module.config, is_causal, kinds, kv_len, frozenset(arguments), others, compute)
-    mask.dma_calls[sliding_window, not is_cached] = repeated
+    mask.dma_calls[sliding_window, update is None] = repeated
 
 
-def cached_step(call: Call, query: Tensor, layer: DMALayer, window: int | None) -> Compute:
-    """Return what computes a decoding step over a cache like ``layer``."""
+def cached_step(call: Call, kernel: str, query: Tensor, window: int | None) -> Compute:
+    """Return what computes a decoding step over a cache, as ``kernel`` did for an earlier layer."""
     settings = call.settings
     known = cache_options(query, window=window, **call.numbers)
 
@@ -151,15 +160,15 @@ def cached_step(call: Call, query: Tensor, layer: DMALayer, window: int | None) 
         options = known if sinks is None else known._replace(sinks=sinks)
         layer.pending = None
         layer.make_room(key.shape[2])
-        inputs = (query, key, value, layer.storage, options, settings.config.backend)
-        out = counted(module, settings.name, layer.cache, repeat_attention, *inputs)
+        out = repeat_attention(query, key, value, layer.storage, options, settings.config.backend)
+        count_use(module, Use(kernel, settings.name, layer.cache))
         layer.count(step)
         return out.transpose(1, 2).contiguous()
 
     return compute
 
 
-def prompt(call: Call, recipe: Recipe, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Compute | None:
+def prompt(call: Call, query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, **options: Any) -> Compute | None:
     """Return what computes a call over plain keys, or a prompt, or ``None`` if it must be seen as one operation."""
     settings = call.settings
     prepared = PreparedAttention.of(query, key, value, recipe, **options, **call.options)

@@ -13,12 +13,12 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / folder) for folder in (".", "kernels", "eval", "scripts")]
+sys.path[:0] = [str(ROOT / folder) for folder in (".", "kernels", "eval", "scripts", "benchmarks")]
 
 import docs_reference  # noqa: E402 (needs the paths)
 
 FOLDER = "benchmarks"
-"""This folder of the repository is part of the site as it is: pages, plots and result files."""
+"""This folder of the repository is part of the site as it is: pages, plots and result files. Scripts are not."""
 MOVED = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "README.md": "index.md"}
 """Files at the root of the repository, and their place on the site."""
 INDEXES = ("README.md", "report.md")
@@ -32,7 +32,7 @@ MARK = re.compile(r"^<!-- generate: (\w+) -->$", re.MULTILINE)
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages and files outside ``docs``."""
     for path in sorted((ROOT / FOLDER).rglob("*")):
-        if path.is_file():
+        if path.is_file() and path.suffix not in (".py", ".pyc"):
             name = path.relative_to(ROOT).as_posix()
             files.append(File(name, str(ROOT), config.site_dir, config.use_directory_urls))
     for name, place in MOVED.items():

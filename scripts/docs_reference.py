@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
 import textwrap
@@ -11,17 +10,20 @@ from dataclasses import fields, is_dataclass
 from functools import partial
 from types import ModuleType
 
+import dma_eval.bench.results
 import dma_eval.cli
+import dma_eval.results
 import dma_kernels
+import kernel_bench.results  # while the hooks extend the path
 import typer
-from dma_eval.render import table
+from dma_eval.show.render import table
 from dma_kernels import Recipe
 from typer.cli import get_docs_for_click
 
 import dma_hf
 from dma_hf import PRESETS, DMAConfig
 
-FIRST = ("configure", "DMAConfig", "PRESETS", "DMACache", "stats", "equalize", "continuous_batching", "counted_tiles")
+FIRST = ("configure", "DMAConfig", "PRESETS", "DMACache", "stats")
 """Names of ``dma_hf`` that most users need; the reference begins with them."""
 EXAMPLES = re.compile(r"^Examples:\n((?:  .*\n)+)", re.MULTILINE)
 ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n        .*)*)", re.MULTILINE)
@@ -62,11 +64,9 @@ def command_reference() -> str:
     return EXAMPLES.sub(lambda found: f"```sh\n{textwrap.dedent(found[1])}```\n", f"## {sections}")
 
 
-def _source(module: str) -> str:
+def _source(module: ModuleType) -> str:
     """Return the source of every dataclass of a module, in which comments describe the fields."""
-    classes = [
-        cls for cls in vars(importlib.import_module(module)).values() if getattr(cls, "__module__", "") == module
-    ]
+    classes = [cls for cls in vars(module).values() if getattr(cls, "__module__", "") == module.__name__]
     source = "\n\n".join(inspect.getsource(cls) for cls in classes if is_dataclass(cls))
     return f"```python\n{source}```"
 
@@ -88,7 +88,8 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "fields": field_table,
     "presets": preset_table,
     "commands": command_reference,
-    "quality": partial(_source, "dma_eval.results"),
-    "speed": partial(_source, "dma_eval.bench.results"),
+    "quality": partial(_source, dma_eval.results),
+    "speed": partial(_source, dma_eval.bench.results),
+    "kernel_speed": partial(_source, kernel_bench.results),
 }
 """By the name in ``<!-- generate: NAME -->``."""

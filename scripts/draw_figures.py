@@ -10,16 +10,16 @@ library itself, and the chart of speed against loss comes from the files in benc
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 import update_docs
-from dma_eval.bench.capture import capture_layers, choose_layers
-from dma_eval.bench.inputs import Inputs
-from dma_eval.data import load_text, tokenize
-from dma_eval.models import load_model
+from dma_eval.load.data import load_text, tokenize
+from dma_eval.load.models import load_model
+from dma_eval.show.plots import legend_below, line_styles, tidy
 from dma_kernels import BLOCK_FORMATS, TILE, Recipe, hadamard_rotate, key_mean, quantize
 from dma_kernels.numerics.geometry import SKIP_BLOCK
 from dma_kernels.reference.operands import prepare_operands
@@ -34,6 +34,11 @@ from torch import Tensor
 from dma_hf import DMAConfig
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "benchmarks"))
+
+from kernel_bench.capture import capture_layers, choose_layers  # noqa: E402 (needs the path)
+from kernel_bench.inputs import Inputs  # noqa: E402
+
 ASSETS, FIGURES_FOLDER = ROOT / "eval/dma_eval/assets", ROOT / "docs/figures"
 HIGH, LOW, HIDDEN = "#d55e00", "#56b4e9", "#ececec"
 
@@ -228,11 +233,31 @@ def draw_speed_loss() -> Figure:
     return figure
 
 
+def draw_prefill() -> Figure:
+    """docs/figures/prefill.png: speed of prefill attention by the number of tokens, quantization counted."""
+    frame = update_docs.load("prefill-h200").query("`shape.batch` == 1 and `shape.head_dim` == 128")
+    frame = frame.query("`shape.kv_heads` == 8 and `shape.is_causal`").sort_values("shape.length", kind="stable")
+    figure, axes = plt.subplots(figsize=(8, 4.2), dpi=150, layout="constrained")
+    for label, (color, line) in line_styles(frame["label"]).items():
+        rows = frame[frame["label"] == label]
+        speed = rows["tflops"] * rows["milliseconds"] / rows["ms"]
+        axes.plot(rows["shape.length"] / 1024, speed, line, color=color, marker="o", markersize=4, label=label)
+    lengths = frame["shape.length"].unique() // 1024
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [f"{length}K" for length in lengths])
+    axes.set(ylim=(0, None), xlabel="tokens", ylabel="TFLOP/s, quantization counted")
+    axes.set_title("Prefill attention, head_dim 128, 32/8 heads, causal, H200", fontsize=11)
+    tidy(axes)
+    legend_below(figure, axes)
+    return figure
+
+
 FIGURES = {
     "rule": draw_rule,
     "formats": draw_formats,
     "transforms": draw_transforms,
     "speed-loss": draw_speed_loss,
+    "prefill": draw_prefill,
 }
 """The figures that need no model of yours."""
 

@@ -14,7 +14,7 @@ from typing import Annotated
 import torch
 import typer
 from dma_eval.bench.generate import SHAPES, build_model
-from dma_eval.models import parse_device
+from dma_eval.load.models import parse_device
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 

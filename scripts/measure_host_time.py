@@ -13,23 +13,31 @@ batch 1 takes as long as the host needs.
 
 from __future__ import annotations
 
+import json
 import statistics
+import sys
 import time
+from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from dma_eval.backends import Backend
 from dma_eval.bench.generate import build_model, never_stopping
-from dma_eval.bench.inputs import random_inputs
-from dma_eval.bench.prefill import parse_implementations, prepare
-from dma_eval.bench.results import PrefillShape
 from dma_eval.bench.timing import FAILURES, Run
-from study import Out, Writer
+from dma_eval.load.backends import Backend
+from dma_eval.results import here_and_now
 from torch import Tensor
 from transformers import PreTrainedModel
 
 import dma_hf
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+from kernel_bench.command import parse_compared
+from kernel_bench.inputs import random_inputs
+from kernel_bench.results import PrefillShape
+from prefill import PEERS, prepare
 
 SHAPES = [
     PrefillShape(batch=batch, length=length, query_heads=32, kv_heads=8, head_dim=128, is_causal=True)
@@ -123,8 +131,16 @@ def measure_generate(model: PreTrainedModel, context: int, rounds: int, runs: li
     }
 
 
+def write(results: list[dict[str, Any]], out: Path) -> None:
+    """Write the results so far, one on a line, and print the last one."""
+    facts = here_and_now()
+    report = facts | {"environment": asdict(facts["environment"]), "results": results}
+    out.write_text(json.dumps(report).replace(', {"', ',\n{"') + "\n", encoding="utf-8")
+    typer.echo(" ".join(f"{key}={value}" for key, value in results[-1].items()))
+
+
 def main(
-    out: Out,
+    out: Annotated[Path, typer.Option(help="JSON file of the results.")],
     bursts: Annotated[int, typer.Option(help="Bursts of each implementation.")] = 60,
     shape: Annotated[str | None, typer.Option(help="Model shape, to measure generate.")] = None,
     context: Annotated[list[int] | None, typer.Option(help="Tokens of a prompt.")] = None,
@@ -132,20 +148,19 @@ def main(
     run: Annotated[list[str] | None, typer.Option(help="Runs of generate; default: all.")] = None,
 ) -> None:
     """Measure every shape."""
-    writer = Writer(out)
+    results: list[dict[str, Any]] = []
     if shape is not None:
         model = never_stopping(build_model(shape, torch.device("cuda"), torch.bfloat16))
         for length in context or [1024]:
-            writer.add(
-                {"shape": shape, "context": length} | measure_generate(model, length, rounds, run or [*GENERATE])
-            )
+            measured = measure_generate(model, length, rounds, run or [*GENERATE])
+            results.append({"shape": shape, "context": length} | measured)
+            write(results, out)
         return
-    implementations = parse_implementations(IMPLEMENTATIONS)
-    for shape in SHAPES:
-        times: dict[str, Any] = {
-            f"{label}_us": round(taken, 1) for label, taken in measure(shape, implementations, bursts).items()
-        }
-        writer.add({"shape": str(shape)} | times)
+    implementations = parse_compared(IMPLEMENTATIONS, "IMPLEMENTATIONS", tuple(PEERS), caches=False)
+    for each in SHAPES:
+        times = measure(each, implementations, bursts)
+        results.append({"shape": str(each)} | {f"{label}_us": round(taken, 1) for label, taken in times.items()})
+        write(results, out)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ A page has a table between the lines ``<!-- table: NAME FILE... -->`` and ``<!--
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -17,24 +16,16 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from dma_eval.pages import MISSING, fidelity_page, format_kl, number
-from dma_eval.render import table
 from dma_eval.results import read_report
+from dma_eval.show.pages import MISSING, fidelity_page, format_kl, number
+from dma_eval.show.render import table
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 BLOCK = re.compile(r"(<!-- table: (\S+)(.*?) -->\n)(.*?)(<!-- end table -->)", re.DOTALL)
-SKIPPING = ("2048-cpu", "4096-cpu", "8192-h100", "32768-h100")
-SKIPPED = "preset == 'balanced' and twin == 'unchanged' and t != 'off'"
-VIEWS = {
-    "by-threshold": ("kind == 'high'", "case", "t", "cell"),
-    "lost": (f"kind == 'high' and {SKIPPED}", "t", "length", "lost"),
-    "by-rule": (SKIPPED, "rule", "length", "cell"),
-}
-"""Tables of what is skipped: which results, and their columns for rows, columns and cells."""
 BALANCED, INT8, INT4 = "dma_mxfp:balanced", "dma_mxfp:balanced+int8", "dma_mxfp:balanced+int4"
 TYPED = "generate-h100"
-"""Result of ``dma-hf bench generate`` with its default runs. Without it the README has no such row."""
+"""Result of ``dma-hf bench`` with its default runs. Without it the README has no such row."""
 TYPED_PEERS = {
     "sdpa+static": "SDPA, static cache, compiled",
     "sdpa+dynamic": "SDPA",
@@ -42,6 +33,14 @@ TYPED_PEERS = {
 }
 """Runs that the README compares with, the strongest first."""
 REQUESTS = "32 requests of 2,048 + 64 tokens, 8B model"
+RETIRED = {
+    "5ae510b": (
+        *(f"dma-hf bench {name}" for name in ("prefill", "decode", "generate", "serve")),
+        *(f"python scripts/{name}.py" for name in ("compare_cache_speed", "measure_cache_formats")),
+        *(f"python scripts/{name}.py" for name in ("measure_skipping", "profile_vote")),
+    ),
+}
+"""Commands that only an earlier commit has, by the last one."""
 UNCHANGED, HARD_TWINS = "unchanged", ("keys x 32", "key biases", "values x 32")
 SHORT = ("smollm2-4096-fp32", "smollm2-4096-cpu-fp32", "smollm2-int4-4096-cpu-fp32")
 """Runs on windows of 4,096 tokens; ``int4`` of the last one is newer."""
@@ -64,13 +63,6 @@ NAMES = {
     "dma_mxfp:paper-no-sink": "`paper` without a sink",
 }
 ORDER = [BALANCED, "dma_mxfp:fp4", "dma_mxfp:paper", INT8, INT4, *NAMES]
-RULES = {
-    "high": "high maximum",
-    "running": "running maximum",
-    "length": "threshold + log(position / 8,192)",
-    "rows": "high maximum, row by row",
-}
-"""What the rules of ``measure_skipping.py`` are called."""
 
 
 def name(label: str) -> str:
@@ -110,9 +102,8 @@ def load(*files: str) -> pd.DataFrame:
     frames = []
     for file in files:
         report = read(f"{file}.json")
-        facts = {key: report.get(key) for key in ("layers", "cache_gib", "weights")}
+        facts = {key: report.get(key) for key in ("weights", "copy_bytes_per_second")}
         facts["device"] = re.sub(r"NVIDIA (\w+).*", r"\1", report["device"]["name"])
-        facts["is_compiled"] = "--compile" in report["command"]
         frames.append(pd.json_normalize(report["results"]).assign(**facts))
     frame = pd.concat(frames, ignore_index=True)
     frame["label"] = frame["label"].str.replace(r"^dma_mxfp(?=\+|$)", BALANCED, regex=True)
@@ -183,7 +174,10 @@ def prefill_real(*files: str) -> pd.DataFrame:
 
 
 def decode(*files: str) -> pd.DataFrame:
-    """The time of a step over SDPA's cache of 16 bits, and how many times faster others are; bytes of the caches."""
+    """The time of a step over SDPA's cache of 16 bits, and how many times faster others are.
+
+    Also the bytes of the caches, and what steps over ours read per second, as a share of a copy's bandwidth.
+    """
     frame = load(*files)
     ran = frame[frame["failure"].isna()].sort_values(["shape.head_dim", "shape.batch", "shape.length"], kind="stable")
     cells = times_faster(ran, "sdpa").apply(show, form=".2f", unit="x").rename(columns=name)
@@ -191,6 +185,10 @@ def decode(*files: str) -> pd.DataFrame:
     for label, ratios in pivot(ran, "bytes_ratio").items():
         if (ratios.dropna() != 1).any():
             cells[f"bytes of {name(str(label))}"] = show(ratios, ".2f")
+    ran["of_copy"] = 100 * ran["bytes_per_second"] / ran["copy_bytes_per_second"]
+    for label, shares in pivot(ran, "of_copy").items():
+        if label in (INT8, INT4):
+            cells[f"{name(str(label))}, of copy bandwidth"] = show(shares, ".0f", " %")
     return cells.drop(columns="SDPA")
 
 
@@ -212,15 +210,16 @@ def triton_versions() -> pd.DataFrame:
 def generate(*files: str) -> pd.DataFrame:
     """First token, step, memory.
 
-    Transformers compiled the steps of static caches: of its own, and in files before version 6 of packed ones.
+    Transformers compiled the steps of static caches: of its own, and in older files of packed ones.
     """
     order = ["device", "weights", "context"]
     frame = load(*files).sort_values(order, kind="stable", na_position="first")
-    is_replayed = frame["graph_steps"] > 0 if "graph_steps" in frame else False
     cells = {
         "GPU, weights": frame["device"] + ", " + frame["weights"].fillna("bf16"),
         "tokens of the prompt": show(frame["context"], ",.0f"),
-        "steps": np.select([frame["label"].str.endswith("static"), is_replayed], ["compiled", "CUDA graphs"], "eager"),
+        "steps": np.select(
+            [frame["label"].str.endswith("static"), frame["graph_steps"] > 0], ["compiled", "CUDA graphs"], "eager"
+        ),
         "first token": show(frame["first_token_seconds"], ".2f", " s"),
         "step": show(frame["step_milliseconds"], ".2f", " ms"),
         "cache": show(frame["cache_bytes"] / 2**30, ".2f", " GiB"),
@@ -236,55 +235,7 @@ def first_token(file: str) -> pd.DataFrame:
     return named(times.apply(show, form=".3f", unit=" s, ") + faster)
 
 
-def served(*files: str) -> pd.DataFrame:
-    """Return what answered each set of requests; of what several files of a GPU have, that of the last one."""
-    frame = load(*files)
-    frame["is_compiled"] |= frame["label"].str.startswith("vllm")
-    return frame.drop_duplicates(["device", "requests", "label", "is_compiled"], keep="last")
-
-
-def median_and_p99(frame: pd.DataFrame, key: str, form: str, unit: str) -> pd.Series:
-    """Return the median and the 99th percentile of a time."""
-    return show(frame[key], form, unit) + " (" + show(frame[f"{key}_p99"], form, unit) + ")"
-
-
-def replicas(*files: str) -> pd.DataFrame:
-    """New tokens per second on one and two GPUs, and waiting times: means of two runs."""
-    rows = [read(f"{file}-seed-{seed}-h100.json")["results"][0] | {"file": file} for file in files for seed in (2, 3)]
-    frame = pd.DataFrame(rows).groupby("file", sort=False).mean(numeric_only=True)
-    speed = frame["tokens_per_second"]
-    cells = {
-        "new tokens/s": show(speed, ",.0f"),
-        "over one replica and 64 requests": show(speed / speed["replicas-1-64"], ".2f", "x"),
-        "first token, median (99 %)": median_and_p99(frame, "first_token_seconds", ".2f", " s"),
-    }
-    labels = frame.index.str.replace(r"([a-z-]+)-(\d+)-(\d+)", r"`--\1 \2`, \3 requests", regex=True)
-    return pd.DataFrame(cells).set_axis(list(labels))
-
-
-def serve(*files: str) -> pd.DataFrame:
-    """New tokens per second, waiting times and memory."""
-    frame = served(*files)
-    first = frame.groupby(["device", "requests"])["tokens_per_second"].transform("first")
-    cells = {
-        "GPU": frame["device"],
-        "backend": frame["label"].map(name),
-        "compiled": frame["is_compiled"].map({True: "yes", False: "no"}),
-        "new tokens/s": show(frame["tokens_per_second"], ",.0f"),
-        "over the first": show(frame["tokens_per_second"] / first, ".2f", "x"),
-        "first token, median (99 %)": median_and_p99(frame, "first_token_seconds", ".2f", " s"),
-        "between tokens": median_and_p99(frame, "between_tokens_milliseconds", ".1f", " ms"),
-        "layers": show(frame["layers"], ".0f"),
-        "pages": show(frame["cache_gib"], "g", " GiB"),
-        "most at once": show(frame["most_at_once"], ".0f"),
-        "a token takes": show(frame["cache_bytes_per_token"] / 1024, ".1f", " KiB"),
-        "a request takes": show(frame["cache_bytes_per_request"].replace(0, None) / 2**20, ".1f", " MiB"),
-    }
-    requests = frame["requests"].str.replace(r"x(\d+)\+(\d+)", r" x (\1 + \2)", regex=True)
-    return pd.DataFrame(cells).set_axis(list(requests))
-
-
-# Quality: reports of runs, and results of studies.
+# Quality: reports of runs.
 
 
 def sections(kind: str, *folders: str) -> list[Any]:
@@ -381,53 +332,6 @@ def continuations(folder: str) -> pd.DataFrame:
     return named(pd.DataFrame(shown.rows, columns=shown.headers).set_index(shown.headers[0]))
 
 
-def cache_rotation(file: str) -> pd.DataFrame:
-    """Microseconds of a step, of one that completes a tile, and of appending a prompt; change since the base."""
-    frame = pd.DataFrame(read(f"{file}.json")["results"])
-    frame["shape"] = frame["kind"] + ", " + frame["shape"].str.replace(", head_dim 128, 32/8 heads", "")
-    cells = pd.DataFrame(index=frame["shape"].unique())
-    for form, rows in frame.set_index("shape").groupby("format", sort=False):
-        cells[f"`{form}`, us"] = show(rows["this_us"], ".1f")
-        cells[f"`{form}`, change"] = show(rows["change_percent"], "+.1f", " %")
-    cells["`int4` with rotated keys, us"] = show(rows["equalized_us"], ".1f")
-    return cells
-
-
-def cache_formats(file: str) -> pd.DataFrame:
-    """KL per token and change of the perplexity on twins of a model."""
-    frame = pd.DataFrame(read(f"{file}.json")["results"])
-    frame["cell"] = frame["kl"].map(format_kl) + ", " + show(frame["change_percent"], "+.2f", " %")
-    cells = pivot(frame, "cell", "format", "twin")
-    cells.insert(0, "bits", show(frame.groupby("format")["bits"].first(), ".2f"))
-    return cells
-
-
-def cache_rounding(file: str) -> pd.DataFrame:
-    """KL per token of ``int4`` in the draws that differ by the rounding of scales."""
-    kls = pd.DataFrame(read(f"{file}.json")["results"]).groupby("twin", sort=False)["kl"]
-    found = kls.agg(draws="count", mean="mean", lowest="min", highest="max").rename_axis(None)
-    return found.astype({"draws": str}).map(lambda cell: cell if isinstance(cell, str) else format_kl(cell))
-
-
-def skipping(view: str) -> pd.DataFrame:
-    """Results of ``measure_skipping.py``: share of low tiles skipped and KL per token.
-
-    The cell ``lost`` is the mean and the 99.9th percentile of the probability that a row loses.
-    """
-    frame = pd.DataFrame([row for file in SKIPPING for row in read(f"skipping/smollm2-{file}.json")["results"]])
-    frame["threshold"] = frame["threshold"].fillna(math.inf)
-    order = {"preset": True, "kind": True, "threshold": False, "length": True}
-    frame = frame.sort_values(list(order), ascending=list(order.values()), kind="stable")
-    frame["length"] = frame["length"].map("{:,}".format)
-    frame["cell"] = (100 * frame["skipped"]).map("{:.0f} %, ".format) + frame["kl"].map(format_kl)
-    frame["lost"] = show(frame["lost_mean"], ".1e") + ", " + show(frame["lost_p999"], ".1e")
-    frame["t"] = frame["threshold"].map("{:g}".format).replace("inf", "off")
-    frame["case"] = frame["preset"] + ", " + frame["length"] + ", " + frame["twin"]
-    frame["rule"] = frame["kind"].replace(RULES) + ", " + frame["t"]
-    where, rows, columns, cell = VIEWS[view]
-    return pivot(frame.query(where), cell, rows, columns)
-
-
 # All of it: the README's rows, and the index.
 
 
@@ -436,13 +340,12 @@ def results() -> pd.DataFrame:
     prefills, decodes = load("prefill-h200"), load("decode-h200")
     prefill, isolated = (times_faster(prefills, "fa3", key)[BALANCED] for key in ("ms", "sustained_milliseconds"))
     size = pivot(decodes, "bytes_ratio")[INT4]
-    short = served("serve-h200", "serve-packed-h200").query("requests == '32x2048+64'")
-    speed = short.set_index("label")["tokens_per_second"]
+    served = load("serve-h200", "serve-packed-h200").drop_duplicates("label", keep="last")
+    speed, peers = (each.set_index("label")["tokens_per_second"] for each in (served, load("serve-vllm-h200")))
     loss = by_twin(losses(*SHORT), "change_percent")[UNCHANGED]
     flash, plain, ours = "FlashAttention-3, bf16", "SDPA, 16-bit cache", "`balanced+int4`"
     long = f"{prefill['32K']:.2f}x as fast; isolated {isolated['32K']:.2f}x"
     step = "; ".join(f"{times_faster(decodes, peer)[INT4]['128K']:.2f}x" for peer in ("fa3:fp8", "sdpa"))
-    peers = served("serve-vllm-h200").set_index("label")["tokens_per_second"]
     compared = "; ".join(f"{peers[INT4] / peers[peer]:.2f}x" for peer in ("vllm:fp8", "vllm"))
     serving = f"{speed[INT4] / speed['sdpa']:.1f}x the tokens/s"
     changes = ", ".join(number(loss[label], "+.2f", " %") for label in (BALANCED, INT4))
@@ -483,16 +386,21 @@ def files() -> pd.DataFrame:
             "date": report["created"][:10],
             "commit": machine.get("commit"),
             "command": f"`{command}`" + (f" and {len(others)} more, in the file" if others else ""),
+            "last commit with the command": retired_at(command),
         }
         rows.append(row)
     return pd.DataFrame(rows).set_index("file")
 
 
+def retired_at(command: str) -> str | None:
+    """Return the last commit that has a command; ``None`` if this one has it."""
+    return next((commit for commit, gone in RETIRED.items() if command.startswith(gone)), None)
+
+
 QUALITY = (quality, quality_twins, quality_variants, quality_long, quality_positions, needles, continuations)
-SPEED = (prefill, prefill_errors, prefill_real, decode, triton_versions, generate, first_token, serve, replicas)
-STUDIES = (cache_rotation, cache_formats, cache_rounding, skipping)
+SPEED = (prefill, prefill_errors, prefill_real, decode, triton_versions, generate, first_token)
 TABLES: dict[str, Callable[..., pd.DataFrame]] = {
-    each.__name__.replace("_", "-"): each for each in (results, *SPEED, *QUALITY, *STUDIES, files)
+    each.__name__.replace("_", "-"): each for each in (results, *SPEED, *QUALITY, files)
 }
 
 

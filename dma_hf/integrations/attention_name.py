@@ -12,10 +12,6 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .versions import check_attributes
-
-check_attributes(PreTrainedConfig, ["_attn_implementation"])  # at import: the functions below may be compiled
-
 
 def attention_name(config: PreTrainedConfig) -> Any:
     """Return the name of the attention implementation that the layers of a configuration run, or ``None``."""
@@ -30,6 +26,11 @@ def decoder_attention(model: PreTrainedModel) -> Any:
 def set_attention_name(config: PreTrainedConfig, name: Any) -> None:
     """Set the name in a configuration and those nested in it."""
     config._attn_implementation = name
+
+
+def takes_attention_names(model: type[PreTrainedModel]) -> bool:
+    """Return whether the layers of a model class look up their attention by its name."""
+    return bool(model._can_set_attn_implementation())
 
 
 def distinct_configs(model: nn.Module) -> list[PreTrainedConfig]:

@@ -1,4 +1,4 @@
-"""Errors for names of attention implementations: mistyped ones, and models whose table of layers lacks them."""
+"""The error for models that look up their attention layers by the name of the implementation."""
 
 from __future__ import annotations
 
@@ -6,50 +6,26 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
-from ..config import NAME, check_cache_name, is_dma, preset_of, split_name
+from ..config import is_dma
 
 
-def check_attention(
-    method: Callable[..., Any], model: PreTrainedModel, requested: Any, *arguments: Any, **options: Any
-) -> Any:
+def check_attention(method: Callable[..., Any], model: PreTrainedModel, *arguments: Any, **options: Any) -> Any:
     """Call ``get_correct_attn_implementation``, and refuse a model whose constructor would raise a ``KeyError``.
 
     Raises:
-        ValueError: The name is unknown, and the message says which names this package adds. Or the model looks up its
-            attention layers by the name of the implementation (Falcon, SAM).
+        ValueError: The model looks up its attention layers by the name of the implementation (Falcon, SAM).
     """
-    try:
-        name = method(model, requested, *arguments, **options)
-    except ValueError as error:
-        if str(requested) in AttentionInterface():  # a valid name, but not for this model
-            raise
-        if split_name(str(requested))[0] == NAME:
-            _check_suffix(str(requested))
-        raise ValueError(
-            f"{error} dma_hf adds '{NAME}[:PRESET][+CACHE]', for example '{NAME}:balanced+int4'."
-        ) from None
-    table = _table_of(model)
-    if table is not None and is_dma(name):
+    name = method(model, *arguments, **options)
+    table = _table_of(model) if is_dma(name) else None
+    if table is not None:
         raise ValueError(
             f"attn_implementation={name!r} does not reach {type(model).__name__}, which chooses its layers from "
             f"{table}; load the model with attn_implementation='sdpa', or name dma_mxfp for the language model "
             "alone: {'text_config': 'dma_mxfp'}"
         )
     return name
-
-
-def _check_suffix(name: str) -> None:
-    """Raise the error for an unknown preset or cache in the name of an attention implementation."""
-    suffix = name.removeprefix(NAME)
-    try:
-        if suffix.startswith(":"):
-            preset_of(suffix[1:], "; dma_hf.configure(model, ...) also takes TOML files")
-        else:
-            check_cache_name(suffix[1:])
-    except ValueError as error:
-        raise ValueError(f"attn_implementation={name!r}: {error}") from None
 
 
 def _table_of(model: PreTrainedModel) -> str | None:

@@ -2,24 +2,19 @@
 
 ``generate_batch`` and Transformers' server call ``init_continuous_batching`` of the model, which this package wraps.
 The wrapper returns a manager (:mod:`dma_hf.integrations.manager`) that renames the model's attention
-(:mod:`dma_hf.integrations.paged_attention`) and uses packed pages if the settings name a cache. Transformers 5.17 has
-another paged cache: its pages hold 16 bits, and :func:`continuous_batching` renames the attention.
+(:mod:`dma_hf.integrations.paged_attention`) and uses packed pages if the settings name a cache.
 """
 
 from __future__ import annotations
 
 import copy
-import importlib.util
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
-import transformers
 from transformers import ContinuousBatchingConfig, PreTrainedModel
 
-from ..config import NAME, PAGED_NAME, cache_of, is_dma, is_ours
+from ..config import NAME, cache_of, is_dma, is_ours
 from .attention_name import decoder_attention
-from .paged_attention import enter_batching, leave_batching
 from .versions import check_version, private_imports
 
 
@@ -29,17 +24,14 @@ def init_continuous_batching(
     """Call ``init_continuous_batching``, or return a manager of this package for a model that runs ``dma_mxfp``.
 
     Raises:
-        RuntimeError: Transformers is too old for the settings of the model, or a kept manager is for other settings.
+        RuntimeError: A kept manager is for other settings.
     """
     kept = getattr(model, "_cached_continuous_batching_manager", None)
-    if kept is not None and has_sectors():
+    if kept is not None:
         _check_kept(kept, model)
-    if not is_ours(model):
-        return method(model, *arguments, **options)
-    _refuse_what_is_newer(model)
-    if kept is not None or not has_sectors():
-        return method(model, *arguments, **options)
-    return _make_manager(model, *arguments, **options)
+    elif is_ours(model):
+        return _make_manager(model, *arguments, **options)
+    return method(model, *arguments, **options)
 
 
 def _check_kept(kept: Any, model: PreTrainedModel) -> None:
@@ -68,7 +60,7 @@ def _make_manager(
     """
     check_version("continuous batching")
     with private_imports():
-        from .manager import DMAManager  # 5.17 cannot import it
+        from .manager import DMAManager
 
     settings = generation_config or model.generation_config
     batching = continuous_batching_config or getattr(settings, "continuous_batching_config", None)
@@ -76,55 +68,3 @@ def _make_manager(
         settings = copy.deepcopy(settings)
         settings.eos_token_id = -1  # Transformers' managers take it as none
     return DMAManager(model, settings, batching or ContinuousBatchingConfig(), workload_hints)
-
-
-def has_sectors() -> bool:
-    """Return whether the paged cache of Transformers has sectors that allocators share, as in 5.18 and later."""
-    spec = "transformers.generation.continuous_batching.cache_allocators"
-    return importlib.util.find_spec(spec) is not None
-
-
-def _refuse_what_is_newer(model: PreTrainedModel) -> None:
-    """Raise if the installed Transformers is too old to batch a model with its settings."""
-    if has_sectors():
-        return
-    cache = cache_of(model)
-    if cache is not None:
-        raise RuntimeError(
-            f"packed pages (cache={cache!r}) need Transformers 5.18 or later, got {transformers.__version__}; update "
-            "it, or call dma_hf.configure(model, cache=None) for 16-bit pages"
-        )
-    if not str(decoder_attention(model)).startswith(PAGED_NAME):
-        raise RuntimeError(
-            f"generate_batch needs `with dma_hf.continuous_batching(model):` on Transformers before 5.18, got "
-            f"{transformers.__version__}"
-        )
-
-
-@contextmanager
-def continuous_batching(model: PreTrainedModel) -> Iterator[None]:
-    """Allow continuous batching of a model that runs ``dma_mxfp`` within a ``with`` block::
-
-        with dma_hf.continuous_batching(model):
-            outputs = model.generate_batch(prompts, generation_config=settings)
-
-    Only Transformers 5.17 needs it. There pages hold 16 bits. On a GPU pass
-    ``continuous_batching_config=ContinuousBatchingConfig(use_cuda_graph=False)``, because the lengths of the requests
-    are read on the host. Blocks may overlap.
-
-    Raises:
-        ValueError: The model does not run ``dma_mxfp``.
-        RuntimeError: The settings name packed pages, and Transformers is too old for them.
-    """
-    name = decoder_attention(model)
-    if not is_dma(name):
-        raise ValueError(
-            f"{type(model).__name__} runs attention {name!r}; continuous_batching is for models with "
-            "attn_implementation='dma_mxfp'"
-        )
-    enter_batching(model)
-    try:
-        _refuse_what_is_newer(model)
-        yield
-    finally:
-        leave_batching(model)

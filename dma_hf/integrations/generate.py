@@ -13,13 +13,13 @@ from dma_kernels.numerics.formats import TILE
 from torch import Tensor
 from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
 
-from ..architectures import shares_keys
-from ..arguments import expect_other_cache
 from ..cache import DMACache
 from ..cache_layers import DMALayer
 from ..config import cache_of, is_ours
 from ..decoding import DecodingSteps, decodes_by_graphs, lend
-from ..stats import note_eager_decoding
+from ..masks.architectures import shares_keys
+from ..masks.arguments import expect_other_cache
+from ..stats import count_eager_decoding
 from .cache_argument import CACHE_ARGUMENT, CACHE_ARGUMENTS
 
 OPEN = (None, "hybrid")
@@ -73,11 +73,11 @@ def prepare_cache(
         if is_later_turn and shares_keys(packed.owner.config) and generation_config.prefill_chunk_size is None:
             generation_config.prefill_chunk_size = TILE
         if generation_mode.value not in MODES:
-            note_eager_decoding(model, f"the generation mode is {generation_mode.value}")
+            count_eager_decoding(model, f"the generation mode is {generation_mode.value}")
         elif model.config.is_encoder_decoder:
-            note_eager_decoding(model, "the model is an encoder-decoder")
+            count_eager_decoding(model, "the model is an encoder-decoder")
         elif generation_config.disable_compile:
-            note_eager_decoding(model, "disable_compile is set")
+            count_eager_decoding(model, "disable_compile is set")
     if not is_new:
         return method(model, *given)
     model_kwargs[CACHE_ARGUMENT] = cache

@@ -4,7 +4,7 @@ For ``attn_implementation="org/repo:dma_mxfp"`` Transformers loads the copy with
 registers the kernel's ``flash_attn_forward`` with SDPA's mask function. A kernel cannot choose another one. Those masks
 are dense and have no positions, so tiles of left-padded rows would start at the wrong keys.
 
-:func:`register_masks` replaces them by :func:`~dma_hf.dma_mask`. It runs when Transformers, after registering the
+:func:`register_masks` replaces them by :func:`~dma_hf.masks.dma_mask`. It runs when Transformers, after registering the
 kernel, looks up optional functions that the kernel does not have (:func:`__getattr__`). If a later release does not
 look them up, the first forward pass raises an error.
 """
@@ -20,12 +20,12 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..attention import dma_attention_forward
-from ..masking import dma_mask
+from ..masks import dma_mask
 from .attention_name import attention_name
 
 
 def dma_mxfp(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    """Compute the attention of one layer, as :func:`~dma_hf.dma_attention_forward` does.
+    """Compute the attention of one layer, as :func:`~dma_hf.attention.dma_attention_forward` does.
 
     Raises:
         RuntimeError: Another mask function makes the layer's masks.
@@ -42,7 +42,7 @@ def dma_mxfp(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None
 
 
 def register_masks() -> None:
-    """Register :func:`~dma_hf.dma_mask` for every attention name that runs :func:`dma_mxfp`."""
+    """Register :func:`~dma_hf.masks.dma_mask` for every attention name that runs :func:`dma_mxfp`."""
     for name, function in ALL_ATTENTION_FUNCTIONS.items():
         if function is dma_mxfp:
             AttentionMaskInterface.register(name, dma_mask)

@@ -1,13 +1,13 @@
 """Transformers' manager of continuous batching, for a model that runs ``dma_mxfp``.
 
-It supports Transformers 5.18 to 5.24. ``tests/compat/test_interfaces.py`` has what this module needs of them.
+``tests/compat`` runs it on the oldest and the newest supported version of Transformers.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-import threading
+import weakref
 from typing import Any
 
 from dma_kernels.numerics.formats import TILE
@@ -40,14 +40,14 @@ class DMAManager(ContinuousBatchingManager):  # type: ignore[misc]
         hints: Transformers' ``WorkloadHints``, or ``None``.
     """
 
+    _batching: weakref.finalize[..., Any] | None = None
+
     def __init__(
         self, model: PreTrainedModel, settings: GenerationConfig, batching: ContinuousBatchingConfig, hints: Any
     ) -> None:
         self.cache_format = cache_of(model)
         if self.cache_format is not None:
             check_layers(model.config.get_text_config(decoder=True))
-        self._entered: list[PreTrainedModel] = []
-        self._entering = threading.Lock()
         batching = copy.deepcopy(batching)
         blocks, decode_compile_config = batching.max_blocks_per_request, batching.decode_compile_config
         if self.cache_format is not None:
@@ -71,21 +71,15 @@ class DMAManager(ContinuousBatchingManager):  # type: ignore[misc]
             resolved.use_cuda_graph = False, resolved.cuda_graph_booleans[1] and blocks > 0
 
     def switch_to_cb_friendly_attn(self, model: PreTrainedModel, auto_switch_to_flash: bool = True) -> None:
-        """Rename the attention of the model. The implementation does not change."""
-        with self._entering:
-            if not self._entered:
-                enter_batching(model)
-                self._entered.append(model)
+        """Rename the attention of the model, until the manager stops or is dropped. The implementation stays."""
+        if self._batching is None or not self._batching.alive:
+            enter_batching(model)
+            self._batching = weakref.finalize(self, leave_batching, weakref.ref(model))
+            self._batching.atexit = False
 
     def _leave(self) -> None:
-        with self._entering:
-            if self._entered:
-                leave_batching(self._entered.pop())
-
-    def __del__(self) -> None:
-        """Rename the attention of the model back if the manager is dropped before it was started."""
-        if getattr(self, "_entered", None):
-            self._leave()
+        if self._batching is not None:
+            self._batching()
 
     def warmup(self) -> None:
         try:

@@ -1,7 +1,7 @@
 """Attention of continuous batching: ``dma_mxfp`` over Transformers' paged cache, in 16 bits or packed.
 
 Continuous batching accepts an attention implementation by its name: ``sdpa``, ``paged|eager``, or a name with ``flash``
-in it. (Up to 5.17 it was the prefix ``paged|``.) A ``flash`` implementation separates requests by their lengths,
+in it. A ``flash`` implementation separates requests by their lengths,
 without a mask. :data:`~dma_hf.config.PAGED_NAME` is such a name. A model has it only while it batches continuously,
 because elsewhere Transformers treats these names as FlashAttention.
 
@@ -22,8 +22,8 @@ from dma_kernels import Recipe, attention
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
-from ..arguments import WAY_OUT, Call, Refusal, find_unsupported
 from ..config import NAME, PAGED_NAME, is_dma
+from ..masks.arguments import WAY_OUT, Call, Refusal, find_unsupported
 from ..stats import counted
 from .attention_name import attention_name, decoder_attention, rename, restore_names
 
@@ -91,8 +91,11 @@ def enter_batching(model: PreTrainedModel) -> None:
         state.count += 1
 
 
-def leave_batching(model: PreTrainedModel) -> None:
-    """Undo :func:`enter_batching`. A name that was set in between stays."""
+def leave_batching(reference: weakref.ref[PreTrainedModel]) -> None:
+    """Undo :func:`enter_batching`, if the model still exists. A name that was set in between stays."""
+    model = reference()
+    if model is None:
+        return
     with _lock:
         state = _batched[model]
         state.count -= 1
@@ -123,21 +126,21 @@ def dma_paged_attention_forward(
         attention_mask: ``None``, because the lengths imply it.
         sliding_window: Window of the layer. The default is that of the configuration.
         cache: The paged cache, or ``None`` if the layer has updated it and ``key`` and ``value`` come from it.
-        kwargs: Further arguments, see :meth:`dma_hf.arguments.Call.of`. Those that describe the batch are ignored. The
-            arguments of the model's forward pass have them for every layer.
+        kwargs: Further arguments, see :meth:`dma_hf.masks.arguments.Call.of`. Those that describe the batch are
+            ignored. The arguments of the model's forward pass have them for every layer.
 
     Returns:
         ``[1, tokens, Hq, Dv]``, and ``None`` in place of attention weights.
 
     Raises:
         RuntimeError: It is called outside continuous batching, or a CUDA graph is being captured over 16-bit pages.
-        ValueError: As in :func:`~dma_hf.dma_attention_forward`.
+        ValueError: As in :func:`~dma_hf.attention.dma_attention_forward`.
     """
     batch = _running.batch
     if "read_index" not in batch:
         raise RuntimeError(
-            f"attn_implementation={PAGED_NAME!r} is for generate_batch only; call generate and forward outside of "
-            "dma_hf.continuous_batching(model)"
+            f"attn_implementation={PAGED_NAME!r} is for generate_batch only; call generate and forward after the "
+            "manager has stopped"
         )
     call = Call.of(module, **{name: each for name, each in kwargs.items() if name not in _OF_THE_BATCH})
     refusal = find_unsupported(call, query, value)
@@ -157,7 +160,7 @@ def dma_paged_attention_forward(
         offsets = batch["block_table"], batch["cu_seq_lens_q"], batch["position_ids"]
         packed = (module, query, key, value, offsets, recipe)
         format = str(call.settings.config.cache)
-        return counted(module, call.settings.name, format, lambda: pages.attend(*packed, **options)), None
+        return counted(module, call.settings.name, format, lambda: pages.attend(*packed, **options))[0], None
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "dma_mxfp attention over 16-bit pages reads the lengths of the requests on the host, which a CUDA graph "
@@ -165,9 +168,9 @@ def dma_paged_attention_forward(
         )
     starts = batch["cu_seq_lens_k"]
     if isinstance(starts, dict):
-        starts = starts[_kind_of(module, pages, sliding_window, list(starts))]
+        starts = starts[_kind_of(module, pages, list(starts))]
     requests = (query, key, value, starts, batch["cu_seq_lens_q"], batch["position_ids"])
-    return counted(module, call.settings.name, "pages", _attend_requests, *requests, recipe, options), None
+    return counted(module, call.settings.name, "pages", _attend_requests, *requests, recipe, options)[0], None
 
 
 def _window_of(module: nn.Module, config: PreTrainedConfig) -> int | None:
@@ -177,17 +180,13 @@ def _window_of(module: nn.Module, config: PreTrainedConfig) -> int | None:
     return window if window is None or kinds is None or kinds[module.layer_idx] == "sliding_attention" else None
 
 
-def _kind_of(module: nn.Module, pages: Any, sliding_window: int | None, kinds: list[str]) -> str:
+def _kind_of(module: nn.Module, pages: Any, kinds: list[str]) -> str:
     """Return the kind of a layer, full or sliding, of which the keys of its requests have their lengths.
 
     Layers that share the keys of another one (Gemma 3n) have a kind too, although they do not update the cache.
     """
-    if len(kinds) == 1:
-        return kinds[0]
-    if hasattr(pages, "layer_to_allocator"):
-        kind: str = pages.layer_to_allocator[module.layer_idx].layer_type
-        return kind
-    return "sliding_attention" if sliding_window else "full_attention"  # up to Transformers 5.17
+    kind: str = kinds[0] if len(kinds) == 1 else pages.layer_to_allocator[module.layer_idx].layer_type
+    return kind
 
 
 def _attend_requests(
@@ -230,11 +229,9 @@ def _attend_requests(
 
 def _update(cache: Any, module: nn.Module, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Store keys and values, and return those of all requests. Layers of Transformers 5.24 do so themselves."""
-    if "read_index" in inspect.signature(cache.update).parameters:  # up to Transformers 5.17
-        indices = {name: kwargs[name] for name in ("read_index", "write_index")}
-        key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, **indices)
-        key, value = (states.transpose(0, 1)[None] for states in (key, value))
-        return key, value
+    if "read_index" in inspect.signature(cache.update).parameters:  # older ones return them without a batch axis
+        indices = kwargs["read_index"], kwargs["write_index"]
+        return tuple(states.transpose(0, 1)[None] for states in cache.update(key, value, module.layer_idx, *indices))
     updated: tuple[Tensor, Tensor] = cache.update(key, value, module.layer_idx, kwargs)
     return updated
 

@@ -1,6 +1,6 @@
 """Packed pages: the paged cache of continuous batching in the formats of :class:`~dma_hf.DMACache`.
 
-Transformers' scheduler and pool allocate blocks of one flat tensor of bytes (5.18 and later). There are two kinds:
+Transformers' scheduler and pool allocate blocks of one flat tensor of bytes. There are two kinds:
 
 * **pages**: a block has a tile of 128 tokens of one request, for each layer and kv head
   (:mod:`dma_kernels.cache.page_layout`). A request has one for every complete tile that is not a sink tile.
@@ -32,8 +32,8 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 from transformers.generation.continuous_batching.cache_allocators import CachePool, FullAttentionCacheAllocator
 from transformers.generation.continuous_batching.utils import find_head_dim, find_num_key_value_heads
 
-from ..architectures import refuse_packed_cache, shares_keys
 from ..config import cache_format_of, settings_of
+from ..masks.architectures import refuse_packed_cache, shares_keys
 
 Batch = tuple[Tensor | None, Tensor, Tensor]
 """Transformers' block table or ``None``, offsets of the requests among the queries, and position ids."""

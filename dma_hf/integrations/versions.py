@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import transformers
 
-SUPPORTED = ">=5.17,<5.25"
+SUPPORTED = ">=5.18,<5.25"
 """The range in ``pyproject.toml``. Continuous integration tests both ends."""
 
 
@@ -53,31 +52,3 @@ def private_imports() -> Iterator[None]:
         if not str(error.name).startswith("transformers"):
             raise
         raise UnsupportedTransformersError(str(error.name), f"cannot be imported as expected ({error})") from error
-
-
-def check_parameters(function: Callable[..., Any], *known: str) -> None:
-    """Check that a function has the parameters of one of the supported versions.
-
-    Args:
-        function: The function.
-        known: Its parameters without ``self``, separated by spaces, one string for each supported form.
-
-    Raises:
-        UnsupportedTransformersError: It has other parameters.
-    """
-    found = " ".join(name for name in inspect.signature(function).parameters if name != "self")
-    if found not in known:
-        expected = " or ".join(f"({each})" for each in known)
-        raise UnsupportedTransformersError(function.__qualname__, f"takes ({found}), not {expected}")
-
-
-def check_attributes(owner: Any, names: Collection[str]) -> None:
-    """Check that an object or a class has these attributes.
-
-    Raises:
-        UnsupportedTransformersError: One is missing.
-    """
-    missing = [name for name in names if not hasattr(owner, name)]
-    if missing:
-        kind = owner.__qualname__ if isinstance(owner, type) else type(owner).__qualname__
-        raise UnsupportedTransformersError(kind, f"has no {', '.join(missing)}")

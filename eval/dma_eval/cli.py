@@ -31,13 +31,8 @@ COMMANDS: dict[str, Run] = {
     "card": report.card,
     "serve": serve.serve,
     "demo": demo.demo,
+    "bench": bench.bench,
     "env": env.env,
-}
-BENCH: dict[str, Run] = {
-    "prefill": bench.time_prefill,
-    "decode": bench.time_decode,
-    "generate": bench.time_generate,
-    "serve": bench.time_serve,
 }
 START = """Start here:
   dma-hf demo         run everything on a small model that comes with the package
@@ -50,10 +45,6 @@ def make_app() -> typer.Typer:
     app = typer.Typer(name="dma-hf", epilog=START, callback=_root, **settings)
     for name, run in COMMANDS.items():
         add_command(app, name, run)
-    timed = typer.Typer(callback=_group, **settings)
-    for name, run in BENCH.items():
-        add_command(timed, name, run)
-    app.add_typer(timed, name="bench", help="Measure speed: of attention alone, of generate, of many requests at once.")
     return app
 
 

@@ -21,8 +21,8 @@ from rich.text import Text
 if TYPE_CHECKING:
     from rich.status import Status
 
-    from . import pages
     from .results import Generation
+    from .show import pages
 
 USER_ERROR, FAILED, INTERRUPTED = 2, 1, 130  # exit codes
 FILE_WIDTH = 120  # width of tables in a file or a pipe

@@ -17,10 +17,6 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
-from packaging.version import Version
-
-from .errors import UserError
-
 PACKAGES = (
     *("dma-hf", "torch", "triton", "transformers", "tokenizers", "accelerate", "datasets", "gguf", "huggingface_hub"),
     *("lm-eval", "numpy", "safetensors", "torchao", "vllm", "fa3-fwd", "flash-attn-4", "flashinfer-python"),
@@ -76,9 +72,10 @@ def source_hash() -> str:
 def command_line() -> str:
     """Return the command of this process as another machine can run it, without the folders of this one."""
     program, *arguments = sys.argv
-    name = Path(program).name
-    is_script = name.endswith(".py") and name != "__main__.py"
-    return shlex.join([*(("python", f"scripts/{name}") if is_script else ("dma-hf",)), *map(portable, arguments)])
+    path = Path(program).resolve()
+    is_script = path.suffix == ".py" and path.name != "__main__.py"
+    called = ("python", f"{path.parent.name}/{path.name}") if is_script else ("dma-hf",)
+    return shlex.join([*called, *map(portable, arguments)])
 
 
 def portable(argument: str) -> str:
@@ -118,10 +115,3 @@ def _cpu_name() -> str:
         if found := re.search(r"model name\s*: (.*)", text):
             return found[1].strip()
     return platform.processor() or platform.machine()
-
-
-def need_transformers(least: str, what: str) -> None:
-    """Check that the installed Transformers is recent enough for a command."""
-    installed = metadata.version("transformers")
-    if Version(installed).release < Version(least).release:
-        raise UserError(f"{what} needs Transformers {least} or later, found {installed}; upgrade it")

@@ -26,11 +26,11 @@ from transformers import LogitsProcessorList
 
 from dma_hf.integrations.cache_argument import CACHE_ARGUMENT
 
-from .backends import Backend, activate, new_cache, parse_backends
 from .errors import one_line
-from .models import LoadedModel
+from .load.backends import Backend, activate, new_cache, parse_backends
+from .load.models import LoadedModel
+from .load.reading import NonFiniteLogitsError, continuation_log_probs, log_likelihood, origin
 from .names import DMA
-from .reading import NonFiniteLogitsError, continuation_log_probs, log_likelihood, origin
 
 Request = tuple[Any, list[int], list[int]]
 """The strings (or ``None``), the tokens of the context and those of the continuation."""

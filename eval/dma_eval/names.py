@@ -30,15 +30,8 @@ IMPLEMENTATIONS = (
     *(f"{SIMULATED}{kernel}" for kernel in ("fa3_fp8", "fp8_cache", "sage")),
 )
 """Attention implementations of the supported versions of Transformers, and simulated ones."""
-PREFILL_PEERS = (
-    *("sdpa", "sdpa:flash", "sdpa:cudnn", "flex", "fa3", "fa3:fp8", "fa3:fp8:prequantized", "fa4", "cudnn:fp8"),
-    *("cudnn:fp8:prequantized", "flashinfer", *(f"flashinfer:t{threshold}" for threshold in (5, 6, 7, 8)), "sage"),
-)
-DECODE_PEERS = ("sdpa", "sdpa:flash", "sdpa:dynamic", "fa3", "fa3:fp8", *(f"sdpa{suffix}" for suffix in PEER_SUFFIXES))
-SERVE_PEERS = ("vllm", "vllm:fp8")
-"""What benchmarks compare with, by names of the command line."""
 GENERATE_CACHES = ("dynamic", "static", "int8", "int4")
-"""Caches of ``dma-hf bench generate``."""
+"""Caches of ``dma-hf bench``."""
 PAGED = "paged|"
 """Part of the name of what continuous batching runs in place of an implementation."""
 API_KEY_VARIABLE = "DMA_HF_API_KEY"
@@ -63,15 +56,15 @@ def is_file(setting: str) -> bool:
     return setting not in PRESETS and (setting.endswith(".toml") or Path(setting).exists())
 
 
-def check_names(names: Iterable[str], option: str = "--attn", others: Sequence[str] = ()) -> None:
-    """Check the names of backends; ``others`` are valid too."""
+def check_names(names: Iterable[str], option: str = "--attn") -> None:
+    """Check the names of backends."""
     for name in names:
         rest, suffix = split_suffix(name)
         implementation, colon, setting = (name if suffix in (*PEER_SUFFIXES, DYNAMIC) else rest).partition(":")
-        if name in others or (setting in PRESETS and implementation == DMA) or (implementation == DMA and not colon):
+        if implementation == DMA and (setting in PRESETS or not colon):
             continue
         if implementation.partition("+")[0] != DMA:
-            _check_other(name, option, others)
+            _check_other(name, option)
             continue
         if setting.endswith(".toml") and not Path(setting).is_file():
             raise UserError(f"{option}: no such file: {setting}")
@@ -82,7 +75,7 @@ def check_names(names: Iterable[str], option: str = "--attn", others: Sequence[s
             )
 
 
-def _check_other(name: str, option: str, others: Sequence[str]) -> None:
+def _check_other(name: str, option: str) -> None:
     """Check the name of a backend other than ``dma_mxfp``.
 
     If Transformers is loaded, it alone knows the implementations: some may have been registered.
@@ -93,7 +86,7 @@ def _check_other(name: str, option: str, others: Sequence[str]) -> None:
         valid = ", ".join(IMPLEMENTATIONS)
         raise UserError(f"{option}: {name!r} needs continuous batching, which is not evaluated here; valid: {valid}")
     if implementation not in IMPLEMENTATIONS and "transformers" not in sys.modules:
-        raise unknown_backend(name, option, (*others, *IMPLEMENTATIONS))
+        raise unknown_backend(name, option, IMPLEMENTATIONS)
     if colon or suffix in FORMAT_SUFFIXES:
         raise UserError(
             f"{option}: {implementation!r} takes neither presets nor caches of {DMA}, got {name!r}; valid: "
@@ -109,17 +102,8 @@ def unknown_backend(name: str, option: str, valid: Sequence[str]) -> UserError:
     )
 
 
-def check_compared(names: Sequence[str], option: str, others: Sequence[str]) -> None:
-    """Check the names that a benchmark compares: of ``dma_mxfp``, and of ``others``."""
-    for name in names:
-        if name not in others and name.partition(":")[0].partition("+")[0] != DMA:
-            known = [*others, *(f"{DMA}:{preset}" for preset in PRESETS), f"{DMA}:FILE.toml"]
-            raise UserError(f"{option}: unknown name {name!r}; valid: {', '.join(known)}")
-    check_names(names, option, others)
-
-
 def check_runs(names: Sequence[str], option: str = "--run") -> None:
-    """Check the names that ``dma-hf bench generate`` compares: ``ATTENTION+CACHE``."""
+    """Check the names that ``dma-hf bench`` compares: ``ATTENTION+CACHE``."""
     for name in names:
         attention, _, cache = name.rpartition("+")
         if cache not in GENERATE_CACHES:

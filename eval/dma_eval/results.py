@@ -1,39 +1,34 @@
 """The results file of a run: its schema, as dataclasses, with reading and writing.
 
 ``results.json`` is the JSON of a :class:`Report`. Objects have the fields of the dataclasses below, and every field is
-written. ``schema_version`` increases when a field is added, removed or changes its meaning. Numbers that do not exist
-(of a failed backend, or without a reference) are null. Fields that an older file lacks get their default.
-Version 2 added ``tasks``, ``fidelity`` and ``retrieval``. Version 3 added ``skip_windows``,
-``spread`` and ``windows_left``. Version 4 added ``stress``, version 5 ``skipped`` and ``thresholds``, and version 6
-``equal_share``. Version 7 renamed the twin ``as it is`` to ``unchanged``, and older files are read with the new name.
-Version 8 left out what no page shows (answers that changed, change by position, seconds of parts and tasks), and memory
-on a CPU. Version 9 added ``begins_with``, ``origin`` and ``reference``. Files of a newer version are refused.
+written. ``schema_version`` increases when a field is added, removed or changes its meaning. Reports of another version
+are refused; version 10 left out ``memory_kind``. Numbers that do not exist (of a failed backend, or without a
+reference) are null.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from .environment import Environment, collect, command_line
 from .errors import UserError
 from .files import parse
+from .names import TILE
 
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 RESULTS = "results.json"
 """The report in a run's folder."""
-Kind = TypeVar("Kind", bound="Results")
 Backend = TypeVar("Backend")
 Compared = Annotated[list[Backend], Field(min_length=1)]
 Edges = Annotated[list[int], Field(min_length=2)]
-TwinName = Annotated[str, AfterValidator(lambda name: "unchanged" if name == "as it is" else name)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +130,6 @@ class PerplexitySection(Section):
     data: DataInfo  # the text
     context: int  # tokens per window
     # Special tokens that every window begins with, because the tokenizer puts them before a text; part of ``context``.
-    # In files before version 9 only the first window has them.
     begins_with: list[str] = field(default_factory=list)
     stride: int  # distance of two windows; less than ``context`` without ``begins_with`` if they overlap
     batch_size: int  # windows per forward pass
@@ -144,8 +138,6 @@ class PerplexitySection(Section):
     skip_windows: int = 0  # windows left out at the start of the text
     spread: bool = False  # whether the windows are spread over the text instead of its first ones
     tokens_scored: int  # tokens that each backend predicted and was scored on
-    # ``process_rss`` in older files of a CPU, whose memory is not shown.
-    memory_kind: Literal["cuda_allocated", "process_rss"] = "cuda_allocated"
     position_edges: Edges  # bucket i holds positions ``position_edges[i]`` to ``position_edges[i + 1] - 1``
     backends: Compared[BackendResult]  # in the given order; the first is the reference
 
@@ -352,7 +344,7 @@ class ChannelRange:
 class TwinResult:
     """One twin of the model."""
 
-    name: TwinName  # what was changed in it
+    name: str  # what was changed in it
     # The largest ratio of a key channel's range to the median channel's, over its layers.
     key_ratio: float | None = None
     query_ratio: float | None = None  # the same for query channels; null in older files
@@ -469,6 +461,19 @@ def merged(previous: Report, new: Report) -> Report:
     return replace(new, **sections, generations=new.generations or previous.generations)
 
 
+def low_share(lengths: Sequence[int], config: Mapping[str, Any]) -> float:
+    """Return the share of the keys that the queries of causal sequences see which are in low tiles.
+
+    Windows are ignored.
+    """
+    band = config["sink_tiles"] + config["diagonal_tiles"]
+    low = 0
+    for length in lengths:
+        for begin in range((band + 1) * TILE, length, TILE):
+            low += (begin - band * TILE) * (min(length, begin + TILE) - begin)
+    return low / sum(length * (length + 1) // 2 for length in lengths)
+
+
 def backend_configs(report: Report) -> dict[str, dict[str, Any]]:
     """The configuration of every ``dma_mxfp`` backend in a report, by label.
 
@@ -491,27 +496,13 @@ def here_and_now(environment: Environment | None = None) -> dict[str, Any]:
     return {"created": created, "command": command_line(), "environment": environment or collect()}
 
 
-def read_report(path: Path) -> Report:
-    """Read the report of a run, given its file or its folder; see :func:`read_results`."""
-    return read_results(Report, path / RESULTS if path.is_dir() else path)
-
-
 def _refuse(constant: str) -> None:
     raise ValueError(f"it has {constant}")
 
 
-def _with_origins(values: dict[str, Any]) -> dict[str, Any]:
-    """Give every section of an older report the date, command, seed, environment and model of the report."""
-    origin = {each.name: values.get(each.name) for each in fields(Origin) if each.name != "request"}
-    lists = {name: values[name] for name in SECTIONS if isinstance(values.get(name), list)}
-    return values | {
-        name: [{"origin": origin, **each} if isinstance(each, dict) else each for each in sections]
-        for name, sections in lists.items()
-    }
-
-
-def read_results(kind: type[Kind], path: Path) -> Kind:
-    """Read a result file of this or an earlier version."""
+def read_report(path: Path) -> Report:
+    """Read the report of a run, given its file or its folder. It must be of the current version."""
+    path = path / RESULTS if path.is_dir() else path
     try:
         values = json.loads(path.read_bytes(), parse_constant=_refuse)
     except OSError as error:
@@ -519,12 +510,9 @@ def read_results(kind: type[Kind], path: Path) -> Kind:
     except ValueError as error:
         raise UserError(f"{path} is not JSON: {error}") from error
     version = values.get("schema_version") if isinstance(values, dict) else None
-    newest: Any = next(each.default for each in fields(kind) if each.name == "schema_version")
-    if version not in range(1, newest + 1):
-        raise UserError(f"{path}: expected schema_version {newest} or older, got {version!r}")
-    if issubclass(kind, Report) and version in range(1, 9):
-        values = _with_origins(values)
+    if version != SCHEMA_VERSION:
+        raise UserError(f"{path}: expected schema_version {SCHEMA_VERSION}, got {version!r}; measure it again")
     try:
-        return parse(kind, values | {"schema_version": newest})
+        return parse(Report, values)
     except ValueError as error:
         raise UserError(f"{path}: {error}") from error

@@ -1,4 +1,9 @@
-"""One run: the parts of a suite in order. Each is saved in the run's folder and shown when it is finished."""
+"""One run, from its configuration to its pages.
+
+A command or a file makes a :class:`Suite` of parts (``config``). The model, texts and backends are loaded (``load``). Each
+part becomes one or more sections (``measures``), made of pieces that are saved one by one (``pieces``). A section is
+recorded with its own date, command, commit and machine (``results``). Pages and plots are made of records (``show``).
+"""
 
 from __future__ import annotations
 
@@ -9,25 +14,25 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from accelerate.state import PartialState
 
-from . import console
-from .backends import Backend
-from .commands import options
-from .data import Text, load_text
+from . import console, options
+from .config import Suite
 from .errors import UserError, one_line
-from .fidelity import measure_fidelity
-from .files import Piece, Store, make_folder, write_json
-from .pages import PAGES
-from .parts import Suite
-from .perplexity import default_context, measure_perplexity
-from .render import write_run
-from .results import RESULTS, SECTIONS, Report, has_failures, here_and_now, is_complete, merged, read_report
-from .retrieval import measure_retrieval
+from .files import make_folder, write_json
+from .load.backends import Backend
+from .load.data import Text, load_text
+from .measures.fidelity import measure_fidelity
+from .measures.perplexity import default_context, measure_perplexity
+from .measures.retrieval import measure_retrieval
+from .measures.stress import measure_stress
+from .pieces import Store
+from .results import RESULTS, SECTIONS, Report, RetrievalKind, has_failures, here_and_now, merged, read_report
 from .session import Session, join_processes, load
-from .stress import measure_stress
+from .show.pages import PAGES
+from .show.render import write_run
 
 FAILURES = (UserError, RuntimeError, ValueError, TypeError)
 """Exceptions of a part that cannot be measured: invalid input, or an error of a model or a library."""
@@ -62,74 +67,60 @@ class Run:
             with console.working(f"Reading {name}"):
                 self._texts[name] = load_text(name, **how)
         if suite.tasks is not None:
-            from .tasks import find_tasks  # the import takes seconds, and a run without tasks does not need it
+            from .measures.tasks import find_tasks  # the import takes seconds, and a run without tasks does not need it
 
             with console.working("Looking for the tasks"):
                 self._names = find_tasks(suite.tasks.names, include_path)
         self.session = Session(load(args), backends, Store(args.out), seed=args.seed)
 
     def _parts(self, *, skips: bool) -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
-        """Yield the name of each part, the function that measures it, and the settings that it depends on.
+        """Yield the name of each section, the function that measures it, and the settings that it depends on.
 
         Contexts beyond the model's maximum are errors or skipped.
         """
-        suite = self._suite
-        limit = self.session.loaded.max_context if skips else None
+        suite, loaded = self._suite, self.session.loaded
+        measure: Callable[..., Any]
+        limit = loaded.max_context if skips else None
 
-        def piece(name: str, part: Any, measure: Callable[..., Any], *, reads: bool = True) -> Any:
-            text = self._texts[self._data or part.data] if reads else None
-            settings = {"part": asdict(part), "text": None if text is None else text.sha256, "seed": self.session.seed}
-            return name, partial(measure, text=text, part=part), settings
+        def section(name: str, measure: Callable[..., Any], part: Any, *, reads: bool = True) -> Any:
+            text = {"text": self._texts[self._data or part.data]} if reads else {}
+            settings = {"part": asdict(part), "text": text["text"].sha256 if reads else None, "seed": self.session.seed}
+            return name, partial(measure, **text, part=part), settings
 
-        def fits(name: str, part: Any) -> bool:
-            lengths = [] if part is None else [part.context or default_context(self.session.loaded)]
-            return bool(_fitting(name, lengths, limit))
-
-        if suite.perplexity is not None:
-            contexts = suite.perplexity.contexts or [default_context(self.session.loaded)]
-            for context in _fitting("perplexity", contexts, limit):
+        if (perplexity := suite.perplexity) is not None:
+            for context in _fitting("perplexity", perplexity.contexts or [default_context(loaded)], limit):
                 name = f"perplexity, {context:,}"
                 measure = partial(measure_perplexity, context=context, name=name)
-                yield piece(name, replace(suite.perplexity, contexts=[context]), measure)
-        if fits("fidelity", suite.fidelity):
-            yield piece("fidelity", suite.fidelity, measure_fidelity)
-        if suite.tasks is not None:
-            from .tasks import measure_tasks
+                yield section(name, measure, replace(perplexity, contexts=[context]))
+        if suite.fidelity is not None and _fitting(
+            "fidelity", [suite.fidelity.context or default_context(loaded)], limit
+        ):
+            yield section("fidelity", measure_fidelity, suite.fidelity)
+        if (tasks := suite.tasks) is not None:
+            lengths = _fitting("tasks", tasks.lengths, limit)
+            if lengths or not tasks.lengths:
+                from .measures.tasks import measure_tasks
 
-            settings = {"part": asdict(suite.tasks), "seed": self.session.seed}
-            yield "tasks", partial(measure_tasks, tasks=self._names, part=suite.tasks), settings
-        if suite.retrieval is not None:
-            lengths = _fitting("retrieval", suite.retrieval.lengths, limit)
-            asked = replace(suite.retrieval, lengths=lengths)
-            for kind in dict.fromkeys(asked.kinds if lengths or not suite.retrieval.lengths else ()):
-                ask = partial(measure_retrieval, kind=kind)
-                yield piece(f"retrieval, {kind}", asked, ask, reads=kind == "needle")
-        if fits("stress", suite.stress):
-            yield piece("stress", suite.stress, measure_stress)
+                measure = partial(measure_tasks, tasks=self._names)
+                yield section("tasks", measure, replace(tasks, lengths=lengths), reads=False)
+        if (retrieval := suite.retrieval) is not None:
+            lengths = _fitting("retrieval", retrieval.lengths, limit)
+            for kind in dict.fromkeys(retrieval.kinds if lengths or not retrieval.lengths else ()):
+                measure = partial(measure_retrieval, kind=kind)
+                reads = kind == RetrievalKind.NEEDLE
+                yield section(f"retrieval, {kind}", measure, replace(retrieval, lengths=lengths), reads=reads)
+        if suite.stress is not None and _fitting("stress", [suite.stress.context or default_context(loaded)], limit):
+            yield section("stress", measure_stress, suite.stress)
 
     def _section(self, name: str, measure: Callable[..., Any], settings: dict[str, Any]) -> Any:
-        """Read the section of a part from the run's folder, or measure and save it.
-
-        Tasks save their answers themselves, one by one.
-        """
-        session, store = self.session, self.session.store
-        is_saved = name != "tasks"
-        if is_saved:
-            # The type of the elements of the report's field.
-            (kind,) = get_args(get_type_hints(Report)[name.partition(",")[0]])
-            identity = session.identity(*session.backends, **settings)
-            piece = store.load(kind, identity, "parts", name)
-            if piece is not None:
-                console.print_note(f"{name}: taken from the folder")
-                return piece.content
+        """Measure a section, except the pieces that are in the run's folder. It has the origin of its newest piece."""
+        session = self.session
+        session.origins.clear()
         with session.progress.shown():
             section = measure(session)
         gc.collect()  # frees the fp32 copy of the model, which is a cycle once it is configured
-        origin = section.origin or session.origin()
-        section = replace(section, origin=replace(origin, request=self._request(name, settings)))
-        if is_saved and is_complete(section):  # so that the next run tries again
-            store.save(kind, Piece(identity=identity, content=section), "parts", name)
-        return section
+        origin = max(session.origins, key=lambda each: each.created, default=session.origin())
+        return replace(section, origin=replace(origin, request=self._request(name, settings)))
 
     def _request(self, name: str, settings: dict[str, Any]) -> str:
         """Return a hash of what is requested: the part and its settings, the model and the backends."""
@@ -184,17 +175,16 @@ class Run:
                 console.print_error(f"{name} failed: {one_line(error)}")
                 failed = True
             report = Report(**here_and_now(session.environment), **facts)
-            if self._is_main and out is not None:
-                write_json(_merged(report, out), out / RESULTS)
+            if self._is_main:
+                _record(report, out)
             is_interrupted = any(section.windows_left for section in report.perplexity)
             if is_interrupted:
                 console.print_error(resume)
                 break
         if self._is_main:
             also(report)
+            whole = _record(report, out)
             if out is not None:
-                whole = _merged(report, out)
-                write_json(whole, out / RESULTS)
                 console.print_wrote(RESULTS, *write_run(whole, out), folder=out)
         PartialState().destroy_process_group()
         if is_interrupted:
@@ -212,10 +202,13 @@ def _previous(folder: Path) -> Report | None:
         raise UserError(f"--out: {folder} holds other results; name another folder ({error})") from error
 
 
-def _merged(report: Report, folder: Path) -> Report:
-    """Return the report with the sections of other commands in a folder."""
-    previous = _previous(folder)
-    return report if previous is None else merged(previous, report)
+def _record(report: Report, folder: Path | None) -> Report:
+    """Add the sections of a report to that of the folder, if there is one, and return the whole report."""
+    if folder is not None:
+        previous = _previous(folder)
+        report = report if previous is None else merged(previous, report)
+        write_json(report, folder / RESULTS)
+    return report
 
 
 def _fitting(part: str, lengths: Sequence[int], limit: int | None) -> list[int]:

@@ -7,24 +7,22 @@ and writes files, prints, and measures everything else. ``PartialState()`` of Ac
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from accelerate.state import PartialState
 
 from . import console
-from .backends import Backend, with_references
 from .environment import Environment, collect, source_hash
 from .errors import UserError
-from .files import Store
-from .models import LoadedModel, load_model
+from .load.backends import Backend, with_references
+from .load.models import LoadedModel, load_model
+from .options import LoadOptions
+from .pieces import Piece, Store
 from .progress import Progress
 from .results import Origin, here_and_now
-
-if TYPE_CHECKING:
-    from .commands.options import LoadOptions
 
 COMPUTING = ("dma-hf", "lm-eval", "transformers", "torch")
 """Packages whose versions affect results."""
@@ -66,6 +64,7 @@ class Session:
     progress: Progress = field(default_factory=Progress)
     seed: int = 0  # seed of everything random
     environment: Environment = field(default_factory=lambda: collect())  # versions and devices of this process
+    origins: list[Origin] = field(default_factory=list)  # of the pieces that the current section is made of
 
     def __post_init__(self) -> None:
         """Add what caches of a hybrid model are compared with."""
@@ -74,6 +73,31 @@ class Session:
     def origin(self) -> Origin:
         """Return how this process measures."""
         return Origin(**here_and_now(self.environment), seed=self.seed, model=self.loaded.info)
+
+    def piece(
+        self,
+        kind: Any,
+        make: Callable[[], Value],
+        *place: str,
+        backends: Sequence[Backend],
+        is_final: Callable[[Value], bool] = lambda content: True,
+        **settings: Any,
+    ) -> tuple[Value, bool]:
+        """Return a piece of a section, and whether it is from the run's folder. If not, it is made and saved.
+
+        ``kind`` is its type, and ``place`` has the names of its folders and file. What is not final is not saved, so
+        the next run tries again.
+        """
+        identity = self.identity(*backends, **settings)
+        saved = self.store.load(kind, identity, "parts", *place)
+        if saved is not None:
+            self.origins.append(saved.origin)
+            return saved.content, True
+        content = make()
+        self.origins.append(self.origin())
+        if is_final(content):
+            self.store.save(kind, Piece(identity=identity, origin=self.origins[-1], content=content), "parts", *place)
+        return content, False
 
     def identity(self, *backends: Backend, **settings: Any) -> dict[str, Any]:
         """Return everything that a result depends on, as JSON values: model, code, machine, backends and settings."""

@@ -1,4 +1,4 @@
-"""Model classes of the installed Transformers that may need an entry in ``dma_hf/architectures.py``.
+"""Model classes of the installed Transformers that may need an entry in ``dma_hf/masks/architectures.py``.
 
 The sources of all models are searched for the patterns of each entry. A class that is neither in the table nor in
 ``KNOWN`` fails: compare its outputs with eager attention (``tests/hf/test_architectures.py``), then add it to the table
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from dma_hf import architectures
+from dma_hf.masks import architectures
 
 CLASS = re.compile(r"^class (\w+)[^\n]*:\n(?:(?:[ \t][^\n]*)?\n)*", re.MULTILINE)
 DISPATCH = "ALL_ATTENTION_FUNCTIONS"
@@ -110,7 +110,7 @@ def _has_entry(name: str, model_type: str) -> bool:
 def test_every_class_that_matches_a_pattern_is_in_the_table_or_known(kind: str) -> None:
     found = _found()[kind]
     new = {name: model for name, model in found.items() if name not in KNOWN[kind] and not _has_entry(name, model)}
-    assert not new, f"{kind}: {new} may need an entry in dma_hf/architectures.py"
+    assert not new, f"{kind}: {new} may need an entry in dma_hf/masks/architectures.py"
 
 
 def test_the_patterns_match_the_classes_in_the_table() -> None:

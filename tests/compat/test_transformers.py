@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import tomllib
-from contextlib import nullcontext
 from pathlib import Path
 from urllib.request import ProxyHandler, Request, build_opener
 
@@ -26,14 +25,12 @@ from transformers import Cache, ContinuousBatchingConfig, EncoderDecoderCache, G
 
 import dma_hf
 from dma_hf.integrations.cache_argument import CACHE_ARGUMENT
-from dma_hf.integrations.continuous_batching import has_sectors
 from dma_hf.integrations.versions import SUPPORTED
 
 pytestmark = [pytest.mark.filterwarnings("error::FutureWarning"), pytest.mark.filterwarnings("error::UserWarning")]
 ROOT = Path(__file__).parents[2]
 DEMO_MODEL = ROOT / "eval" / "dma_eval" / "assets" / "demo_model"
 NEW_TOKENS = 6
-PAGE_SIZE = "page_size" if hasattr(ContinuousBatchingConfig(), "page_size") else "block_size"  # 5.17
 decoders = pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
 formats = pytest.mark.parametrize("format", ["int8", "int4"])
 
@@ -179,10 +176,9 @@ def test_other_generation_modes_work(format, options):
 
 def _generate_batch(model, prompts):
     settings = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0, bos_token_id=1)
-    options = {PAGE_SIZE: 32, "num_blocks": 64, "return_logprobs": True, "use_cuda_graph": False}
+    options = {"page_size": 32, "num_blocks": 64, "return_logprobs": True, "use_cuda_graph": False}
     batching = ContinuousBatchingConfig(**options)
-    with nullcontext() if has_sectors() else dma_hf.continuous_batching(model):
-        outputs = model.generate_batch(prompts, generation_config=settings, continuous_batching_config=batching)
+    outputs = model.generate_batch(prompts, generation_config=settings, continuous_batching_config=batching)
     assert [output.error for output in outputs.values()] == [None] * len(prompts)
     return outputs.values()
 
@@ -194,10 +190,6 @@ def test_generate_batch_works_with_every_cache(family, format):
     model = FAMILIES[family].build("dma_mxfp")
     dma_hf.configure(model, "balanced" if format else "paper", cache=format)
     prompts = [_ids(length)[0].tolist() for length in (5, 300, 140)]
-    if format and not has_sectors():
-        with pytest.raises(RuntimeError, match=rf"packed pages \(cache='{format}'\) need Transformers 5\.18 or later"):
-            _generate_batch(model, prompts)
-        return
     for prompt, output in zip(prompts, _generate_batch(model, prompts), strict=True):
         tokens = output.generated_tokens
         assert len(tokens) == NEW_TOKENS
@@ -222,17 +214,10 @@ def _serve(tmp_path, *arguments):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
 
 
-@pytest.mark.skipif(has_sectors(), reason="batches continuously")
-def test_serving_with_continuous_batching_is_rejected(tmp_path):
-    assert _serve(tmp_path, "--continuous-batching").wait(60) == 2
-    message = r"serve --continuous-batching needs Transformers 5\.\d+ or later, found 5\."
-    assert re.search(message, (tmp_path / "stderr").read_text())
-
-
 SERVERS = {"alone": [], "batched": ["--continuous-batching", "--cache-gib", "0.1"]}
 
 
-@pytest.mark.parametrize("kind", SERVERS if has_sectors() else ["alone"])
+@pytest.mark.parametrize("kind", SERVERS)
 def test_serving_answers_without_deprecated_features(tmp_path, kind):
     """One completion, with and without continuous batching."""
     server = _serve(tmp_path, "--attn", "dma_mxfp:balanced+int4", *SERVERS[kind])
@@ -252,7 +237,6 @@ def test_serving_answers_without_deprecated_features(tmp_path, kind):
     assert "deprecated" not in (tmp_path / "stderr").read_text()
 
 
-@pytest.mark.skipif(not has_sectors(), reason="Transformers 5.17 has another manager")
 def test_the_server_reports_a_dead_generation_thread(monkeypatch):
     utils = pytest.importorskip("transformers.cli.serving.utils")
     model = FAMILIES["llama"].build("dma_mxfp")

@@ -19,12 +19,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from dma_eval.backends import parse_backends
 from dma_eval.cli import main
-from dma_eval.data import load_text
-from dma_eval.models import LoadedModel, load_model
-from dma_eval.parts import PerplexityPart
-from dma_eval.perplexity import measure_perplexity
+from dma_eval.config import PerplexityPart
+from dma_eval.load.backends import parse_backends
+from dma_eval.load.data import load_text
+from dma_eval.load.models import LoadedModel, load_model
+from dma_eval.measures.perplexity import measure_perplexity
 from dma_eval.progress import Progress
 from dma_eval.results import PerplexitySection
 from dma_eval.session import Session
@@ -32,7 +32,6 @@ from gguf_files import write_gguf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-import dma_hf
 from dma_hf.integrations.cache_argument import CACHE_ARGUMENT
 
 VOCABULARY = 300
@@ -67,7 +66,6 @@ def restored() -> Iterator[None]:
     transformers.logging.set_verbosity(verbosity)
     for logger, level in zip(loggers, levels, strict=True):
         logger.setLevel(level)
-    dma_hf.reset_fallback_counts()
 
 
 @pytest.fixture(autouse=True)

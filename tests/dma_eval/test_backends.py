@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
-from dma_eval import baselines, names
-from dma_eval.backends import Backend, activate, default_names, implementations, parse_backends
-from dma_eval.bench import decode, generate
-from dma_eval.bench.peers import FLASH_3
-from dma_eval.bench.prefill import PEERS
-from dma_eval.bench.vllm_engine import VLLM
-from dma_eval.commands.bench_options import GenerateOptions
+from dma_eval import names
+from dma_eval.bench import generate
+from dma_eval.commands.bench import BenchOptions
 from dma_eval.errors import UserError
-from dma_eval.models import LoadedModel
+from dma_eval.load import baselines
+from dma_eval.load.backends import Backend, activate, default_names, implementations, parse_backends
+from dma_eval.load.models import LoadedModel
 from dma_kernels.cache.formats import CACHE_FORMATS
 from dma_kernels.numerics.formats import TILE
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -169,19 +167,16 @@ def test_presets_are_those_of_the_plugin() -> None:
 
 def test_implementations_are_those_of_transformers() -> None:
     """In a new process, because tests register implementations."""
-    code = "from dma_eval.backends import implementations; print(*implementations(), sep='\\n')"
+    code = "from dma_eval.load.backends import implementations; print(*implementations(), sep='\\n')"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     known = {name for name in found if not name.startswith(names.PAGED)}
     assert known <= set(names.IMPLEMENTATIONS)
     assert {"eager", "sdpa", "flash_attention_2", "dma_mxfp"} <= known
 
 
-def test_what_benchmarks_compare_with_is_known_before_slow_imports() -> None:
-    assert tuple(PEERS) == names.PREFILL_PEERS
-    assert (*decode.PREALLOCATED, decode.DYNAMIC, *FLASH_3, *decode.QUANTIZED) == names.DECODE_PEERS
-    assert tuple(VLLM) == names.SERVE_PEERS
+def test_choices_of_the_benchmark_are_known_before_slow_imports() -> None:
     assert ("dynamic", "static", *generate.PACKED) == names.GENERATE_CACHES
-    (shapes,) = (kind for kind in get_args(get_type_hints(GenerateOptions)["shape"]) if kind is not type(None))
+    (shapes,) = (kind for kind in get_args(get_type_hints(BenchOptions)["shape"]) if kind is not type(None))
     assert get_args(shapes) == tuple(generate.SHAPES)
 
 

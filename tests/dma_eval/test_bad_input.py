@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dma_eval.models import LoadedModel
+from dma_eval.load.models import LoadedModel
 from gguf_files import write_gguf
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -258,18 +258,11 @@ class TestOutput:
     def test_folder(self, ppl: Run, refused: Refused, tmp_path: Path) -> None:
         assert f"cannot write to {tmp_path}: it is a folder; name a file in it" in refused(ppl("--json", tmp_path))
 
-    @pytest.mark.parametrize("option", ["--json", "--markdown", "--plot"])
-    def test_below_a_file(self, run: Run, refused: Refused, text_file: Path, option: str) -> None:
-        message = f"{option}: cannot create the folder {text_file}: it is a file"
-        assert message in refused(run("bench", "prefill", option, text_file / "r.png"))
-        message = f"{option}: cannot create the folder {text_file}/a/b: {text_file} is a file"
-        assert message in refused(run("bench", "prefill", option, text_file / "a/b/r.png"))
-
-    def test_format_of_the_plot(self, run: Run, refused: Refused, tmp_path: Path) -> None:
-        path = tmp_path / "new/r.bmp"
-        message = f"--plot: expected a file ending in .png, .svg, .pdf, got {path}"
-        assert message in refused(run("bench", "prefill", "--plot", path))
-        assert not path.parent.exists()
+    def test_below_a_file(self, run: Run, refused: Refused, text_file: Path) -> None:
+        message = f"--json: cannot create the folder {text_file}: it is a file"
+        assert message in refused(run("bench", "--json", text_file / "r.json"))
+        message = f"--json: cannot create the folder {text_file}/a/b: {text_file} is a file"
+        assert message in refused(run("bench", "--json", text_file / "a/b/r.json"))
 
     @pytest.mark.parametrize(("below", "what"), [("", "write to"), ("new", "make")])
     def test_folder_without_rights(

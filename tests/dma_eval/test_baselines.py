@@ -6,12 +6,12 @@ import importlib.util
 
 import pytest
 import torch
-from dma_eval.backends import activate, parse_backends
-from dma_eval.baselines import SCHEMES, Scheme, e4m3, int8
-from dma_eval.data import tokenize
 from dma_eval.errors import UserError
-from dma_eval.models import LoadedModel
-from dma_eval.reading import read
+from dma_eval.load.backends import activate, parse_backends
+from dma_eval.load.baselines import SCHEMES, Scheme, e4m3, int8
+from dma_eval.load.data import tokenize
+from dma_eval.load.models import LoadedModel
+from dma_eval.load.reading import read
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -1,31 +1,23 @@
-"""``dma-hf bench prefill --inputs``: capturing a model's attention, wider heads, and the report."""
+"""``benchmarks/prefill.py --inputs``: capturing a model's attention, wider heads, and the report."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import prefill
 import pytest
 import torch
-from dma_eval.bench import shown
-from dma_eval.bench.capture import capture_layers, choose_layers, text_windows
-from dma_eval.bench.inputs import Inputs, embedded
-from dma_eval.bench.peers import Prepared
-from dma_eval.bench.prefill import _time_calls, measure_layers, parse_implementations
-from dma_eval.bench.results import ModelInputs, PrefillResult, PrefillShape
-from dma_eval.bench.shown import prefill_tables
+from dma_eval.bench.generate import text_windows
 from dma_eval.errors import UserError
-from dma_eval.models import LoadedModel, ModelSource, load_model
+from dma_eval.load.models import LoadedModel, ModelSource, load_model
+from kernel_bench.capture import capture_layers, choose_layers
+from kernel_bench.command import parse_compared
+from kernel_bench.inputs import Inputs, embedded
 from tiny_models import FAMILIES
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
-
-Run = Callable[..., Any]
 
 
 def _attention(inputs: Inputs) -> Tensor:
@@ -49,14 +41,6 @@ def _layer_outputs(loaded: LoadedModel, ids: Tensor) -> list[Tensor]:
     for hook in hooks:
         hook.remove()
     return found
-
-
-def test_implementations_take_turns_on_each_layer() -> None:
-    """Otherwise they would not share one clock."""
-    runs: list[tuple[str, int]] = []
-    calls = {label: [Prepared(partial(runs.append, (label, layer))) for layer in range(2)] for label in "ab"}
-    _time_calls(calls, torch.device("cpu"), seconds=0.0)
-    assert runs[:4] == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
 
 
 class TestCapture:
@@ -116,14 +100,6 @@ class TestCapture:
             text_windows(torch.arange(20), 3, 7, "--length")
 
 
-def test_the_plot_counts_every_layer() -> None:
-    inputs = ModelInputs(model="m", data="d", layers=(0, 1, 2), model_layers=3, model_head_dim=16)
-    shape = PrefillShape(length=100, head_dim=16, query_heads=2, kv_heads=1, is_causal=True, inputs=inputs)
-    result = PrefillResult(shape=shape, label="sdpa", config=None, milliseconds=4.0, tflops=3.0, graph_milliseconds=2.0)
-    assert shown._tflops(result) == 6.0
-    assert shown._tflops(replace(result, graph_milliseconds=None)) == 3.0
-
-
 class TestEmbedding:
     @pytest.mark.parametrize("head_dim", [24, 32, 64])
     def test_keeps_scores_and_outputs(self, head_dim: int) -> None:
@@ -152,94 +128,45 @@ class TestEmbedding:
         assert embedded(inputs, 16) is inputs
 
 
-@pytest.fixture
-def bench(run: Run, model_folder: Path, text_file: Path) -> Run:
-    """Time the tiny model's attention; later options take precedence."""
-    common = ("--device", "cpu", "--inputs", model_folder, "--data", text_file, "--length", 256, "--seconds", 0.0)
-    return lambda *arguments: run("bench", "prefill", *common, *arguments)
+def layers_of(model: Path, text: Path, *arguments: object) -> list[tuple[Any, list[Inputs]]]:
+    given = ["--device", "cpu", "--inputs", model, "--data", text, "--length", 256, *arguments]
+    return list(prefill.model_inputs(prefill.make_options().parse_args([*map(str, given)])))
 
 
 class TestCommand:
-    def test_sums_over_layers_and_labels_the_inputs(
-        self, bench: Run, tmp_path: Path, model_folder: Path, text_file: Path
-    ) -> None:
-        path, page = tmp_path / "r.json", tmp_path / "r.md"
-        done = bench("--attn", "sdpa", "dma_mxfp", "--head-dim", 32, 64, "--json", path, "--markdown", page)
-        assert done.exit_code == 0, done.output
-        caption = "head_dim 32, 2/1 heads, causal, inputs of tiny-llama, 2 of 2 layers, prose.txt"
-        assert caption in done.stdout
-        assert caption in page.read_text()
-        results = json.loads(path.read_text())["results"]
-        assert [(each["shape"]["head_dim"], each["label"]) for each in results] == [
-            (head_dim, label) for head_dim in (32, 64) for label in ("sdpa", "dma_mxfp")
-        ]
-        for each in results:
-            assert each["shape"]["inputs"] == {
-                "model": model_folder.name, "data": text_file.name, "layers": [0, 1], "model_layers": 2,
-                "model_head_dim": 32, "yarn": None, "begins_with": [],
-            }  # fmt: skip
-            assert each["error"] < 0.05
-            assert each["error_with_outliers"] is each["skipped_share"] is None
+    def test_times_are_sums_over_layers_and_shapes_name_the_inputs(self, model_folder: Path, text_file: Path) -> None:
+        compared = parse_compared(["sdpa", "dma_mxfp"], "--attn", tuple(prefill.PEERS), caches=False)
+        wide, own = [], []
+        for shape, inputs in layers_of(model_folder, text_file, "--head-dim", 32, 64):
+            results = prefill.measure_layers(shape, inputs, compared, seconds=0.0)
+            (wide if shape.head_dim == 64 else own).extend(results)
+            assert all(each.error < 0.05 for each in results)
+            assert all(each.error_with_outliers is each.skipped_share is None for each in results)
+        assert own[0].shape.family == "head_dim 32, 2/1 heads, causal, inputs of tiny-llama, 2 of 2 layers, prose.txt"
+        assert [each.label for each in (*own, *wide)] == ["sdpa", "dma_mxfp"] * 2
         flops = 4 * 2 * 256 * 256 // 2 * 32
-        assert results[0]["tflops"] == pytest.approx(2 * flops / results[0]["milliseconds"] / 1e9)
+        assert own[0].tflops == pytest.approx(2 * flops / own[0].milliseconds / 1e9)
 
-    def test_random_inputs_are_labelled_too(self, run: Run, tmp_path: Path) -> None:
-        page = tmp_path / "r.md"
-        common = ("--device", "cpu", "--shape", "1x32:2/1:16", "--attn", "sdpa", "--seconds", 0.0)
-        done = run("bench", "prefill", *common, "--markdown", page)
-        assert done.exit_code == 0, done.output
-        assert "head_dim 16, 2/1 heads, causal, dense random inputs" in page.read_text()
-
-    def test_a_batch_is_of_several_windows(self, bench: Run, tmp_path: Path) -> None:
-        done = bench("--attn", "sdpa", "--batch", 3, "--length", 64, "--layers", 1, "--json", tmp_path / "r.json")
-        assert done.exit_code == 0, done.output
-        results = json.loads((tmp_path / "r.json").read_text())["results"]
-        assert [(r["shape"]["batch"], r["shape"]["length"]) for r in results] == [(3, 64), (3, 256)]
-
-    def test_skipped_tiles_are_counted(self, tmp_path: Path) -> None:
-        path, off = tmp_path / "skipping.toml", tmp_path / "off.toml"
-        path.write_text("skip_threshold = 1.0\n", encoding="utf-8")
-        off.write_text("skip_threshold = inf\n", encoding="utf-8")
-        dense = Inputs(*(torch.randn(1, h, 512, 16, dtype=torch.bfloat16) for h in (2, 1, 1)), 0.25)
-        key = torch.cat((0.01 * dense.key[:, :, :256], dense.key[:, :, 256:]), 2)
-        sparse = replace(dense, query=4 * dense.query, key=key)  # the one low tile is tile 1, of queries 384 to 511
-        shape = PrefillShape(length=512, head_dim=16, query_heads=2, kv_heads=1, is_causal=True)
-        skips_nothing, skipping = measure_layers(
-            shape,
-            [dense, sparse],
-            parse_implementations([f"dma_mxfp:{off}", f"dma_mxfp:{path}"]),
-            seconds=0.0,
-        )
-        assert skips_nothing.skipped_share is None
-        assert skipping.skipped_share == 0.5
-        (table,) = prefill_tables([skips_nothing, skipping])
-        column = table.headers.index("skipped")
-        assert [row[column] for row in table.rows] == ["–", "50.0 %"]
+    def test_a_batch_is_of_several_windows(self, model_folder: Path, text_file: Path) -> None:
+        found = layers_of(model_folder, text_file, "--batch", 3, "--length", 256, 64, "--layers", 1)
+        assert [(shape.batch, shape.length, len(layers)) for shape, layers in found] == [(3, 64, 1), (3, 256, 1)]
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["--shape", "1x8:2/1:32"], "--inputs excludes --shape: the model's layers decide; give --length and"),
-            (["--head-dim", "16"], "--head-dim: at least the model's own, 32; got 16"),
-            (["--layers", "5"], "--layers: wanted 5, but LlamaForCausalLM has 2 with full attention"),
-            (["--length", "1000"], "takes 512 positions, got 1,000; lower it, or extend the positions with --yarn 2"),
-            (["--batch", "1000"], "--data: the text has "),
-            (["--data", "absent.txt"], "--data: no such file: absent.txt"),
+            (["--shape", "1x8:2/1:32"], "--inputs needs --data and --length, and excludes --shape"),
+            (["--head-dim", 16], "--head-dim: at least the model's own, 32; got 16"),
+            (["--layers", 5], "--layers: wanted 5, but LlamaForCausalLM has 2 with full attention"),
+            (["--length", 1000], "takes 512 positions, got 1,000; lower it, or extend the positions with --yarn 2"),
+            (["--batch", 1000], "--data: the text has "),
+            (["--data", "absent.txt"], "--data: "),
             (["--inputs", "./absent"], "--inputs: no such folder: ./absent"),
+            (["--yarn", 1], "--yarn: expected a factor above 1, got 1"),
         ],
     )
-    def test_refuses(self, arguments: list[str], message: str, bench: Run, refused: Callable[[Any], str]) -> None:
-        assert message in refused(bench("--attn", "sdpa", *arguments))
-
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            (["--data", "x.txt"], "--data: only with --inputs, which names the model that reads the text"),
-            (["--layers", "2", "--head-dim", "128"], "--head-dim, --layers: only with --inputs"),
-            (["--inputs", "model"], "--inputs also needs --data and --length"),
-        ],
-    )
-    def test_refuses_half_of_it(
-        self, arguments: list[str], message: str, run: Run, refused: Callable[[Any], str]
+    def test_invalid_input_is_refused(
+        self, arguments: list[object], message: str, model_folder: Path, text_file: Path
     ) -> None:
-        assert message in refused(run("bench", "prefill", "--device", "cpu", *arguments))
+        with pytest.raises(UserError) as refused:
+            layers_of(model_folder, text_file, *arguments)
+        assert message in str(refused.value)

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import prefill
 import pytest
 import torch
-from dma_eval.data import tokenize
-from dma_eval.models import load_model
-from dma_eval.render import section_pages
+from dma_eval.load.data import tokenize
+from dma_eval.load.models import load_model
 from dma_eval.results import read_report
+from dma_eval.show.render import section_pages
 
 Run = Callable[..., Any]
 Rows = list[list[int]]
@@ -89,14 +90,13 @@ def test_equalize(run: Run, bos_folder: Path, text_file: Path, rows_read: Rows, 
 
 def test_inputs_of_benchmarks(run: Run, bos_model: Path, text_file: Path, rows_read: Rows, tmp_path: Path) -> None:
     common = ["--data", text_file, "--batch", 2, "--device", "cpu"]
-    arguments = ["--inputs", bos_model, "--length", 140, "--dtype", "bfloat16", "--seconds", 0.01, "--attn", "sdpa"]
-    result = run("bench", "prefill", *arguments, *common, "--json", tmp_path / "prefill.json")
-    assert result.exit_code == 0, result.output
-    assert "prose.txt after <s>" in " ".join(result.stdout.split())
-    (captured,) = json.loads((tmp_path / "prefill.json").read_text())["results"]
-    assert captured["shape"]["inputs"]["begins_with"] == ["<s>"]
+    given = map(str, ["--inputs", bos_model, "--length", 140, "--dtype", "bfloat16", *common])
+    ((shape, _),) = prefill.model_inputs(prefill.make_options().parse_args([*given]))
+    assert "prose.txt after <s>" in shape.family
+    assert shape.inputs is not None
+    assert shape.inputs.begins_with == ("<s>",)
     arguments = ["--model", bos_model, "--context", 140, "--new-tokens", 8, "--run", "sdpa+dynamic"]
-    result = run("bench", "generate", *arguments, *common, "--dtype", "float32", "--json", tmp_path / "generate.json")
+    result = run("bench", *arguments, *common, "--dtype", "float32", "--json", tmp_path / "generate.json")
     assert result.exit_code == 0, result.output
     assert json.loads((tmp_path / "generate.json").read_text())["begins_with"] == ["<s>"]
     windows = {tuple(row) for row in rows_read if len(row) == 140}

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import typer
 from dma_eval.command import REQUIRED, add_command, option
-from dma_eval.commands.options import DEFAULT_ATTN, QualityOptions
 from dma_eval.errors import UserError, one_line
 from dma_eval.files import prepare_file, write_text
+from dma_eval.options import DEFAULT_ATTN, QualityOptions
 from dma_eval.results import read_report
 
 Run = Callable[..., Any]
@@ -224,13 +224,11 @@ WRONG = {
     "ppl -m ./none -d none.txt": "--model: no such folder: ./none",
     "ppl -m owner/model -d none.txt": "--data: no such file: none.txt",
     "equalize -m ./none -d none.txt --out made": "--model: no such folder: ./none",
-    "bench prefill --inputs ./none -d none.txt --length 8": "--inputs: no such folder: ./none",
-    "bench generate -m owner/model -d none.txt": "--data: no such file: none.txt",
-    "bench serve -m none.gguf": "--model: no such file: none.gguf",
+    "bench --device mps": "--device: expected auto, cpu, cuda or cuda:N; got 'mps'",
+    "bench -m owner/model -d none.txt": "--data: no such file: none.txt",
     "serve ./none": "--model: no such folder: ./none",
     "serve m --attn spda": "--attn: unknown backend 'spda'; valid: dma_mxfp, eager, flash_attention_2, ",
     "ppl -m m -d none.txt --device mps": "--device: expected auto, cpu, cuda or cuda:N; got 'mps'",
-    "bench decode --device mps": "--device: expected auto, cpu, cuda or cuda:N; got 'mps'",
     "ppl -m m -d none.txt --dtype bf16": "Invalid value for '--dtype': 'bf16' is not one of 'auto', 'float32', ",
     "serve m --dtype bf16": "Invalid value for '--dtype': 'bf16' is not one of 'auto', 'float32', ",
     "ppl -m m -d none.txt --out file": "--out: cannot create the folder file: it is a file",
@@ -238,18 +236,9 @@ WRONG = {
     "ppl -m m -d none.txt --attn sdpa spda": "--attn: unknown backend 'spda'; valid: dma_mxfp, eager, ",
     "ppl -m m -d none.txt --attn paged|eager": "--attn: 'paged|eager' needs continuous batching, which is ",
     "ppl -m m -d none.txt --attn sdpa:balanced": "--attn: 'sdpa' takes neither presets nor caches of dma_mxfp",
-    "bench prefill --attn sdpa spda": "--attn: unknown name 'spda'; valid: sdpa, sdpa:flash, sdpa:cudnn, flex, ",
-    "bench prefill --attn sdpa sdpa+int4": "--attn: unknown name 'sdpa+int4'; valid: sdpa, sdpa:flash, ",
-    "bench decode --cache spda": "--cache: unknown name 'spda'; valid: sdpa, sdpa:flash, sdpa:dynamic, fa3, ",
-    "bench generate --run spda+dynamic": "--run: unknown backend 'spda'; valid: dma_mxfp, eager, ",
-    "bench generate --run sdpa+dynamo": "--run: expected ATTENTION+CACHE with a cache of dynamic, static, int8, ",
-    "bench serve --attn spda": "--attn: unknown backend 'spda'; valid: vllm, vllm:fp8, dma_mxfp, eager, ",
-    "bench prefill --shape 1x2": "--shape: expected BATCHxTOKENS:QUERY/KV:HEAD_DIM[:MASK], such as ",
-    "bench decode --size 8": "--size: expected BATCHxKEYS, such as 8x32768, got '8'",
-    "bench decode --heads 9/2": "--heads: expected QUERY/KV with KV dividing QUERY, such as 32/8, got '9/2'",
-    "bench generate --shape big": "Invalid value for '--shape': 'big' is not one of 'llama-3.1-8b', ",
-    "bench serve --shape big": "Invalid value for '--shape': 'big' is not one of 'llama-3.1-8b', ",
-    "bench serve --requests 8": "--requests: expected COUNTxPROMPT+NEW, such as 32x2048+64 or 8x64-512+16, got ",
+    "bench --run spda+dynamic": "--run: unknown backend 'spda'; valid: dma_mxfp, eager, ",
+    "bench --run sdpa+dynamo": "--run: expected ATTENTION+CACHE with a cache of dynamic, static, int8, ",
+    "bench --shape big": "Invalid value for '--shape': 'big' is not one of 'llama-3.1-8b', ",
     "ppl -m m -d none.txt -c 128 --stride 129": "--stride must be from 1 to the context, 128, got 129",
     "ppl -m m -d none.txt --stride 2049": "--stride must be from 1 to the context, 2048, got 2049",
     "ppl -m m -d none.txt --spread": "--spread needs --max-windows; without it all windows are read",

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from dma_eval import console
-from dma_eval.pages import COLUMNS, Table, perplexity_page
 from dma_eval.results import PerplexitySection
+from dma_eval.show.pages import COLUMNS, Table, perplexity_page
 from rich.console import Console
 
 ROOT = Path(__file__).parents[2]

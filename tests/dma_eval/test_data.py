@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from dma_eval.data import Window, full_windows, leading_tokens, load_text, make_windows, tokenize
+from dma_eval.config import PerplexityPart
 from dma_eval.errors import UserError
-from dma_eval.models import LoadedModel, load_model
-from dma_eval.parts import PerplexityPart
+from dma_eval.load.data import Window, full_windows, leading_tokens, load_text, make_windows, tokenize
+from dma_eval.load.models import LoadedModel, load_model
 from hypothesis import given
 from hypothesis import strategies as st
 

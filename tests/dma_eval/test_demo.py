@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from dma_eval.backends import default_names, parse_backends
 from dma_eval.commands import demo
-from dma_eval.models import LoadedModel
-from dma_eval.parts import PerplexityPart
-from dma_eval.reading import common_prefix, continue_greedily
+from dma_eval.config import PerplexityPart
+from dma_eval.load.backends import default_names, parse_backends
+from dma_eval.load.models import LoadedModel
+from dma_eval.load.reading import common_prefix
+from dma_eval.measures.fidelity import continue_greedily
 from dma_eval.results import read_report
 from dma_eval.session import Session
 from PIL import Image

@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dma_eval import fidelity as fidelity_module
-from dma_eval.backends import parse_backends
-from dma_eval.data import load_text, tokenize
+from dma_eval.config import FidelityPart
 from dma_eval.errors import UserError
-from dma_eval.fidelity import head_errors, in_fp32, measure_fidelity
-from dma_eval.models import LoadedModel, ModelSource, load_model
-from dma_eval.pages import Table, fidelity_page
-from dma_eval.parts import FidelityPart
+from dma_eval.load.backends import parse_backends
+from dma_eval.load.data import load_text, tokenize
+from dma_eval.load.models import LoadedModel, ModelSource, load_model
+from dma_eval.measures import fidelity as fidelity_module
+from dma_eval.measures.fidelity import head_errors, in_fp32, measure_fidelity
 from dma_eval.results import FidelitySection, HeadErrors, read_report
 from dma_eval.session import Session
+from dma_eval.show.pages import Table, fidelity_page
 from tiny_models import SIZES
 from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
 

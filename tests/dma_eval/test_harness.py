@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from dma_eval.harness import DMALM, BackendFailure
-from dma_eval.models import LoadedModel
-from dma_eval.pages import low_share
+from dma_eval.load.models import LoadedModel
+from dma_eval.results import low_share
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
@@ -35,7 +35,7 @@ def instances(kind: str, arguments: list[tuple[Any, ...]]) -> list[Instance]:
 @pytest.fixture
 def make(loaded: LoadedModel) -> Callable[..., DMALM]:
     def wrap(attn: str = "sdpa", batch_size: int = 4) -> DMALM:
-        from dma_eval.backends import parse_backends
+        from dma_eval.load.backends import parse_backends
 
         lm = DMALM.of(loaded, batch_size=batch_size)
         lm.use(parse_backends([attn])[0])
@@ -185,7 +185,7 @@ class TestFailures:
         assert "model.layers.1.mlp" in broken.failure
 
     def test_next_backend_starts_anew(self, broken: DMALM) -> None:
-        from dma_eval.backends import parse_backends
+        from dma_eval.load.backends import parse_backends
 
         broken.failure = "before"
         broken.use(parse_backends(["sdpa"])[0])

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
-from dma_eval import hub
 from dma_eval.errors import UserError
+from dma_eval.load import hub
 
 
 @pytest.fixture(autouse=True)

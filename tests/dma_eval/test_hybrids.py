@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from dma_eval.backends import activate, needs_chunks, parse_backends, with_references
-from dma_eval.card import make_card
-from dma_eval.data import tokenize
 from dma_eval.errors import UserError
-from dma_eval.models import LoadedModel
-from dma_eval.perplexity import measure_perplexity
-from dma_eval.reading import read
+from dma_eval.load.backends import activate, needs_chunks, parse_backends, with_references
+from dma_eval.load.data import tokenize
+from dma_eval.load.models import LoadedModel
+from dma_eval.load.reading import read
+from dma_eval.measures.perplexity import measure_perplexity
 from dma_eval.results import read_report
+from dma_eval.show.card import make_card
 from transformers import AutoTokenizer, BambaConfig, BambaForCausalLM, DynamicCache, JambaConfig, JambaForCausalLM
 
 from dma_hf.integrations.cache_argument import CACHE_ARGUMENT
@@ -117,7 +117,7 @@ def test_tasks_are_paired_with_it(measured: Run, tiny_tasks: Path) -> None:
 def test_logits_of_the_reference_are_those_of_the_dynamic_cache(
     hybrid_folder: Path, text_file: Path, prose: str
 ) -> None:
-    from dma_eval.models import load_model
+    from dma_eval.load.models import load_model
 
     loaded = load_model(str(hybrid_folder), dtype="float32", device="cpu")
     ids = tokenize(loaded.tokenizer, prose)[None, :300]
@@ -140,7 +140,7 @@ def test_other_models_need_none(loaded: LoadedModel, compared: Callable[..., Any
 
 
 def test_it_is_added_once_and_only_for_caches(hybrid_folder: Path) -> None:
-    from dma_eval.models import load_model
+    from dma_eval.load.models import load_model
 
     model = load_model(str(hybrid_folder), dtype="float32", device="cpu").model
 
@@ -162,10 +162,10 @@ def test_dma_mxfp_takes_no_dynamic_cache() -> None:
 def test_a_failed_one_leaves_the_others_without_a_comparison(
     hybrid_folder: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dma_eval import perplexity
-    from dma_eval.data import load_text
-    from dma_eval.models import load_model
-    from dma_eval.parts import PerplexityPart
+    from dma_eval.config import PerplexityPart
+    from dma_eval.load.data import load_text
+    from dma_eval.load.models import load_model
+    from dma_eval.measures import perplexity
     from dma_eval.session import Session
 
     forward = perplexity._forward

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from dma_eval import models
 from dma_eval.errors import UserError
-from dma_eval.models import LoadedModel, ModelSource, load_model, parse_device, parse_source, rescale
+from dma_eval.load import models
+from dma_eval.load.models import LoadedModel, ModelSource, load_model, parse_device, parse_source, rescale
 from gguf_files import write_gguf
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 

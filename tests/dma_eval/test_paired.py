@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from dma_eval.task_summary import mcnemar, paired_interval, statistic
+from dma_eval.measures.task_summary import mcnemar, paired_interval, statistic
 from scipy.stats import bootstrap
 
 

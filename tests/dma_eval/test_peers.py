@@ -2,42 +2,33 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import math
 import sys
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from dma_eval.bench.inputs import Inputs, exact_rows
-from dma_eval.bench.peers import (
-    FLASH_3,
-    FLASH_4_MODULE,
-    FLASHINFER_MODULE,
-    MODULE,
-    PREQUANTIZED,
-    SAGE_MODULE,
-    document_block_mask,
-    flash_attention_3,
-    flash_attention_3_step,
-    flash_attention_4,
-    flashinfer,
-    sage_attention,
-)
-from dma_eval.bench.prefill import PEERS
-from dma_eval.bench.results import PrefillShape
+from kernel_bench import peers
+from kernel_bench.fp8_quantizer import dequantize_fp8, quantize_fp8
+from kernel_bench.inputs import Inputs
+from kernel_bench.peers import FLASH_3, PREQUANTIZED
 from torch import Tensor
 from torch.nn import functional as F
 
-Run = Callable[..., Any]
+
+def tensors(queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(2, h, t, 32, generator=generator) for h, t in ((4, queries), (2, keys), (2, keys)))
 
 
-def _attend(
+def exact(inputs: Inputs) -> Tensor:
+    wide = (x.float() for x in inputs.tensors)
+    return F.scaled_dot_product_attention(*wide, is_causal=inputs.is_causal, scale=inputs.scale, enable_gqa=True)
+
+
+def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -46,196 +37,144 @@ def _attend(
     softmax_scale: float | None = None,
     **scales: Tensor,
 ) -> Tensor:
-    """Do what FlashAttention-3 says that it does."""
+    """Do what FlashAttention-3 says that it does, on token-major tensors."""
     assert query.dtype == key.dtype == value.dtype
-    assert all(x.is_contiguous() for x in (key, value))
     assert cache_seqlens is None or cache_seqlens.tolist() == [key.shape[1]] * len(key)
     wide = [x.transpose(1, 2).float() for x in (query, key, value)]
     for i, name in enumerate(("q_descale", "k_descale", "v_descale")):
         if scales:
-            assert scales[name].shape == (len(key), key.shape[2])
             wide[i] *= scales[name].repeat_interleave(wide[i].shape[1] // key.shape[2], 1)[:, :, None, None]
     out = F.scaled_dot_product_attention(*wide, is_causal=causal, scale=softmax_scale, enable_gqa=True)
     return out.transpose(1, 2)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    module: Any = ModuleType(MODULE)
-    module.flash_attn_func = module.flash_attn_with_kvcache = _attend
-    module.flash_attn_varlen_func = _attend_packed
-    monkeypatch.setitem(sys.modules, MODULE, module)
+    """Put modules that compute on the CPU in the place of FlashAttention and SageAttention."""
+    stand_ins: dict[str, dict[str, Any]] = {
+        peers.MODULE: {"flash_attn_func": attend, "flash_attn_with_kvcache": attend},
+        peers.FLASH_4_MODULE: {"flash_attn_func": lambda *given, **options: (attend(*given, **options), None)},
+        peers.DSL_MODULE: {"DSLBaseError": OSError},
+        peers.SAGE_MODULE: {
+            "sageattn": lambda q, k, v, is_causal, sm_scale: exact(Inputs(q, k, v, sm_scale, is_causal))
+        },
+    }
+    for name, content in stand_ins.items():
+        module = ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
 
 
-def _tensors(queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
-    torch.manual_seed(0)
-    return tuple(torch.randn(2, heads, length, 32) for heads, length in ((4, queries), (2, keys), (2, keys)))  # type: ignore[return-value]
-
-
-def _exact(inputs: Inputs) -> Tensor:
-    mask, is_causal = inputs.mask, inputs.is_causal and inputs.mask is None
-    return F.scaled_dot_product_attention(
-        *inputs.tensors, attn_mask=mask, is_causal=is_causal, scale=inputs.scale, enable_gqa=True
-    )
-
-
-def _attend_packed(
-    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, softmax_scale: float, **sizes: Any
-) -> Tensor:
-    """Do what FlashAttention says that its function for sequences of varying lengths does."""
-    ends = sizes["cu_seqlens_q"].tolist()
-    assert ends == sizes["cu_seqlens_k"].tolist()
-    assert sizes["max_seqlen_q"] == sizes["max_seqlen_k"] == max(b - a for a, b in itertools.pairwise(ends))
-    parts = [
-        _attend(query[None, a:b], key[None, a:b], value[None, a:b], causal, softmax_scale=softmax_scale)[0]
-        for a, b in itertools.pairwise(ends)
-    ]
-    return torch.cat(parts)
-
-
-@pytest.mark.usefixtures("_installed")
-@pytest.mark.parametrize("name", [*FLASH_3, f"fa3:fp8{PREQUANTIZED}"])
+@pytest.mark.parametrize(
+    ("call", "limit"),
+    [
+        (lambda inputs: peers.flash_attention_3("fa3", inputs), 1e-6),
+        (lambda inputs: peers.flash_attention_3("fa3:fp8", inputs), 0.2),
+        (lambda inputs: peers.flash_attention_3(f"fa3:fp8{PREQUANTIZED}", inputs), 0.2),
+        (peers.flash_attention_4, 1e-6),
+        (peers.sage_attention, 1e-6),
+    ],
+    ids=["fa3", "fa3:fp8", "fa3:fp8:prequantized", "fa4", "sage"],
+)
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_prefill_is_attention_to_the_precision_of_the_numbers(name: str, is_causal: bool) -> None:
-    query, key, value = _tensors(50, 50)
+def test_prefill_is_attention_to_the_precision_of_the_numbers(
+    call: Callable[[Inputs], peers.Prepared], limit: float, is_causal: bool
+) -> None:
+    query, key, value = tensors(50, 50)
     inputs = Inputs(query, 8.0 * key, value, 0.1, is_causal)
-    call = flash_attention_3(name, inputs)
-    out = call.read(call.run())
-    assert (call.quantize is not None) == (name == "fa3:fp8")
-    exact = _exact(inputs)
+    prepared = call(inputs)
+    out, expected = prepared.read(prepared.run()), exact(inputs)
     assert out.shape == query.shape
-    assert (out - exact).norm() / exact.norm() < (1e-6 if name == "fa3" else 0.2)
+    assert (out - expected).norm() / expected.norm() < limit
 
 
-@pytest.mark.usefixtures("_installed")
 @pytest.mark.parametrize("name", FLASH_3)
 def test_a_step_is_attention_and_reads_what_is_stored(name: str) -> None:
-    query, key, value = _tensors(1, 70)
-    run, stored = flash_attention_3_step(name, query, key, 8.0 * value)
-    exact = F.scaled_dot_product_attention(query, key, 8.0 * value, enable_gqa=True)
-    out = run()
-    assert (out - exact).norm() / exact.norm() < (0.1 if FLASH_3[name] else 1e-6)
+    query, key, value = tensors(1, 70)
+    run, stored = peers.flash_attention_3_step(name, query, key, 8.0 * value)
+    expected = F.scaled_dot_product_attention(query, key, 8.0 * value, enable_gqa=True)
+    assert (run() - expected).norm() / expected.norm() < (0.1 if FLASH_3[name] else 1e-6)
     assert stored == (1 if FLASH_3[name] else 4) * (key.numel() + value.numel())
 
 
-def test_a_bench_without_the_package_says_what_to_install(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, MODULE, None)
-    done = run(
-        "bench", "decode", "--device", "cpu", "--size", "1x40", "--head-dim", 32, "--heads", "2/1", "--seconds", 0.0,
-        "--cache", "sdpa", "fa3",
-    )  # fmt: skip
-    assert done.exit_code == 0, done.output
-    assert "pip install fa3-fwd" in " ".join(done.stderr.split())
-
-
-def test_sage_attention_gets_unchanged_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    module: Any = ModuleType(SAGE_MODULE)
-    module.sageattn = lambda q, k, v, is_causal, sm_scale: F.scaled_dot_product_attention(
-        q, k, v, is_causal=is_causal, scale=sm_scale, enable_gqa=True
-    )
-    monkeypatch.setitem(sys.modules, SAGE_MODULE, module)
-    inputs = Inputs(*_tensors(50, 50), 0.1)
-    assert torch.equal(sage_attention(inputs).run(), _exact(inputs))
-
-
-class _DslError(Exception):
-    pass
-
-
-@pytest.fixture
-def flash_4(monkeypatch: pytest.MonkeyPatch) -> Any:
-    module: Any = ModuleType(FLASH_4_MODULE)
-    module.flash_attn_func = lambda *tensors, **options: (_attend(*tensors, **options), None)
-    module.flash_attn_varlen_func = lambda *tensors, **options: (_attend_packed(*tensors, **options), None)
-    common: Any = ModuleType("cutlass.base_dsl.common")
-    common.DSLBaseError = _DslError
-    monkeypatch.setitem(sys.modules, FLASH_4_MODULE, module)
-    monkeypatch.setitem(sys.modules, "cutlass.base_dsl.common", common)
-    return module
-
-
-@pytest.mark.usefixtures("flash_4")
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_flash_attention_4_is_attention(is_causal: bool) -> None:
-    inputs = Inputs(*_tensors(50, 50), 0.1, is_causal)
-    torch.testing.assert_close(flash_attention_4(inputs).run(), _exact(inputs))
-
-
-def test_what_flash_attention_4_cannot_compile_is_a_failure_of_the_call(flash_4: Any) -> None:
+def test_what_flash_attention_4_cannot_compile_is_a_failure_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object, **__: object) -> None:
-        raise _DslError("no such tile")
+        raise OSError("no such tile")
 
-    flash_4.flash_attn_func = fails
+    monkeypatch.setattr(sys.modules[peers.FLASH_4_MODULE], "flash_attn_func", fails)
     with pytest.raises(RuntimeError, match="no such tile"):
-        flash_attention_4(Inputs(*_tensors(50, 50), 0.1)).run()
+        peers.flash_attention_4(Inputs(*tensors(50, 50), 0.1)).run()
 
 
-@pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("threshold", [None, 6.0])
 def test_flashinfer_takes_the_threshold_as_a_factor_over_the_length(
-    threshold: float | None, is_causal: bool, monkeypatch: pytest.MonkeyPatch
+    threshold: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def prefill(
-        qkv: tuple[Tensor, ...], layout: str, workspace: Tensor, seq_lens: Tensor, *positional: Any, **options: Any
-    ) -> Tensor:
-        max_q_len, max_kv_len, bmm1_scale, bmm2_scale, batch, q_ends, kv_ends = positional
-        assert layout == "SEPARATE_Q_K_V"
-        assert seq_lens.tolist() == [max_q_len, max_kv_len] == [50, 50]
+    def prefill(qkv: Any, layout: str, workspace: Tensor, seq_lens: Tensor, *sizes: Any, **options: Any) -> Tensor:
+        max_q_len, _, scale, _, batch, q_ends, kv_ends = sizes
+        assert seq_lens.tolist() == [50, 50]
         assert q_ends.tolist() == kv_ends.tolist() == [0, 50, 100]
         factor = options["skip_softmax_threshold_scale_factor"]
         assert factor == (0.0 if threshold is None else pytest.approx(50 * math.exp(-6.0)))
         query, key, value = (x.unflatten(0, (batch, max_q_len)) for x in qkv)
-        out = _attend(query, key, value, causal=options["mask_mode"] == "causal", softmax_scale=bmm1_scale)
-        return bmm2_scale * out.flatten(0, 1)
+        return attend(query, key, value, causal=options["mask_mode"] == "causal", softmax_scale=scale).flatten(0, 1)
 
-    module: Any = ModuleType(FLASHINFER_MODULE)
+    module: Any = ModuleType(peers.FLASHINFER_MODULE)
     module.trtllm_fmha_v2_prefill = prefill
-    monkeypatch.setitem(sys.modules, FLASHINFER_MODULE, module)
-    inputs = Inputs(*_tensors(50, 50), 0.1, is_causal)
-    torch.testing.assert_close(flashinfer(threshold, inputs).run(), _exact(inputs))
+    monkeypatch.setitem(sys.modules, peers.FLASHINFER_MODULE, module)
+    inputs = Inputs(*tensors(50, 50), 0.1)
+    torch.testing.assert_close(peers.flashinfer(threshold, inputs).run(), exact(inputs))
 
 
-class TestPackedDocuments:
-    @pytest.mark.usefixtures("_installed", "flash_4")
-    @pytest.mark.parametrize("is_causal", [True, False])
-    @pytest.mark.parametrize("prepare", [partial(flash_attention_3, "fa3"), flash_attention_4], ids=["fa3", "fa4"])
-    def test_are_sequences_of_their_own(self, prepare: Callable[[Inputs], Any], is_causal: bool) -> None:
-        inputs = Inputs(*_tensors(50, 50), 0.1, is_causal, documents=3)
-        assert inputs.document_lengths == [16, 17, 17]
-        torch.testing.assert_close(prepare(inputs).run(), _exact(inputs))
+@pytest.mark.parametrize("name", ["cudnn:fp8", f"cudnn:fp8{PREQUANTIZED}"])
+def test_cudnn_is_given_operands_and_scales_that_make_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan, cuDNN's own, is replaced by what it computes."""
 
-    def test_the_mask_hides_other_documents(self) -> None:
-        inputs = Inputs(*_tensors(7, 7), 0.1, documents=2)
-        assert inputs.mask is not None
-        visible = [[key for key in range(7) if inputs.mask[query, key]] for query in range(7)]
-        assert visible == [[0], [0, 1], [0, 1, 2], [3], [3, 4], [3, 4, 5], [3, 4, 5, 6]]
-        assert Inputs(*_tensors(7, 7), 0.1).mask is None
+    def execute(q: Tensor, k: Tensor, v: Tensor, o: Tensor, scale_o: Tensor, **descales: Tensor) -> None:
+        wide = (x.float() * descales[f"descale_{name}"].flatten() for name, x in zip("qkv", (q, k, v), strict=True))
+        scaled = attend(*wide, causal=True, softmax_scale=0.1) * scale_o.flatten()
+        assert scaled.abs().max() <= 448.0
+        o.copy_(scaled.to(torch.float8_e4m3fn))
 
-    def test_exact_rows_see_their_own_document(self) -> None:
-        inputs = Inputs(*_tensors(50, 50), 0.1, documents=3)
-        rows = torch.tensor([0, 15, 16, 49])
-        torch.testing.assert_close(exact_rows(inputs, rows).float(), _exact(inputs)[:, :, rows])
+    monkeypatch.setitem(sys.modules, peers.CUDNN_MODULE, SimpleNamespace(cudnnGraphNotSupportedError=OSError))
+    monkeypatch.setattr(peers, "_cudnn_plan", lambda *_, **__: execute)
+    query, key, value = (x.bfloat16() for x in tensors(50, 50))
+    inputs = Inputs(query, key, 0.1 * value, 0.1)
+    call, expected = peers.cudnn_fp8(name, inputs), exact(inputs)
+    out = call.read(call.run())
+    assert out.dtype == torch.bfloat16
+    assert (out.float() - expected).norm() / expected.norm() < 0.05
+    assert (call.quantize is None) == name.endswith(PREQUANTIZED)
 
-    @pytest.mark.parametrize("is_causal", [True, False])
-    def test_blocks_of_flex_attention_cover_what_is_visible(self, is_causal: bool) -> None:
-        inputs = Inputs(*_tensors(600, 600), 0.1, is_causal, documents=2)
-        assert inputs.mask is not None
-        blocks = document_block_mask(inputs)
-        padded = torch.nn.functional.pad(inputs.mask, (0, 40, 0, 40)).unflatten(0, (5, 128)).unflatten(2, (5, 128))
-        assert torch.equal(blocks.to_dense()[0, 0].bool(), padded.any(3).any(1))
 
-    @pytest.mark.usefixtures("_installed")
-    @pytest.mark.parametrize("name", ["fa3:fp8", "cudnn:fp8", "sage", "flashinfer"])
-    def test_others_refuse_them(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(sys.modules, "cudnn", ModuleType("cudnn"))
-        with pytest.raises(NotImplementedError, match="is not timed on packed documents"):
-            PEERS[name](Inputs(*_tensors(50, 50), 0.1, documents=2))
+class TestQuantizer:
+    @pytest.mark.parametrize("per_head", [True, False])
+    @pytest.mark.parametrize("tokens", [1, 64, 130])
+    def test_scales_the_largest_magnitude_to_448_and_rounds_to_nearest(self, tokens: int, per_head: bool) -> None:
+        given = [x.transpose(1, 2).bfloat16().contiguous() for x in tensors(tokens, tokens)]
+        made = quantize_fp8(*given, per_head=per_head)
+        for index, (x, codes) in enumerate(zip(given, (made.query, made.key, made.value), strict=True)):
+            by_head = x.float().unflatten(2, (2, -1))
+            largest = by_head.abs().amax((1, 3, 4) if per_head else None, keepdim=True)
+            scaled = (by_head * (448.0 / largest)).flatten(2, 3)
+            half_step = torch.ldexp(torch.tensor(1.0), scaled.abs().log2().floor().clamp_min(-6) - 4)
+            assert ((codes.float() - scaled).abs() <= half_step * (1 + 1e-5)).all()
+            assert codes.float().abs().max() == 448.0
+            torch.testing.assert_close(made.descales[index].flatten(), (largest / 448.0).flatten())
+            torch.testing.assert_close(made.scales[index].flatten(), (448.0 / largest).flatten())
 
-    def test_are_measured_by_name(self, run: Run, tmp_path: Path) -> None:
-        common = ("--device", "cpu", "--attn", "sdpa", "dma_mxfp", "--seconds", 0.0, "--json", tmp_path / "r.json")
-        done = run("bench", "prefill", *common, "--shape", "1x160:2/1:16:documents")
-        assert done.exit_code == 0, done.output
-        assert "causal, 8 packed documents, dense random inputs" in done.stdout
-        results = json.loads((tmp_path / "r.json").read_text())["results"]
-        assert [each["error"] < 0.05 for each in results] == [True, True]
-        assert PrefillShape(**results[0]["shape"]).flops == 4 * 2 * 8 * 20 * 20 // 2 * 16
+    def test_keeps_zeros(self) -> None:
+        zeros = torch.zeros(1, 3, 1, 16, dtype=torch.bfloat16)
+        made = quantize_fp8(zeros, zeros, zeros, per_head=True)
+        assert made.value.float().abs().max() == 0.0
+        assert made.descales.isfinite().all()
+
+    def test_needs_as_many_queries_as_keys(self) -> None:
+        query, key, value = (x.transpose(1, 2).bfloat16() for x in tensors(7, 8))
+        with pytest.raises(ValueError, match="query and key must have as many tokens, got 7 and 8"):
+            quantize_fp8(query, key, value, per_head=True)
+
+    def test_has_an_inverse(self) -> None:
+        codes = torch.randn(3, 1700).to(torch.float8_e4m3fn)
+        out = dequantize_fp8(codes, torch.tensor([[0.5]]), torch.bfloat16)
+        assert torch.equal(out, (0.5 * codes.float()).bfloat16())

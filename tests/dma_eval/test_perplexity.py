@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dma_eval import perplexity
-from dma_eval.backends import Backend
-from dma_eval.data import Window, tokenize
 from dma_eval.errors import UserError
-from dma_eval.models import LoadedModel
-from dma_eval.pages import perplexity_page
-from dma_eval.perplexity import NonFiniteLogitsError, make_batches, score
+from dma_eval.load.backends import Backend
+from dma_eval.load.data import Window, tokenize
+from dma_eval.load.models import LoadedModel
+from dma_eval.measures import perplexity
+from dma_eval.measures.perplexity import NonFiniteLogitsError, make_batches, score
 from dma_eval.progress import Progress
 from dma_eval.results import PerplexitySection, read_report
+from dma_eval.show.pages import perplexity_page
 from torch import Tensor
 from transformers import (
     AttentionInterface,
@@ -348,7 +348,7 @@ class TestFallbacks:
 
     @pytest.fixture
     def wide(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("dma_hf.arguments.MAX_HEAD_DIM", 16)
+        monkeypatch.setattr("dma_hf.masks.arguments.MAX_HEAD_DIM", 16)
 
     @pytest.mark.usefixtures("wide")
     def test_are_counted(self, compared: Compared, identity_file: Any) -> None:

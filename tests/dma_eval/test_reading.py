@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 from cache_oracle import expected_logits
-from dma_eval.backends import Backend, activate, new_cache, parse_backends
-from dma_eval.data import tokenize
 from dma_eval.errors import UserError
-from dma_eval.models import LoadedModel
-from dma_eval.reading import read
+from dma_eval.load.backends import Backend, activate, new_cache, parse_backends
+from dma_eval.load.data import tokenize
+from dma_eval.load.models import LoadedModel
+from dma_eval.load.reading import read
 from dma_eval.results import PerplexitySection
 from dma_kernels.cache.storage import LayerStorage
 from torch import Tensor
@@ -108,7 +108,7 @@ def test_model_without_attention() -> None:
 
 
 def test_generation_uses_the_cache(loaded: LoadedModel, ids: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dma_eval.reading import continue_greedily
+    from dma_eval.measures.fidelity import continue_greedily
     from dma_eval.session import Session
 
     stored: list[int] = []
@@ -129,7 +129,7 @@ def test_generation_without_a_cache_after_one_with(
     loaded: LoadedModel, ids: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A backend's cache is not that of those after it, the reference of the next comparison among them."""
-    from dma_eval.reading import continued
+    from dma_eval.load.reading import continued
 
     activate(loaded.model, backend("dma_mxfp:balanced+int4"))
     monkeypatch.delattr(LayerStorage, "append")

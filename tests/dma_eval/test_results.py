@@ -11,14 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dma_eval import environment, plots
+from dma_eval import environment
 from dma_eval.errors import UserError
 from dma_eval.files import write_json as write
-from dma_eval.models import LoadedModel
+from dma_eval.load.models import LoadedModel
 from dma_eval.names import PRESETS
-from dma_eval.pages import COLUMNS, format_kl, number, perplexity_page, warnings
-from dma_eval.plots import line_styles, plot_positions, plot_stress
-from dma_eval.render import Plot, cache_of, measured, to_html, to_markdown
 from dma_eval.results import (
     SCHEMA_VERSION,
     BackendResult,
@@ -30,6 +27,10 @@ from dma_eval.results import (
     here_and_now,
     read_report,
 )
+from dma_eval.show import plots
+from dma_eval.show.pages import COLUMNS, format_kl, number, perplexity_page, warnings
+from dma_eval.show.plots import line_styles, plot_positions, plot_stress
+from dma_eval.show.render import Plot, cache_of, measured, to_html, to_markdown
 from PIL import Image
 
 FAILED = BackendResult(label="broken", implementation="broken", config=None, failure="NaN | somewhere")
@@ -130,8 +131,9 @@ class TestJson:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            (lambda v: v.update(schema_version=99), f"expected schema_version {SCHEMA_VERSION} or older, got 99"),
-            (lambda v: v.pop("schema_version"), f"expected schema_version {SCHEMA_VERSION} or older, got None"),
+            (lambda v: v.update(schema_version=99), f"expected schema_version {SCHEMA_VERSION}, got 99"),
+            (lambda v: v.update(schema_version=9), f"expected schema_version {SCHEMA_VERSION}, got 9; measure"),
+            (lambda v: v.pop("schema_version"), f"expected schema_version {SCHEMA_VERSION}, got None"),
             (lambda v: v.pop("seed"), "seed: Field required"),
             (lambda v: v.update(seed="0"), "seed: Input should be a valid integer, got '0'"),
             (lambda v: v.update(seed=True), "seed: Input should be a valid integer, got True"),
@@ -160,7 +162,7 @@ class TestJson:
         [
             (None, "cannot read the report"),
             ("{", "is not JSON"),
-            ("[]", f"expected schema_version {SCHEMA_VERSION} or older, got None"),
+            ("[]", f"expected schema_version {SCHEMA_VERSION}, got None"),
         ],
     )
     def test_no_report(self, tmp_path: Path, content: str | None, message: str) -> None:

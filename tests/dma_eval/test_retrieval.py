@@ -9,20 +9,22 @@ from typing import Any
 
 import pytest
 import torch
-from dma_eval.backends import Backend, parse_backends
-from dma_eval.data import Text
-from dma_eval.models import LoadedModel
-from dma_eval.pages import retrieval_page
-from dma_eval.parts import RetrievalPart
-from dma_eval.results import RetrievalSection, read_report
-from dma_eval.retrieval import _Prompts, default_lengths, measure_retrieval
+from dma_eval.config import RetrievalPart
+from dma_eval.load.backends import Backend, parse_backends
+from dma_eval.load.data import Text
+from dma_eval.load.models import LoadedModel
+from dma_eval.measures import retrieval
+from dma_eval.measures.retrieval import _Prompts, default_lengths, measure_retrieval
+from dma_eval.pieces import Store
+from dma_eval.results import RetrievalKind, RetrievalSection, read_report
 from dma_eval.session import Session
+from dma_eval.show.pages import retrieval_page
 
 Run = Callable[..., Any]
 
 
 def ask(loaded: LoadedModel, backends: Sequence[Backend], **options: Any) -> RetrievalSection:
-    return measure_retrieval(Session(loaded, backends), "kv", None, RetrievalPart(**options))
+    return measure_retrieval(Session(loaded, backends), "kv", RetrievalPart(**options))
 
 
 @pytest.fixture
@@ -138,3 +140,35 @@ def test_command(run: Run, model_folder: Path, text_file: Path, tmp_path: Path) 
     assert not list((tmp_path / "run").glob("retrieval-*.png"))  # a random model finds nothing
     assert "1 question for each length and depth, the same for every backend" in result.stdout
     assert "sdpa finds nothing: the model itself cannot do this task" in " ".join(result.output.split())
+
+
+def test_saved_questions_are_not_asked_again(
+    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an interruption, and when a backend is added: each has its own answers."""
+    asked: list[str] = []
+    original = retrieval._ask
+
+    def ask_once(model: Any, backend: Backend, *arguments: Any, **options: Any) -> Any:
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        asked.append(backend.label)
+        return original(model, backend, *arguments, **options)
+
+    monkeypatch.setattr(retrieval, "_ask", ask_once)
+    part = RetrievalPart(lengths=[128, 256], depths=[0.5], samples=1)
+
+    def measure(*names: str) -> RetrievalSection:
+        session = Session(loaded, parse_backends(names), store=Store(tmp_path))
+        return measure_retrieval(session, RetrievalKind.KV, part)
+
+    with pytest.raises(KeyboardInterrupt):
+        measure("sdpa", "dma_mxfp:paper")
+    assert asked == ["sdpa", "dma_mxfp:paper", "sdpa"]
+    asked.clear()
+    first = measure("sdpa", "dma_mxfp:paper")
+    assert asked == ["dma_mxfp:paper"]
+    asked.clear()
+    second = measure("sdpa", "dma_mxfp:paper", "dma_mxfp:fp4")
+    assert asked == ["dma_mxfp:fp4"] * 2
+    assert second.backends[:2] == first.backends

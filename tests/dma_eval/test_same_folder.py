@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import datetime
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from dma_eval import environment, session
+from dma_eval import environment, results, session
 from dma_eval.environment import Environment
 from dma_eval.files import write_json
 from dma_eval.results import Report, merged, read_report
 
 Run = Callable[..., Any]
+
+
+class Clock:
+    """A clock that stands still, on the day of this number."""
+
+    def __init__(self, day: int) -> None:
+        self._day = day
+
+    def now(self, zone: datetime.tzinfo) -> datetime.datetime:
+        return datetime.datetime(2001, 1, 1 + self._day, tzinfo=zone)
 
 
 @pytest.fixture
@@ -98,18 +108,13 @@ class TestSections:
         measure("-c", 256, "--json", tmp_path / "r.json")
         assert [section.context for section in read_report(tmp_path / "r.json").perplexity] == [256]
 
-    def test_of_an_older_file_keep_its_date_and_machine(self, measure: Run, out: Path) -> None:
+    def test_are_not_added_to_a_file_of_an_older_version(self, ppl: Run, measure: Run, out: Path, refused: Any) -> None:
         measure()
-        values = json.loads((out / "results.json").read_text(encoding="utf-8"))
-        values |= {"schema_version": 8, "created": "2001-01-01T00:00:00+00:00", "command": "dma-hf ppl old"}
-        del values["perplexity"][0]["origin"]
-        (out / "results.json").write_text(json.dumps(values), encoding="utf-8")
-        measure("-c", 256)
-        old, new = read_report(out).perplexity
-        assert old.origin is not None
-        assert new.origin is not None
-        assert (old.origin.created[:4], old.origin.command) == ("2001", "dma-hf ppl old")
-        assert new.origin.command != "dma-hf ppl old"
+        file = out / "results.json"
+        file.write_text(file.read_text(encoding="utf-8").replace('"schema_version": 10', '"schema_version": 9'))
+        before = file.read_bytes()
+        assert "name another folder" in refused(ppl("-c", 256, "--out", out))
+        assert file.read_bytes() == before
 
     def test_interrupted_ones_do_not_replace_complete_ones(self, measure: Run, out: Path) -> None:
         measure()
@@ -206,6 +211,19 @@ class TestEnvironment:
         assert "3 threads" in one
         assert "commit first" in one
         assert "commit first" not in two.partition("## Model and machine")[0]
+
+    def test_of_a_section_is_that_of_its_newest_piece(
+        self, measure: Run, out: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        commands = []
+        for windows in ("1", "2", "2"):
+            monkeypatch.setattr("sys.argv", ["dma-hf", "ppl", "--max-windows", windows, f"--nth={len(commands)}"])
+            monkeypatch.setattr(results, "datetime", Clock(len(commands)))
+            measure("--max-windows", windows)
+            *_, section = read_report(out).perplexity
+            assert section.origin is not None
+            commands.append(section.origin.command.rpartition("=")[2])
+        assert commands == ["0", "1", "1"]  # the third command only took what was there
 
     def test_of_tasks_too(
         self, run: Run, machine: Callable[..., None], out: Path, model_folder: Path, tiny_tasks: Path

@@ -22,11 +22,11 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 import pytest
 import torch
-from dma_eval.backends import activate, parse_backends
 from dma_eval.commands import serve
 from dma_eval.commands.serve import ServeOptions, load
 from dma_eval.errors import UserError
-from dma_eval.models import load_model
+from dma_eval.load.backends import activate, parse_backends
+from dma_eval.load.models import load_model
 
 pytest.importorskip("transformers.generation.continuous_batching.cache_allocators", reason="before Transformers 5.23")
 

@@ -20,10 +20,10 @@ from urllib.request import ProxyHandler, build_opener
 import psutil
 import pytest
 import yaml
-from dma_eval.backends import activate, parse_backends
 from dma_eval.commands import serve
 from dma_eval.commands.serve import ServeOptions
-from dma_eval.models import load_model
+from dma_eval.load.backends import activate, parse_backends
+from dma_eval.load.models import load_model
 
 ROOT = Path(__file__).parents[2]
 DEMO_MODEL = ROOT / "eval" / "dma_eval" / "assets" / "demo_model"

@@ -13,11 +13,12 @@ from unittest import mock
 
 import pytest
 import torch
-from dma_eval import console, fidelity
-from dma_eval.backends import default_names
-from dma_eval.data import load_text
+from dma_eval import console
+from dma_eval.config import PARTS, load_suite, parse_suite, suite_names
 from dma_eval.errors import UserError
-from dma_eval.parts import PARTS, load_suite, parse_suite, suite_names
+from dma_eval.load.backends import default_names
+from dma_eval.load.data import load_text
+from dma_eval.measures import fidelity
 from dma_eval.results import read_report
 
 Run = Callable[..., Any]
@@ -90,7 +91,7 @@ def assert_same(first: Any, second: Any, where: str) -> None:
 
 class TestFiles:
     def test_names(self) -> None:
-        assert suite_names() == ["gsm8k-local", "local-quality", "long-context", "quick", "standard"]
+        assert suite_names() == ["gsm8k-local", "local-quality", "long-context", "quick", "ruler", "standard"]
 
     def test_configs_show_those_of_the_package(self) -> None:
         assert sorted(path.stem for path in (ROOT / "configs/suites").glob("*.toml")) == suite_names()
@@ -103,7 +104,7 @@ class TestFiles:
 
     @pytest.mark.slow
     def test_tasks_exist(self) -> None:
-        from dma_eval.tasks import find_tasks
+        from dma_eval.measures.tasks import find_tasks
 
         names = [load_suite(name).tasks.names for name in suite_names() if "local" not in name]  # type: ignore[union-attr]
         assert find_tasks([name for group in names for name in group]).names
@@ -156,9 +157,7 @@ class TestFiles:
         assert str(caught.value).startswith(f"--suite: {path}: ")
 
     def test_unknown(self) -> None:
-        with pytest.raises(
-            UserError, match="unknown suite 'fast'; valid: gsm8k-local, local-quality, long-context, quick, standard"
-        ):
+        with pytest.raises(UserError, match=f"unknown suite 'fast'; valid: {', '.join(suite_names())}"):
             load_suite("fast")
 
     def test_no_file(self) -> None:
@@ -295,8 +294,8 @@ class TestRun:
             patch.setattr("dma_eval.run.measure_retrieval", mock.Mock(side_effect=TypeError))
             assert suite(*attn).exit_code == 1  # as if it were cut off in the last part
         before = read_report(tmp_path / "run/results.json")
-        for name in ("measure_perplexity", "measure_fidelity"):
-            monkeypatch.setattr(f"dma_eval.run.{name}", lambda *_, **__: pytest.fail("measured again"))
+        for name in ("perplexity._read_batch", "fidelity.in_fp32", "fidelity.head_errors", "fidelity._divergence"):
+            monkeypatch.setattr(f"dma_eval.measures.{name}", lambda *_, **__: pytest.fail("measured again"))
         result = suite(*attn)
         assert result.exit_code == 0, result.output
         assert result.stderr.count("taken from the folder") == 3 + 2  # perplexity twice, fidelity, and two task units
@@ -346,7 +345,7 @@ class TestRun:
         (tmp_path / "mine.toml").write_text("[perplexity]\ncontexts = [128]\nmax_windows = 1\n", encoding="utf-8")
         suite("--attn", "sdpa")
         files = list((tmp_path / "run/parts").rglob("*.json"))
-        assert len(files) == 2  # the part, and its window
+        assert len(files) == 1  # its window
         for file in files:
             file.write_text(file.read_text(encoding="utf-8")[:300], encoding="utf-8")
         result = suite("--attn", "sdpa")

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from dma_eval.backends import Backend
-from dma_eval.data import Window
-from dma_eval.perplexity import Pass, TokenScores, position_edges, summarize, tokens_per_second
+from dma_eval.load.backends import Backend
+from dma_eval.load.data import Window
+from dma_eval.measures.perplexity import Pass, TokenScores, position_edges, summarize, tokens_per_second
 from dma_eval.results import BackendResult
 from hypothesis import given
 from hypothesis import strategies as st

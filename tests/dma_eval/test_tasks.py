@@ -12,17 +12,18 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from dma_eval import tasks as tasks_module
-from dma_eval.backends import Backend, parse_backends
+from dma_eval.config import TasksPart
 from dma_eval.errors import UserError
-from dma_eval.files import Store, slug
-from dma_eval.models import LoadedModel
-from dma_eval.pages import task_page
-from dma_eval.parts import TasksPart
+from dma_eval.files import slug
+from dma_eval.load.backends import Backend, parse_backends
+from dma_eval.load.models import LoadedModel
+from dma_eval.measures import tasks as tasks_module
+from dma_eval.measures.tasks import find_tasks, measure_tasks
+from dma_eval.pieces import Store
 from dma_eval.progress import Progress
 from dma_eval.results import Report, TaskResult, TaskSection, read_report
 from dma_eval.session import Session
-from dma_eval.tasks import find_tasks, measure_tasks
+from dma_eval.show.pages import task_page
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager

@@ -34,14 +34,6 @@ def no_gradients() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True)
-def no_fallbacks() -> Iterator[None]:
-    """Clear the fallbacks counted by earlier tests."""
-    dma_hf.reset_fallback_counts()
-    yield
-    dma_hf.reset_fallback_counts()
-
-
 @pytest.fixture
 def identity() -> dict[str, Any]:
     """A configuration without quantization, which computes ordinary attention."""

@@ -19,7 +19,8 @@ from transformers import (
 )
 
 import dma_hf
-from dma_hf.arguments import HARMLESS
+from dma_hf.attention import dma_attention_forward
+from dma_hf.masks.arguments import HARMLESS
 
 NEW_TOKENS = 3
 OF_ATTENTION = {"attention_mask", "past_key_values", "kwargs", "self"}  # has its own parameters, or none
@@ -79,9 +80,9 @@ def test_arguments_of_generate_are_ignored(name, families):
     layer = families["llama"].build(dma_hf.NAME).model.layers[0].self_attn
     states = (torch.ones(1, heads, 4, 16) for heads in (4, 2, 2))
     given = {name: False} if name == "output_attentions" else {name: object()}
-    options = inspect.signature(dma_hf.dma_attention_forward).parameters
+    options = inspect.signature(dma_attention_forward).parameters
     if name not in options:
-        dma_hf.dma_attention_forward(layer, *states, None, **given)
+        dma_attention_forward(layer, *states, None, **given)
 
 
 def test_the_arguments_found_include_those_of_generation_and_none_of_attention():
@@ -98,7 +99,7 @@ def test_an_unknown_argument_is_an_error(name, families):
     layer = families["llama"].build(dma_hf.NAME).model.layers[0].self_attn
     states = (torch.ones(1, heads, 4, 16) for heads in (4, 2, 2))
     with pytest.raises(ValueError, match=f"does not support the argument '{name}'"):
-        dma_hf.dma_attention_forward(layer, *states, None, **{name: torch.ones(4)})
+        dma_attention_forward(layer, *states, None, **{name: torch.ones(4)})
 
 
 @pytest.mark.parametrize("mode", [{}, {"num_beams": 2}, {"do_sample": True}], ids=["greedy", "beams", "sampling"])

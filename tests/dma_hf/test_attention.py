@@ -18,8 +18,9 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 import dma_hf
 from dma_hf import attention as adapter
-from dma_hf import dma_attention_forward, dma_mask
+from dma_hf.attention import dma_attention_forward
 from dma_hf.config import config_of
+from dma_hf.masks import dma_mask
 
 TOKENS = 9
 
@@ -321,7 +322,7 @@ ERRORS = {
     ),
     "cache": (
         {"cache": object()},
-        r"continuous batching: got a paged cache \(object\).*within dma_hf\.continuous_batching\(model\)",
+        r"the argument 'cache': got cache=<object object",
     ),
     "packing": (
         {"cu_seq_lens_q": torch.tensor([0, 4, 9])},
@@ -430,11 +431,11 @@ class TestFallback:
             dma_attention_forward(layer, *_states(), None)
         first, second = (str(warning.message) for warning in caught)
         assert "does not support position_bias" in first
-        assert "dma_hf.fallback_counts() returns how many" in first
+        assert "dma_hf.stats(model).fallbacks counts them" in first
         assert "does not support dropout (got dropout=0.5, expected 0)" in second
-        assert dma_hf.fallback_counts() == {"position_bias": 3, "dropout": 1}
-        dma_hf.reset_fallback_counts()
-        assert dma_hf.fallback_counts() == {}
+        assert dma_hf.stats(layer).fallbacks == {"position_bias": 3, "dropout": 1}
+        dma_hf.reset_stats(layer)
+        assert dma_hf.stats(layer).fallbacks == {}
         with pytest.warns(UserWarning, match="does not support position_bias"):
             dma_attention_forward(layer, *_states(), None, position_bias=bias)
 
@@ -443,7 +444,7 @@ class TestFallback:
         arguments, message = ERRORS[name]
         with pytest.raises(ValueError, match=message):
             dma_attention_forward(layer, *_states(), None, **arguments)
-        assert dma_hf.fallback_counts() == {}
+        assert dma_hf.stats(layer).fallbacks == {}
 
     def test_fallback_with_a_bias_masks_unselected_keys(self, layer):
         """The bias requires SDPA, which must not attend to keys that the indexer did not select."""
@@ -458,7 +459,7 @@ class TestFallback:
     def test_options_that_sdpa_lacks_are_still_errors(self, option, layer):
         with pytest.raises(ValueError, match="does not support dropout"):
             dma_attention_forward(layer, *_states(), None, dropout=0.5, **option)
-        assert dma_hf.fallback_counts() == {}
+        assert dma_hf.stats(layer).fallbacks == {}
 
     def test_the_error_names_the_fallback_option(self, identity):
         with pytest.raises(ValueError, match="or allow SDPA for such calls with on_unsupported='sdpa'"):

@@ -12,8 +12,6 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import dma_hf
 
-pytest.importorskip("transformers.generation.continuous_batching.cache_allocators", reason="before Transformers 5.18")
-
 NEW_TOKENS = 6
 LENGTHS = (5, 300, 17, 140)
 NAMES = ("gpt_bigcode", "persimmon", "cohere_compass", "diffllama", "jetmoe", "gemma3n", "gemma4", "moshi")
@@ -63,7 +61,7 @@ def test_batches_over_16_bit_pages_equal_sdpa(name, batch_tokens, build, prompts
 @pytest.mark.parametrize("name", ["gpt_bigcode", "persimmon", "cohere_compass", "moshi"])
 def test_layers_that_do_not_describe_the_batch_are_batched_over_packed_pages(name, build, prompts, monkeypatch):
     model = build(name, dma_hf.NAME)
-    dma_hf.configure(model, "balanced+int8")
+    dma_hf.configure(model, "balanced", cache="int8")
     parts = note_parts(monkeypatch)
     settings = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0, bos_token_id=1)
     batching = ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=100)

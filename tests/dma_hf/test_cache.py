@@ -17,6 +17,8 @@ import dma_hf
 from dma_hf import DMACache
 from dma_hf import attention as adapter
 from dma_hf.cache_layers import DMALayer, DMAStaticLayer
+from dma_hf.cached_states import CachedStates
+from dma_hf.masks.geometry import MaskGeometry
 
 WINDOW = 100
 LENGTH = 290
@@ -24,11 +26,11 @@ LENGTH = 290
 
 @pytest.fixture
 def build(families):
-    def make(name="llama", implementation="dma_mxfp", setting="balanced+int4", **changes):
+    def make(name="llama", implementation="dma_mxfp", cache="int4", **changes):
         window = {"sliding_window": WINDOW} if name in ("mistral", "gemma3") else {}
         model = families[name].build(implementation, **window)
         if implementation == "dma_mxfp":
-            dma_hf.configure(model, setting, **({"sink_tiles": 0} | changes))
+            dma_hf.configure(model, "balanced", cache=cache, **({"sink_tiles": 0} | changes))
         return model
 
     return make
@@ -167,7 +169,7 @@ class TestPackedStates:
 
     def test_packed_states_are_computed_on_access(self, states):
         layer, (key, _), (keys, values) = states
-        assert isinstance(keys, dma_hf.CachedStates)
+        assert isinstance(keys, CachedStates)
         assert keys.shape == key.shape
         assert (keys.dtype, keys.device) == (key.dtype, key.device)
         with torch._C.DisableTorchFunctionSubclass():
@@ -355,7 +357,7 @@ class TestReuse:
 
     def test_cropping_into_quantized_tokens_is_rejected(self, build, token_ids):
         """Back to the prompt after 500 more tokens: its end has been quantized."""
-        model = build("llama", setting="balanced+int8")
+        model = build("llama", cache="int8")
         cache = DMACache(model.config)
         model(token_ids(1, 900), past_key_values=cache)
         before = _state(cache)
@@ -393,7 +395,7 @@ def test_hybrid_models_generate_the_same_tokens(kind, token_ids):
         config_class(**(SIZES | sizes)), attn_implementation="dma_mxfp"
     )
     model.eval()
-    dma_hf.configure(model, "balanced+int8", sink_tiles=0)
+    dma_hf.configure(model, "balanced", cache="int8", sink_tiles=0)
     cache = DMACache(model.config)
     assert sum(isinstance(layer, DMALayer) for layer in cache.layers) == PACKED[kind]
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
@@ -500,12 +502,12 @@ class TestErrors:
         raw = torch.randn(1, 2, 200, 16)
         layer.update(raw, raw)
         keys, values = layer.update(raw, raw)
-        geometry = dma_hf.MaskGeometry(1, 200, 400, is_causal=True, q_offset=200)
+        geometry = MaskGeometry(1, 200, 400, is_causal=True, q_offset=200)
         recipe = dma_hf.PRESETS["balanced"].recipe
         options = {"scale": None, "softcap": None, "sinks": None, "backend": "auto"}
-        adapter.attend(layer, keys.dma_step, raw, geometry, recipe, **options)
+        adapter.attend(layer, keys.dma_update[1], raw, geometry, recipe, **options)
         with pytest.raises(ValueError, match="got 200 queries for keys that another layer has stored"):
-            adapter.attend(layer, values.dma_step, raw, geometry, recipe, **options)
+            adapter.attend(layer, values.dma_update[1], raw, geometry, recipe, **options)
 
     @pytest.mark.parametrize(
         ("arguments", "error", "message"),

@@ -16,6 +16,7 @@ from transformers import DynamicCache
 import dma_hf
 from dma_hf import DMACache
 from dma_hf.cache_layers import DMALayer
+from dma_hf.masks import dma_mask
 
 LENGTH = 300
 STEPS = [(0, 170), (170, 250), *((i, i + 1) for i in range(250, 259)), (259, 275), (275, LENGTH)]
@@ -36,7 +37,8 @@ def _model(families, name, setting, **changes):
     changes = {"sink_tiles": 0} | changes
     if setting == "no band":
         setting, changes = "balanced+int4", changes | {"diagonal_tiles": 0}
-    dma_hf.configure(model, setting, **changes)
+    preset, _, cache = setting.partition("+")
+    dma_hf.configure(model, preset, cache=cache or None, **changes)
     return model
 
 
@@ -114,7 +116,7 @@ def test_a_static_cache_equals_the_oracle(name, setting, families, token_ids, as
 def test_softcap_sinks_value_dims_and_chunks_equal_the_oracle(name, families, token_ids, assert_same):
     """In fp32. Llama 4 has chunks, Gemma 2 a softcap, GPT-OSS sink logits, MiMo another value dim."""
     model = families[name].build("dma_mxfp")
-    dma_hf.configure(model, "balanced+int4", sink_tiles=0)
+    dma_hf.configure(model, "balanced", cache="int4", sink_tiles=0)
     ids = token_ids(1, LENGTH)
     steps = [(0, 130), (130, 290), *((i, i + 1) for i in range(290, 300))]
     expected = expected_logits(model, ids, steps)
@@ -230,7 +232,7 @@ def test_a_compiled_step_whose_mask_has_changed_is_an_error(hidden, families, to
     model(ids[:, :20], past_key_values=cache)
     seen = torch.ones_like(ids)
     seen[1, :hidden] = 0
-    mask = dma_hf.dma_mask(2, 1, 64, q_offset=torch.tensor(20), attention_mask=seen)
+    mask = dma_mask(2, 1, 64, q_offset=torch.tensor(20), attention_mask=seen)
     torch._dynamo.reset()
     graphs = []
     step = torch.compile(model.forward, backend=lambda graph, _: graphs.append(graph) or graph, fullgraph=True)

@@ -28,6 +28,7 @@ from transformers import (
 
 import dma_hf
 from dma_hf import DMACache
+from dma_hf.attention import dma_attention_forward
 from dma_hf.cache_layers import DMALayer
 from dma_hf.integrations.cache_argument import CACHE_ARGUMENT
 
@@ -209,7 +210,7 @@ class TestDefault:
     def test_a_loaded_model_has_the_cache_that_it_was_saved_with(self, name, build, token_ids, tmp_path):
         """A cache in the implementation's name overrides it."""
         model = build("llama")
-        dma_hf.configure(model, "balanced+int4")
+        dma_hf.configure(model, "balanced", cache="int4")
         model.save_pretrained(tmp_path)
         loaded = type(model).from_pretrained(tmp_path, attn_implementation=name)
         with warnings.catch_warnings():
@@ -254,7 +255,7 @@ class TestDefault:
 
         def profiled(*arguments, **options):
             calls.append(options)
-            return dma_hf.dma_attention_forward(*arguments, **options)
+            return dma_attention_forward(*arguments, **options)
 
         model = build("llama")
         dma_hf.configure(model, cache="int8")
@@ -262,7 +263,7 @@ class TestDefault:
         try:
             result = _generate(model, token_ids(1, 20), do_sample=False, return_dict_in_generate=True)
         finally:
-            AttentionInterface.register("dma_mxfp", dma_hf.dma_attention_forward)
+            AttentionInterface.register("dma_mxfp", dma_attention_forward)
         assert type(result[CACHE_ARGUMENT]) is DMACache
         assert calls
 

@@ -77,7 +77,6 @@ def test_the_fallback_compiles(token_ids):
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with pytest.warns(UserWarning, match="does not support position_bias"):
         states = compiled(token_ids(2, 12), **arguments).last_hidden_state
-    assert dma_hf.fallback_counts() == {"position_bias": 3}
     torch.testing.assert_close(states, model(token_ids(2, 12), **arguments).last_hidden_state)
 
 

@@ -108,7 +108,7 @@ def test_valid_settings_are_accepted(tmp_path):
         (
             "fast",
             ValueError,
-            "unknown preset 'fast'; expected one of balanced, fp4, paper, .*, or the path of a .toml",
+            "unknown preset 'fast'; expected one of balanced, fp4, paper",
         ),
         (4, TypeError, r"expected a preset \(balanced, fp4, paper\), .* got 4"),
         ({"lo": "mxfp4"}, ValueError, "unknown key 'lo'; valid keys: low, low_q, .*on_unsupported"),
@@ -155,17 +155,12 @@ def test_from_dict_requires_a_mapping():
         DMAConfig.from_dict(["low"], source="here")
 
 
-def test_a_preset_name_may_have_a_cache_format(tmp_path):
-    assert DMAConfig.from_preset("balanced+int4") == DMAConfig(cache="int4")
-    expected = dataclasses.replace(PRESETS["fp4"], cache="int8")
-    PRESETS["fp4"].to_toml(tmp_path / "my.toml")
-    assert config_of("fp4+int8") == config_of(f"{tmp_path}/my.toml+int8") == expected
-    assert DMAConfig.from_preset("fp4+int4", cache="int8") == expected
-    for name in ("balanced+int3", f"{tmp_path}/my.toml+int3", "balanced+"):
-        with pytest.raises(ValueError, match=r"unknown cache format .*; expected one of int8, int4"):
-            config_of(name)
-    with pytest.raises(ValueError, match=r"unknown preset 'fast'; .*PRESET.int8 or PRESET.int4"):
-        config_of("fast+int4")
+def test_the_cache_is_an_argument():
+    assert DMAConfig.from_preset("fp4", cache="int8") == dataclasses.replace(PRESETS["fp4"], cache="int8")
+    with pytest.raises(
+        ValueError, match=r"unknown preset 'fp4\+int8'; expected .*; the cache is an argument: cache='int8'"
+    ):
+        config_of("fp4+int8")
 
 
 @pytest.mark.parametrize("cache", ["yes", True, 8, ["int4", "int8"]])

@@ -11,9 +11,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, LlavaConfig
 import dma_hf
 from dma_hf.config import PAGED_NAME, settings_of
 from dma_hf.integrations import versions
-from dma_hf.integrations.continuous_batching import has_sectors
 
-BLOCK_SIZE = "page_size" if hasattr(ContinuousBatchingConfig(), "page_size") else "block_size"  # up to 5.17
 NEW_TOKENS = 4
 LENGTHS = (5, 300, 17, 140)  # less than a tile, more than two
 
@@ -24,15 +22,10 @@ def prompts():
     return [torch.randint(3, 97, (length,), generator=generator).tolist() for length in LENGTHS]
 
 
-def _batched(model, prompts, **options):
-    """Return the tokens of continuous batching and their log-probabilities."""
-    with dma_hf.continuous_batching(model):
-        return _generate_batch(model, prompts, **options)
-
-
 def _generate_batch(model, prompts, num_blocks=64, persistent_manager=False, **options):
+    """Return the tokens of continuous batching and their log-probabilities."""
     settings = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0, bos_token_id=1)
-    options |= {BLOCK_SIZE: 32, "num_blocks": num_blocks, "return_logprobs": True, "use_cuda_graph": False}
+    options |= {"page_size": 32, "num_blocks": num_blocks, "return_logprobs": True, "use_cuda_graph": False}
     batching = ContinuousBatchingConfig(**options)
     outputs = model.generate_batch(
         prompts,
@@ -64,7 +57,7 @@ def _check(model, prompts, results):
 def test_requests_of_many_lengths_equal_isolated_ones(name, families, prompts):
     model = families[name].build(dma_hf.NAME)
     dma_hf.configure(model, "paper")
-    _check(model, prompts, _batched(model, prompts))
+    _check(model, prompts, _generate_batch(model, prompts))
     assert model.config._attn_implementation == dma_hf.NAME
 
 
@@ -73,7 +66,7 @@ def test_prompts_in_chunks_equal_isolated_ones(name, families, prompts):
     """Long prompts exceed a batch of 64 tokens, so chunks of some run next to decode steps of others."""
     model = families[name].build(dma_hf.NAME)
     dma_hf.configure(model, "paper")
-    _check(model, prompts, _batched(model, prompts, max_batch_tokens=64))
+    _check(model, prompts, _generate_batch(model, prompts, max_batch_tokens=64))
 
 
 def test_requests_with_a_shared_prefix_equal_isolated_ones(families, prompts):
@@ -81,61 +74,28 @@ def test_requests_with_a_shared_prefix_equal_isolated_ones(families, prompts):
     dma_hf.configure(model, "paper")
     prefix = prompts[1][:256]
     prompts = [prefix + prompt[:7] for prompt in prompts[:1] + prompts[2:]]
-    _check(model, prompts, _batched(model, prompts, max_batch_tokens=300, max_requests_per_batch=1))
-
-
-def test_the_implementation_name_is_restored_after_an_error(families):
-    model = families["llama"].build(dma_hf.NAME)
-
-    def fail():
-        assert model.config._attn_implementation == PAGED_NAME
-        dma_hf.configure(model, "paper")  # as outside
-        raise KeyError
-
-    with pytest.raises(KeyError), dma_hf.continuous_batching(model):
-        fail()
-    assert model.config._attn_implementation == dma_hf.NAME
+    _check(model, prompts, _generate_batch(model, prompts, max_batch_tokens=300, max_requests_per_batch=1))
 
 
 def test_a_preset_in_the_name_applies(families, prompts):
     model = families["llama"].build(f"{dma_hf.NAME}:paper")
-    _check(model, prompts[:1], _batched(model, prompts[:1]))
-    with dma_hf.continuous_batching(model):
-        assert model.config._attn_implementation == f"{PAGED_NAME}:paper"
-        assert settings_of(model.config).recipe == dma_hf.PRESETS["paper"].recipe
+    _check(model, prompts[:1], _generate_batch(model, prompts[:1]))
+    manager = model.init_continuous_batching()
+    assert model.config._attn_implementation == f"{PAGED_NAME}:paper"
+    assert settings_of(model.config).recipe == dma_hf.PRESETS["paper"].recipe
+    manager.destroy()
     assert model.config._attn_implementation == f"{dma_hf.NAME}:paper"
 
 
-def test_other_attention_and_other_calls_are_rejected(families, token_ids):
-    with (
-        pytest.raises(ValueError, match="runs attention 'sdpa'; continuous_batching is for models with attn_impl"),
-        dma_hf.continuous_batching(families["llama"].build("sdpa")),
-    ):
-        pass
+def test_other_calls_of_a_model_with_a_manager_are_rejected(families, token_ids):
     model = families["llama"].build(dma_hf.NAME)
-    with (
-        dma_hf.continuous_batching(model),
-        pytest.raises(RuntimeError, match=r"is for generate_batch only; call generate and forward outside of"),
-    ):
+    manager = model.init_continuous_batching()
+    with pytest.raises(RuntimeError, match=r"is for generate_batch only; call generate and forward after the manager"):
         model(token_ids(1, 5))
+    manager.destroy()
+    model(token_ids(1, 5))
 
 
-def test_packed_pages_require_a_recent_transformers(families, prompts, monkeypatch):
-    monkeypatch.setattr("dma_hf.integrations.continuous_batching.has_sectors", lambda: False)
-    model = families["llama"].build(dma_hf.NAME)
-    dma_hf.configure(model, "balanced+int4")
-    message = r"packed pages \(cache='int4'\) need Transformers 5\.18 or later, got 5\."
-    with pytest.raises(RuntimeError, match=message), dma_hf.continuous_batching(model):
-        pass
-    with pytest.raises(RuntimeError, match=message):
-        model.generate_batch(prompts)
-    dma_hf.configure(model, cache=None)
-    message = r"generate_batch needs `with dma_hf\.continuous_ba"
-    with pytest.raises(RuntimeError, match=message):
-        model.generate_batch(prompts)
-
-
-@pytest.mark.skipif(not has_sectors(), reason="before Transformers 5.18")
 @pytest.mark.parametrize("name", ["dma_mxfp", "dma_mxfp:paper", "dma_mxfp:balanced+int8"])
 def test_a_loaded_model_needs_neither_configure_nor_a_context_manager(name, families, prompts):
     model = families["llama"].build(name)
@@ -145,7 +105,6 @@ def test_a_loaded_model_needs_neither_configure_nor_a_context_manager(name, fami
     assert any(use.cache == ("int8" if "+" in name else "pages") for use in uses)
 
 
-@pytest.mark.skipif(not has_sectors(), reason="before Transformers 5.18")
 @pytest.mark.parametrize("cache", [None, "int8"])
 def test_a_language_model_within_another_model_is_batched(cache, families, prompts):
     """The attention of the outer configuration does not matter."""
@@ -160,7 +119,6 @@ def test_a_language_model_within_another_model_is_batched(cache, families, promp
     _check(model, prompts, _generate_batch(model, prompts))
 
 
-@pytest.mark.skipif(not has_sectors(), reason="before Transformers 5.18")
 @pytest.mark.parametrize(("first", "second"), [("dma_mxfp", "sdpa"), ("sdpa", "dma_mxfp")])
 def test_a_kept_manager_of_another_attention_is_rejected(first, second, families, prompts):
     """It prepares the inputs for the first attention; the second would mix the requests."""
@@ -174,7 +132,6 @@ def test_a_kept_manager_of_another_attention_is_rejected(first, second, families
     _check(model, prompts, _generate_batch(model, prompts))
 
 
-@pytest.mark.skipif(not has_sectors(), reason="before Transformers 5.18")
 @pytest.mark.parametrize("is_kept", [False, True], ids=["", "persistent"])
 def test_an_error_in_the_generation_thread_is_raised(families, prompts, is_kept):
     """A rejected call ends the thread."""
@@ -183,16 +140,14 @@ def test_an_error_in_the_generation_thread_is_raised(families, prompts, is_kept)
         layer.self_attn.register_forward_pre_hook(
             lambda module, args, kwargs: (args, kwargs | {"head_mask": torch.ones(4)}), with_kwargs=True
         )
-    with (
-        pytest.raises(RuntimeError, match=r"thread has died: ValueError: .* does not support the argument 'head_mask'"),
-        dma_hf.continuous_batching(model),
+    with pytest.raises(
+        RuntimeError, match=r"thread has died: ValueError: .* does not support the argument 'head_mask'"
     ):
         _generate_batch(model, prompts[:1], persistent_manager=is_kept)
     assert model.config._attn_implementation == dma_hf.NAME
     assert getattr(model, "_cached_continuous_batching_manager", None) is None
 
 
-@pytest.mark.skipif(not has_sectors(), reason="before Transformers 5.18")
 def test_a_generation_thread_that_never_starts_raises_an_error(families, prompts, monkeypatch):
     """As in Transformers 5.24, where the thread received an unknown argument."""
     from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
@@ -204,40 +159,37 @@ def test_a_generation_thread_that_never_starts_raises_an_error(families, prompts
         _generate_batch(model, prompts[:1])
 
 
-@pytest.mark.skipif(not has_sectors(), reason="before Transformers 5.18")
 def test_an_untested_version_is_rejected_before_anything_runs(families, prompts, monkeypatch):
     model = families["llama"].build(dma_hf.NAME)
     dma_hf.configure(model, "paper")
     monkeypatch.setattr(versions.transformers, "__version__", "5.99.0")
     message = (
         r"Transformers 5\.99\.0 is installed, where continuous batching has not been tested; dma-hf supports "
-        r"transformers>=5\.17,<5\.25: pip install"
+        r"transformers>=5\.18,<5\.25: pip install"
     )
     with pytest.raises(dma_hf.UnsupportedTransformersError, match=message):
         _generate_batch(model, prompts[:1])
     assert model.config._attn_implementation == dma_hf.NAME
 
 
-def test_context_managers_may_overlap(families):
-    """The first one entered exits first; the last one restores the name."""
+def test_managers_of_a_model_may_overlap(families):
+    """The first one made is dropped first; the last one restores the name."""
     model = families["llama"].build(dma_hf.NAME)
-    first, second = dma_hf.continuous_batching(model), dma_hf.continuous_batching(model)
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
+    first, second = model.init_continuous_batching(), model.init_continuous_batching()
+    first.destroy()
     assert model.config._attn_implementation == PAGED_NAME
-    second.__exit__(None, None, None)
+    second.destroy()
     assert model.config._attn_implementation == dma_hf.NAME
 
 
 def test_a_name_set_while_batching_is_kept(families):
     model = families["llama"].build(dma_hf.NAME)
-    with dma_hf.continuous_batching(model):
-        model.set_attn_implementation("sdpa")
+    manager = model.init_continuous_batching()
+    model.set_attn_implementation("sdpa")
+    manager.destroy()
     assert model.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.skipif(not has_sectors(), reason="this version takes the attention of a model as it is")
 def test_a_manager_that_is_never_started_leaves_the_model_usable(families):
     model = families["llama"].build("dma_mxfp")
     dma_hf.configure(model)

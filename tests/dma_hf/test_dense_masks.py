@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import dma_hf
-from dma_hf import DMACache, masking
+from dma_hf import DMACache
 from dma_hf.integrations.cache_argument import CACHE_ARGUMENT
+from dma_hf.masks import layer_geometry
 
 LENGTH = 420
 PADDING = (0, 150)
@@ -52,8 +53,8 @@ def test_a_4d_mask_of_left_padding_equals_the_2d_mask(format, dtype, llama, toke
 
 def test_a_mask_is_read_once_for_all_layers(llama, token_ids, monkeypatch):
     reads = []
-    made = masking.DenseMask
-    monkeypatch.setattr(masking, "DenseMask", lambda *read: reads.append(read) or made(*read))
+    read = layer_geometry._read_mask
+    monkeypatch.setattr(layer_geometry, "_read_mask", lambda mask: reads.append(mask) or read(mask))
     ids, (_, mask) = token_ids(len(PADDING), LENGTH), _masks(torch.float64)
     first = llama(ids, attention_mask=mask).logits
     assert len(reads) == 1

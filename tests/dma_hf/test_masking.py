@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import sys
-from types import ModuleType
 
 import pytest
 import torch
@@ -14,9 +13,10 @@ from transformers import BloomConfig, BloomForCausalLM, DynamicCache, LlamaConfi
 from transformers import masking_utils as upstream
 
 import dma_hf
-from dma_hf import CompactMask, dma_mask
-from dma_hf.architectures import built_in_attention
-from dma_hf.compact_mask import MaskGeometry
+from dma_hf.masks import dma_mask
+from dma_hf.masks.architectures import has_built_in_attention
+from dma_hf.masks.compact_mask import CompactMask
+from dma_hf.masks.geometry import MaskGeometry
 
 WINDOW = 6
 
@@ -183,17 +183,18 @@ def test_models_with_built_in_attention_are_rejected():
     """They would add a boolean mask to their scores, or ignore it."""
     config = BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2)
     model = BloomForCausalLM._from_config(config, attn_implementation="dma_mxfp")
-    with pytest.raises(ValueError, match=r"does not reach BloomAttention: models with BloomConfig .*='eager'"):
+    with pytest.raises(ValueError, match=r"does not reach the attention of bloom, .*='eager'"):
         model(torch.ones(1, 4, dtype=torch.int64))
 
 
 def test_a_model_is_checked_after_loading(monkeypatch):
     """A custom model's configuration may be seen before its code is loaded."""
-    assert built_in_attention("made.configuration_up") is None
-    modeling = ModuleType("made.modeling_up")
-    modeling.UpAttention = type("UpAttention", (torch.nn.Module,), {"__module__": modeling.__name__})
+    config = BloomConfig()
+    modeling = sys.modules[BloomForCausalLM.__module__]
+    monkeypatch.delitem(sys.modules, modeling.__name__)
+    assert not has_built_in_attention(config)
     monkeypatch.setitem(sys.modules, modeling.__name__, modeling)
-    assert built_in_attention("made.configuration_up") == "UpAttention"
+    assert has_built_in_attention(config)
 
 
 def _compact(q_length=5, kv_length=5, **changes):

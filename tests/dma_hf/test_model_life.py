@@ -114,7 +114,7 @@ def test_parts_of_a_composite_model_may_differ_in_attention(llava):
 @pytest.mark.parametrize("part", ["text_config", "vision_config"])
 def test_configure_starts_from_the_settings_of_the_part_that_runs_dma_mxfp(part, llava):
     llava.set_attn_implementation({part: "dma_mxfp:fp4+int4"})
-    assert dma_hf.configure(llava) == dma_hf.DMAConfig.from_preset("fp4+int4")
+    assert dma_hf.configure(llava) == dma_hf.DMAConfig.from_preset("fp4", cache="int4")
     assert llava.config._attn_implementation == "sdpa"
     llava.set_attn_implementation({"text_config": "dma_mxfp:paper", "vision_config": "dma_mxfp:fp4"})
     assert dma_hf.configure(llava) == dma_hf.PRESETS["paper"]  # the language model's

@@ -12,7 +12,10 @@ from transformers import DynamicCache, LlamaConfig
 from transformers import masking_utils as upstream
 
 import dma_hf
-from dma_hf import DMACache, dma_mask, packing
+from dma_hf import DMACache
+from dma_hf.attention import dma_attention_forward
+from dma_hf.masks import dma_mask
+from dma_hf.masks import documents as packing
 
 LENGTHS = (128, 500, 1, 171)
 TOKENS = sum(LENGTHS)
@@ -293,9 +296,9 @@ class TestRefused:
         mask = dma_mask(1, 60, 60, mask_function=prefix, allow_is_causal_skip=False, attention_mask=padding)
         layer, states = llama.model.layers[0].self_attn, torch.ones(3, 1, 4, 60, 16)
         plain = (padding.cumsum(-1) - 1).masked_fill(~padding, 1)
-        dma_hf.dma_attention_forward(layer, *states, mask, position_ids=plain)
+        dma_attention_forward(layer, *states, mask, position_ids=plain)
         with pytest.raises(ValueError, match="position_ids that restart: the model masks rows as a whole"):
-            dma_hf.dma_attention_forward(layer, *states, mask, position_ids=_positions(SHORT))
+            dma_attention_forward(layer, *states, mask, position_ids=_positions(SHORT))
 
     def test_a_later_chunk_cannot_be_packed(self, llama, token_ids):
         cache = DynamicCache(config=llama.config)

@@ -26,7 +26,7 @@ def saved_model(tmp_path_factory):
     """A tiny Llama with the preset ``balanced``, on disk."""
     from tiny_models import FAMILIES
 
-    model = FAMILIES["llama"].build(dma_hf.NAME, vocab_size=128)  # up to Transformers 5.17, sizes must divide by two
+    model = FAMILIES["llama"].build(dma_hf.NAME)
     dma_hf.configure(model, "balanced")
     folder = tmp_path_factory.mktemp("model")
     model.save_pretrained(folder)

@@ -9,8 +9,9 @@ from dma_kernels.runtime.reports import kernel_reports, report
 from dma_kernels.testing import random_qkv
 
 import dma_hf
-from dma_hf import DMACache, Use
+from dma_hf import DMACache
 from dma_hf.integrations.cache_argument import CACHE_ARGUMENT
+from dma_hf.stats import Use
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ def test_every_figure_has_a_name(script):
 
 
 def test_figures_are_drawn_at_the_size_of_the_committed_ones(script, tmp_path):
-    names = ["rule", "formats", "speed-loss"]
+    names = ["rule", "formats", "speed-loss", "prefill"]
     script.main(names, out=tmp_path / "new")
     for name in names:
         with Image.open(tmp_path / "new" / f"{name}.png") as drawn, Image.open(FIGURES / f"{name}.png") as committed:
@@ -32,7 +32,7 @@ def test_figures_are_drawn_at_the_size_of_the_committed_ones(script, tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("chart", "unknown figure 'chart'; valid: rule, formats, transforms, speed-loss, skipping"),
+        ("chart", "unknown figure 'chart'; valid: rule, formats, transforms, speed-loss, prefill, skipping"),
         ("skipping", "skipping needs --model and --data"),
     ],
 )

@@ -45,7 +45,8 @@ def test_links_lead_somewhere(page):
 
 
 def test_every_figure_is_shown_and_has_a_script():
-    shown = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    pages = [*PAGES, *(ROOT / "benchmarks").glob("*.md")]
+    shown = "".join(page.read_text(encoding="utf-8") for page in pages)
     scripts = "".join(script.read_text(encoding="utf-8") for script in (ROOT / "scripts").glob("*.py"))
     for figure in (ROOT / "docs" / "figures").glob("*.png"):
         assert f"figures/{figure.name})" in shown

@@ -28,14 +28,14 @@ NOT_RUN = {
             "it would reinstall the package": 1,
             "it serves until it is stopped; tests/dma_eval/test_serve.py runs it": 1,
             "it needs the server; tests/dma_eval/test_serve.py asks the same": 1,
-            "needs a GPU": 1,
+            "it needs vLLM and the server": 1,
         }
     ),
     "docs/guides/serving.md": Counter(
         {
             "it serves until it is stopped; tests/dma_eval/test_serve.py runs it": 1,
             "it serves until it is stopped; tests/dma_eval/test_serve.py asks such an application": 1,
-            "it needs a running server and vLLM": 1,
+            "it needs vLLM and a running server": 1,
         }
     ),
     "docs/guides/scaling.md": Counter(
@@ -47,13 +47,13 @@ NOT_RUN = {
         }
     ),
     "docs/guides/compile.md": Counter({"needs a GPU": 1}),
-    "docs/guides/evaluation.md": Counter({"needs a GPU": 1}),
+    "docs/guides/evaluation.md": Counter({"needs a GPU": 2, "the scripts are in a clone of the repository": 1}),
     "docs/guides/hub-kernel.md": Counter({"needs the Hub": 1}),
     "README.md": Counter({"continuous integration runs it as it stands": 2}),
 }
 """How many blocks of a page are not run, and why. What is not listed is run."""
 
-APART = {"docs/guides/evaluation.md": ("Fidelity", "Stress", "Speed")}
+APART = {"docs/guides/evaluation.md": ("Fidelity", "Stress")}
 """Long sections, each a test of its own: they need nothing of others but variables, and leave nothing to them."""
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

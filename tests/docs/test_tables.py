@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import tomllib
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import typer
 from dma_eval.cli import make_app
+from dma_eval.errors import UserError
 from script_files import load_script
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +29,7 @@ def test_pages_show_the_results(script):
         text = page.read_text(encoding="utf-8")
         assert script.updated(text) == text, f"{page.name} is out of date: python scripts/update_docs.py"
         found |= {block[1] for block in script.BLOCK.findall(text)}
-    assert {"results", "files", "prefill", "decode", "generate", "serve", "quality"} <= found
+    assert {"results", "files", "prefill", "decode", "generate", "quality"} <= found
 
 
 @pytest.mark.parametrize(
@@ -78,32 +78,47 @@ def test_the_index_lists_every_file_of_results(script):
         assert f"]({named.relative_to(BENCHMARKS)})" in index
 
 
-def test_every_file_says_how_to_make_it_again():
-    """Device, versions, date and command; the command is one of this project's, and names no folder of a machine."""
-    scripts = {path.name for path in (ROOT / "scripts").glob("*.py")}
-    (command,) = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
+def committed_commands() -> list[str]:
+    reports = (json.loads(path.read_text(encoding="utf-8")) for path in BENCHMARKS.rglob("*.json"))
+    return [each for report in reports for each in report["command"].split(" && ")]
+
+
+def test_every_file_says_how_to_make_it_again(script):
+    """Versions, date and command; the command is of today or of a named commit, and names no folder of a machine."""
     for path in BENCHMARKS.rglob("*.json"):
-        report = json.loads(path.read_text(encoding="utf-8"))
-        assert {"created", "command", "environment"} <= report.keys(), path
-        for each in report["command"].split(" && "):
-            assert each.startswith(f"{command} ") or each.split()[1].removeprefix("scripts/") in scripts, each
-            assert " /" not in each, path
+        assert {"created", "command", "environment"} <= json.loads(path.read_text(encoding="utf-8")).keys(), path
+    for command in committed_commands():
+        program, what = command.split()[:2]
+        assert " /" not in command
+        assert script.retired_at(command) or program == "dma-hf" or (ROOT / what).is_file(), command
 
 
-def test_commands_of_results_can_be_run_again():
+def test_a_retired_command_is_not_one_of_today(script):
+    app = typer.main.get_command(make_app())
+    for command in (each for commands in script.RETIRED.values() for each in commands):
+        program, what, *name = command.split()
+        assert not (ROOT / what).is_file(), command
+        if program == "dma-hf":
+            with pytest.raises((UserError, typer.TyperException)):
+                app.commands[what].make_context(command, name)
+
+
+def test_commands_of_results_can_be_run_again(script):
     """Their options are those of today."""
     app = typer.main.get_command(make_app())
-    reports = (json.loads(path.read_text(encoding="utf-8")) for path in BENCHMARKS.rglob("*.json"))
-    for command in (each for report in reports for each in report["command"].split(" && ")):
+    for command in committed_commands():
         program, *arguments = shlex.split(command)
-        parser = app
-        while program == "dma-hf" and hasattr(parser, "commands"):
-            parser = parser.commands[arguments.pop(0)]
-        if program == "dma-hf":
-            parser.make_context(command, arguments)
+        if program == "dma-hf" and not script.retired_at(command):
+            app.commands[arguments[0]].make_context(command, arguments[1:])
+
+
+def test_the_index_names_the_commit_of_a_retired_command(script):
+    index = script.files()["last commit with the command"]
+    assert index["[`serve-h200.json`](serve-h200.json)"] == "5ae510b"
+    assert pd.isna(index["[`host-time-h200.json`](host-time-h200.json)"])
 
 
 def test_no_result_lacks_a_table_or_a_report():
     """Files that no script makes are not kept: numbers are in JSON files, beside plots and reports of runs."""
-    kinds = {path.suffix for path in BENCHMARKS.rglob("*") if path.is_file()}
+    kinds = {path.suffix for path in BENCHMARKS.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
     assert kinds <= {".json", ".md", ".png", ".toml", ".html"}  # pages of runs are not committed

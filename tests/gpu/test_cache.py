@@ -22,10 +22,10 @@ def no_gradients() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=["balanced+int8", "balanced+int4"])
+@pytest.fixture(params=["int8", "int4"])
 def model(request):
     model = FAMILIES["llama"].build("dma_mxfp").to("cuda", torch.bfloat16)
-    dma_hf.configure(model, request.param, backend="triton", sink_tiles=0)
+    dma_hf.configure(model, "balanced", cache=request.param, backend="triton", sink_tiles=0)
     return model
 
 

@@ -68,8 +68,7 @@ def test_decode_steps_run_as_cuda_graphs(cache):
 def _batched(prompts, model, **options):
     settings = GenerationConfig(max_new_tokens=6, do_sample=False, pad_token_id=0, bos_token_id=1)
     batching = ContinuousBatchingConfig(num_blocks=32, max_batch_tokens=512, **options)
-    with dma_hf.continuous_batching(model):
-        return model.generate_batch(prompts, generation_config=settings, continuous_batching_config=batching)
+    return model.generate_batch(prompts, generation_config=settings, continuous_batching_config=batching)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
@@ -112,3 +111,16 @@ def test_packed_pages_equal_isolated_prompts(name, format, options, monkeypatch)
         total = len(output.prompt_ids) + len(output.generated_tokens)
         parts[request] = [(past, count) for past, count in parts[request] if past + count <= total]
     assert_as_alone(model, outputs, parts, tolerance=0.05 * largest)
+
+
+@pytest.mark.parametrize("preset", ["paper", "fp4"])
+def test_keys_that_4_bits_cannot_represent_are_warned_of(preset):
+    model = FAMILIES["qwen2"].build(dma_hf.NAME, hidden_size=256)
+    attention = model.model.layers[1].self_attn
+    for projection in (attention.q_proj, attention.k_proj):
+        projection.weight *= 30.0
+    attention.k_proj.bias[3] = 100.0
+    model = model.cuda().bfloat16()
+    dma_hf.configure(model, preset)
+    with pytest.warns(UserWarning, match="cannot represent the keys of this model in 4 bits"):
+        model(_ids(1, LENGTH))

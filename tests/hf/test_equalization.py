@@ -6,11 +6,10 @@ import re
 
 import pytest
 import torch
+from dma_eval.equalization import equalize
 from hf_architectures import architectures
 from hf_outcomes import find_pair
 from hf_shrink import CannotShrink
-
-import dma_hf
 
 QUERIES_AND_KEYS = re.compile(r"(^|[._])(q|k|qkv|query|key|wqkv|c_attn|kv)", re.IGNORECASE)
 REFUSALS = re.compile(
@@ -46,7 +45,7 @@ def test_logits_are_bit_identical_or_the_model_is_rejected(architecture):
     expected = inputs.output(model(input_ids=tokens[:, :60])).clone()
     refusal = ""
     try:
-        dma_hf.equalize(model, tokens)
+        equalize(model, tokens)
     except ValueError as error:
         refusal = str(error)
     assert torch.equal(inputs.output(model(input_ids=tokens[:, :60])), expected)

@@ -12,9 +12,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-import dma_hf
 from dma_hf import config as settings
+from dma_hf.attention import dma_attention_forward
 from dma_hf.config import config_of
+from dma_hf.masks import dma_mask
 
 BATCH, LENGTH, WINDOW = 7, 9, 2  # many rows, few tokens, and a shorter window
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
@@ -26,8 +27,8 @@ def in_place_of_sdpa() -> Iterator[None]:
     """Register the functions as ``sdpa``, without quantization unless a model configures it."""
     functions = ALL_ATTENTION_FUNCTIONS["sdpa"], ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
     default = settings._DEFAULT
-    AttentionInterface.register("sdpa", dma_hf.dma_attention_forward)
-    AttentionMaskInterface.register("sdpa", dma_hf.dma_mask)
+    AttentionInterface.register("sdpa", dma_attention_forward)
+    AttentionMaskInterface.register("sdpa", dma_mask)
     settings._DEFAULT = settings.Settings.of(config_of(IDENTITY))
     try:
         yield

@@ -1,6 +1,6 @@
 """Time ``generate`` with several attentions and caches on one model.
 
-A run is named ``ATTENTION+CACHE``. The attention is a backend (:mod:`dma_eval.backends`). The cache is ``dynamic``
+A run is named ``ATTENTION+CACHE``. The attention is a backend (:mod:`dma_eval.load.backends`). The cache is ``dynamic``
 (Transformers' default), ``static`` (Transformers' static cache), or a format of :class:`dma_hf.DMACache`.
 
 A run calls ``generate`` as a user does, without options for speed. So a step is eager over a dynamic cache, compiled
@@ -9,7 +9,6 @@ over a static cache on a GPU, and a CUDA graph over a packed cache on a GPU.
 
 from __future__ import annotations
 
-import bisect
 import copy
 import importlib
 import time
@@ -20,21 +19,20 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Cache, DynamicCache, LlamaConfig, PreTrainedModel, StaticCache
+from transformers import AutoModelForCausalLM, Cache, LlamaConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import is_flash_attn_3_available
 
 import dma_hf
 from dma_eval import console
-from dma_eval.backends import Backend, activate, parse_backends
 from dma_eval.errors import UserError, one_line
-from dma_eval.models import head_dim_of
+from dma_eval.load.backends import Backend, activate, parse_backends
+from dma_eval.load.data import full_windows
 from dma_eval.names import DMA, FORMAT_SUFFIXES, check_runs, refuse_repeats
 from dma_hf.integrations.cache_argument import CACHE_ARGUMENT
 
-from .capture import text_windows
-from .results import GenerateResult, LongestContext
-from .timing import FAILURES, Timing, measure_each, stored_bytes
+from .results import GenerateResult
+from .timing import FAILURES, Timing, stored_bytes
 
 PACKED = tuple(FORMAT_SUFFIXES.values())
 FLASH_3 = "flash_attention_3+dynamic"
@@ -54,8 +52,6 @@ SHAPES = {
     "tiny": LlamaConfig(**TINY, vocab_size=256, num_attention_heads=4, num_key_value_heads=2),
 }
 """Models with random weights, on which the speed does not depend."""
-FILL_TOKENS = 65_536
-"""Tokens that fill a cache at a time, enough to keep the device busy."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +66,6 @@ class GenerateRun:
     def options(self) -> dict[str, str]:
         """Arguments of ``generate`` that select the cache. A packed cache is a setting of the model."""
         return {"cache_implementation": "static"} if self.cache == "static" else {}
-
-    def make_cache(self, model: PreTrainedModel, max_tokens: int) -> Cache:
-        """Return an empty cache with room for ``max_tokens`` tokens, of the kind that ``generate`` makes."""
-        if self.cache == "dynamic":
-            return DynamicCache(config=model.config)
-        if self.cache == "static":
-            return StaticCache(config=model.config, max_cache_len=max_tokens)
-        return dma_hf.DMACache(model.config)
 
 
 def default_runs() -> list[str]:
@@ -131,55 +119,38 @@ def never_stopping(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def measure(
-    model: PreTrainedModel,
-    contexts: Sequence[int],
-    runs: Sequence[GenerateRun],
-    *,
-    batch: int,
-    new_tokens: int,
-    text: Tensor | None = None,
-    prefix: int = 0,
-) -> Iterator[GenerateResult]:
-    """Generate from prompts of every length with every run, and yield each result at once.
+def text_windows(tokens: Tensor, batch: int, length: int, option: str, prefix: int = 0) -> Tensor:
+    """Return the first ``batch`` windows of ``length`` tokens of a text, ``[batch, length]``.
 
-    ``speedup`` is relative to the first run. The prompts are windows of the tokens of ``text``, each with its
-    ``prefix`` special tokens in front; without a text they are random.
+    ``option`` is the one that gives the length. Each window begins with the text's first ``prefix`` tokens, which are
+    the tokenizer's special ones.
 
     Raises:
-        UserError: The text is too short.
+        UserError: The text is shorter.
     """
-    prompts = {
-        context: torch.randint(model.config.vocab_size, (batch, context))
-        if text is None
-        else text_windows(text, batch, context, "--context", prefix)
-        for context in contexts
-    }
-    return measure_each(
-        {f"{context:,} tokens": context for context in contexts},
-        {run.label: run for run in runs},
-        lambda context, run: _measure_one(model, prompts[context].to(model.device), run, new_tokens),
-        lambda result: result.step_milliseconds,
-    )
+    if len(tokens) < prefix + batch * (length - prefix):
+        raise UserError(
+            f"--data: the text has {len(tokens):,} tokens, too few for {batch} x {length:,}; give a longer text, or a "
+            f"smaller {option} or --batch"
+        )
+    return full_windows(tokens, batch, length, prefix)
 
 
-def longest_contexts(model: PreTrainedModel, runs: Sequence[GenerateRun], batch: int) -> Iterator[LongestContext]:
-    """Find the longest context of each run. A warning names a run that cannot run at any."""
-    for run in runs:
-        try:
-            yield longest_context(model, run, batch)
-        except FAILURES as error:
-            console.print_warning(f"{run.label} has no longest context: {one_line(error)}")
+def measure(
+    model: PreTrainedModel, prompts: Sequence[Tensor], runs: Sequence[GenerateRun], *, new_tokens: int
+) -> Iterator[GenerateResult]:
+    """Generate from each prompt, ``[B, T]``, with every run, and yield each result at once.
 
-
-def longest_context(model: PreTrainedModel, run: GenerateRun, batch: int) -> LongestContext:
-    """Find the longest context, to a sixteenth, over which one more token can be computed."""
-    sizes = [model.config.max_position_embeddings]  # descending
-    while sizes[-1] > 1:
-        sizes.append(sizes[-1] * 15 // 16)
-    with console.working(f"Looking for the longest context of {run.label}"):
-        found = bisect.bisect_left(sizes, True, key=lambda context: _fits(model, run, batch, context))
-    return LongestContext(label=run.label, tokens=sizes[found] if found < len(sizes) else 0)
+    ``speedup`` is relative to the first run.
+    """
+    for prompt in prompts:
+        first: float | None = None
+        for index, run in enumerate(runs):
+            console.print_note(f"{prompt.shape[1]:,} tokens, {run.label}")
+            result = _measure_one(model, prompt.to(model.device), run, new_tokens)
+            taken = result.step_milliseconds
+            first = first if index else taken
+            yield replace(result, speedup=first / taken if first and taken else None)
 
 
 class _Clock(BaseStreamer):  # type: ignore[misc]
@@ -290,33 +261,3 @@ def cache_bytes(cache: Cache) -> int:
     if isinstance(cache, dma_hf.DMACache):
         return cache.nbytes
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-
-
-@torch.inference_mode()
-def _fits(model: PreTrainedModel, run: GenerateRun, batch: int, context: int) -> bool:
-    """Whether a token can be computed over a cache of ``context`` tokens, filled with random keys and values."""
-    activate(model, run.backend)
-    cache = None
-    try:
-        cache = run.make_cache(model, context + 1)
-        _fill(model, cache, batch, context)
-        token = torch.zeros((batch, 1), dtype=torch.int64, device=model.device)
-        model(token, **{CACHE_ARGUMENT: cache})
-        torch.cuda.synchronize(model.device)
-    except torch.OutOfMemoryError:
-        return False
-    finally:
-        del cache
-        torch.cuda.empty_cache()
-    return True
-
-
-def _fill(model: PreTrainedModel, cache: Cache, batch: int, tokens: int) -> None:
-    """Fill a cache with random keys and values."""
-    text = model.config.get_text_config()
-    shape = (batch, text.num_key_value_heads, min(tokens, FILL_TOKENS), head_dim_of(text))
-    chunk = torch.randn(shape, dtype=model.dtype, device=model.device)
-    for layer in range(text.num_hidden_layers):
-        for start in range(0, tokens, FILL_TOKENS):
-            part = chunk[:, :, : min(FILL_TOKENS, tokens - start)]
-            cache.update(part, part, layer)

@@ -1,4 +1,4 @@
-"""How every benchmark measures speed.
+"""How every benchmark measures speed, also the scripts of ``benchmarks``.
 
 Implementations are interleaved, round after round, so that drift (clocks, other tenants) affects all of them equally.
 Results are medians. On a CUDA device, stream events time a run. Large reads before it flush the L2 cache and let the
@@ -6,15 +6,14 @@ host run ahead, as it does inside a model. Launch overhead counts as far as the 
 is close to zero.
 
 A GPU at its power limit lowers its clock. Interleaved runs share one clock, so their times relate about as their cycles
-do. :func:`time_isolated` times one implementation at the clock that it reaches by itself.
+do.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -22,21 +21,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dma_eval import console
-from dma_eval.errors import UserError, one_line
+from dma_eval.errors import UserError
 
-from .results import DeviceFacts, SpeedResult
+from .results import DeviceFacts
 
 Run = Callable[[], object]
-Case = TypeVar("Case")
 Name = TypeVar("Name", bound=Hashable)
-Compared = TypeVar("Compared")
-Result = TypeVar("Result", bound=SpeedResult)
 FAILURES = (RuntimeError, ValueError, TypeError, AssertionError, ImportError, MemoryError, UserError)
 """What an implementation raises if it cannot compute a call. ``torch.OutOfMemoryError`` is a ``RuntimeError``. Models
 that cannot run an attention raise ``UserError``."""
 
-_COPY_SECONDS = 0.5
 _READS = 4
 """Reads before a run. They take about 280 us on an H200, longer than the launches of any run here."""
 
@@ -57,26 +51,6 @@ class Timing:
         return cls(median=median, fast=fast, slow=slow, repeats=len(times))
 
 
-def measure_each(
-    cases: Mapping[str, Case],
-    compared: Mapping[str, Compared],
-    measure_one: Callable[[Case, Compared], Result],
-    time_of: Callable[[Result], float | None],
-) -> Iterator[Result]:
-    """Measure every case with every candidate, and yield each result at once.
-
-    ``time_of`` returns the time that ``speedup`` compares; ``None`` if the candidate did not run.
-    """
-    for name, case in cases.items():
-        first: float | None = None
-        for index, (label, each) in enumerate(compared.items()):
-            console.print_note(f"{name}, {label}")
-            result = measure_one(case, each)
-            taken = time_of(result)
-            first = first if index else taken
-            yield replace(result, speedup=first / taken if first and taken else None)
-
-
 def time_interleaved(
     runs: Mapping[Name, Run], device: torch.device, *, seconds: float, min_repeats: int = 3, max_repeats: int = 100
 ) -> dict[Name, Timing]:
@@ -85,7 +59,7 @@ def time_interleaved(
     Run each of them once before, so that nothing is compiled here. All rounds together take about ``seconds``, within
     the limits on their number.
     """
-    clock = _Clock(device)
+    clock = Clock(device)
     start = time.perf_counter()
     for run in runs.values():
         clock.record(run)
@@ -97,25 +71,6 @@ def time_interleaved(
             clock.record(run)
     times = clock.milliseconds()
     return {name: Timing.of(times[index :: len(runs)]) for index, name in enumerate(runs)}
-
-
-def time_isolated(run: Run, device: torch.device, *, seconds: float, milliseconds: float) -> float:
-    """Repeat a run of about so many ``milliseconds``, and return the median time of the second half in milliseconds.
-
-    On an H200, 0.8 ``seconds`` give the same times as 1.5.
-    """
-    clock = _Clock(device, reads=0)
-    for _ in range(max(4, round(1e3 * seconds / milliseconds))):
-        clock.record(run)
-    times = clock.milliseconds()
-    return statistics.median(times[len(times) // 2 :])
-
-
-def copy_bandwidth(device: torch.device, size: int = 1 << 30) -> float:
-    """Return the bytes per second that a copy of ``size`` bytes within a device reads and writes."""
-    source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
-    timing = time_interleaved({"copy": lambda: target.copy_(source)}, device, seconds=_COPY_SECONDS)["copy"]
-    return 2e3 * size / timing.median
 
 
 def capture(run: Run, device: torch.device) -> Run:
@@ -135,32 +90,6 @@ def capture(run: Run, device: torch.device) -> Run:
         return result
 
     return replay
-
-
-def captured(runs: Mapping[Name, Run], device: torch.device) -> tuple[dict[Name, Run], dict[Name, str]]:
-    """Return CUDA graph replays of the runs, and the reason for each run that cannot be captured; nothing on a CPU."""
-    replays: dict[Name, Run] = {}
-    refusals: dict[Name, str] = {}
-    for name, run in runs.items() if device.type == "cuda" else ():
-        try:
-            replays[name] = capture(run, device)
-        except FAILURES as error:
-            torch.cuda.synchronize(device)
-            refusals[name] = one_line(error)
-    return replays, refusals
-
-
-def extra_memory(run: Run, device: torch.device) -> int | None:
-    """Return the most memory that is allocated during a run, its result left out (``None`` on a CPU)."""
-    if device.type != "cuda":
-        return None
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    result = run()
-    assert isinstance(result, Tensor)
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before - result.nbytes
 
 
 def stored_bytes(held: object) -> int:
@@ -187,7 +116,7 @@ def look_at(device: torch.device) -> DeviceFacts:
     )
 
 
-class _Clock:
+class Clock:
     """Times runs: on a CUDA device by events, after ``reads`` large reads that replace the contents of the L2 cache."""
 
     def __init__(self, device: torch.device, reads: int = _READS) -> None:

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-from dma_eval import console
-from dma_eval.commands import options
+from dma_eval import console, options
+from dma_eval.config import PerplexityPart, Suite
 from dma_eval.errors import UserError
 from dma_eval.files import check_folder
-from dma_eval.parts import PerplexityPart, Suite
 
 PART = PerplexityPart(contexts=[4096], max_windows=2)
 PROMPT_TOKENS, NEW_TOKENS = 1500, 48
@@ -41,9 +40,9 @@ def demo(args: DemoOptions) -> int:
     with console.starting():
         import torch
 
-        from dma_eval.backends import default_names, parse_backends
-        from dma_eval.data import load_text, tokenize
-        from dma_eval.reading import continue_greedily
+        from dma_eval.load.backends import default_names, parse_backends
+        from dma_eval.load.data import load_text, tokenize
+        from dma_eval.measures.fidelity import continue_greedily
         from dma_eval.results import Report
         from dma_eval.run import Run
 

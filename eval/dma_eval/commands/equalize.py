@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dma_eval import console
+from dma_eval import console, options
 from dma_eval.command import REQUIRED, option
-from dma_eval.commands import options
 from dma_eval.errors import UserError, one_line
 from dma_eval.files import check_folder, make_folder
 
@@ -41,11 +40,11 @@ def equalize(args: EqualizeOptions) -> int:
     check_folder(args.out)
     options.check_inputs(args.model, args.data)
     with console.starting():
-        import dma_hf
-        from dma_eval.data import full_windows, leading_tokens, load_text, tokenize
+        from dma_eval.equalization import equalize as balance
+        from dma_eval.equalization.balance import MIN_TOKENS, WINDOW
+        from dma_eval.load.data import full_windows, leading_tokens, load_text, tokenize
+        from dma_eval.measures.stress import channel_ranges
         from dma_eval.session import load
-        from dma_eval.stress import channel_ranges
-        from dma_hf.equalize import MIN_TOKENS, WINDOW
     text = load_text(args.data, split=args.split, column=args.column)
     loaded = load(args)
     ids = tokenize(loaded.tokenizer, text.content)[: args.tokens]
@@ -57,7 +56,7 @@ def equalize(args: EqualizeOptions) -> int:
     with console.working("Equalizing"):
         try:
             before = channel_ranges(loaded.model, ids)
-            dma_hf.equalize(loaded.model, ids)
+            balance(loaded.model, ids)
         except (ValueError, TypeError) as error:
             raise UserError(f"--model: {one_line(error)}") from error
         after = channel_ranges(loaded.model, ids)

@@ -7,25 +7,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dma_eval import console, parts
+from dma_eval import config, console, options
 from dma_eval.command import REQUIRED, option
-from dma_eval.commands import options
+from dma_eval.config import FidelityPart, PerplexityPart, RetrievalPart, StressPart, Suite, TasksPart
 from dma_eval.errors import UserError
 from dma_eval.files import check_folder, prepare_file, write_json
 from dma_eval.names import check_names
-from dma_eval.parts import FidelityPart, PerplexityPart, RetrievalPart, StressPart, Suite, TasksPart
 
 if TYPE_CHECKING:
     from dma_eval.results import Report
 
-SUITES = ", ".join(parts.suite_names())
+SUITES = ", ".join(config.suite_names())
 
 
 @dataclass(frozen=True, kw_only=True)
 class PplOptions(options.QualityOptions):
     """The context, and the results as one file."""
 
-    context: int | None = parts.context_option()
+    context: int | None = config.context_option()
     json: Path | None = options.json_option()
 
 
@@ -35,9 +34,9 @@ class SuiteOptions(options.AllPresetsOptions):
 
     suite: str = option(REQUIRED, "-s", metavar="NAME|FILE.toml", help=f"{SUITES}, or a TOML file.")
     out: Path = options.out_option(REQUIRED, "Folder for the report and every answer.")
-    max_windows: int | None = parts.max_windows_option()
-    limit: int | None = parts.limit_option()
-    batch_size: int | None = parts.sequences_option(None, shown="what the suite says")
+    max_windows: int | None = config.max_windows_option()
+    limit: int | None = config.limit_option()
+    batch_size: int | None = config.sequences_option(None, shown="what the suite says")
 
 
 def ppl(args: PplOptions, text: options.TextOptions, part: PerplexityPart) -> int:
@@ -136,7 +135,7 @@ def suite(args: SuiteOptions, text: options.OptionalTextOptions, tasks: options.
     accelerate launch -m dma_eval suite --suite standard -m ./model --out run
     dma-hf suite --suite my.toml -m ./model --data book.txt --include-path ./tasks --out run
     """
-    suite = parts.load_suite(args.suite)
+    suite = config.load_suite(args.suite)
     changes: Sequence[tuple[str, int | None, Sequence[str]]] = (
         ("max_windows", args.max_windows, ("perplexity", "fidelity", "stress")),
         ("limit", args.limit, ("tasks",)),
@@ -167,7 +166,7 @@ def measure(
         _check_windows(suite.perplexity)
     options.check_inputs(args.model, None if text is None else text.data)
     with console.starting():
-        from dma_eval.backends import default_names, parse_backends
+        from dma_eval.load.backends import default_names, parse_backends
 
         backends = parse_backends(args.attn or default_names())  # before slow imports
         from dma_eval.run import Run
@@ -176,7 +175,7 @@ def measure(
 
 def _check_windows(part: PerplexityPart) -> None:
     """Check what the model and the text do not decide. They may shorten the default context."""
-    context = min(part.contexts, default=parts.DEFAULT_CONTEXT)
+    context = min(part.contexts, default=config.DEFAULT_CONTEXT)
     if part.stride is not None and part.stride > context:
         raise UserError(f"--stride must be from 1 to the context, {context}, got {part.stride}")
     if part.spread and part.max_windows is None:

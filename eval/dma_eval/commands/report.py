@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from rich.markup import escape
 
-from dma_eval import console
+from dma_eval import console, options
 from dma_eval.command import argument, option
-from dma_eval.commands import options
 from dma_eval.errors import UserError
 from dma_eval.files import make_folder, prepare_file, write_json, write_text
 
@@ -55,8 +54,8 @@ def report(args: ReportOptions) -> int:
     dma-hf report run
     dma-hf report run/results.json --out page
     """
-    from dma_eval.render import write_run
     from dma_eval.results import RESULTS, read_report
+    from dma_eval.show.render import write_run
 
     folder = args.out or (args.run if args.run.is_dir() else args.run.parent)
     run, results = read_report(args.run), folder / RESULTS
@@ -90,8 +89,8 @@ def card(args: CardOptions) -> int:
     if args.yes and args.push is None:
         raise UserError("--yes: only with --push, which asks before it uploads")
     prepare_file(args.out, "--out")
-    from dma_eval.card import check_token, make_card, push
     from dma_eval.results import RESULTS, read_report
+    from dma_eval.show.card import check_token, make_card, push
 
     card = make_card(
         read_report(args.run), backend=args.backend, base_model=args.base_model, license_name=args.license_name

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rich.markup import escape
 
-from dma_eval import console
+from dma_eval import console, options
 from dma_eval.command import argument, option
-from dma_eval.commands import options
 from dma_eval.errors import UserError, one_line
 from dma_eval.names import API_KEY_VARIABLE, DMA, FORMAT_SUFFIXES, check_names, is_file, split_suffix
 
@@ -141,11 +140,7 @@ def serve(args: ServeOptions) -> int:
     if args.ray_address is None:
         options.check_inputs(args.model, None)
     with console.starting():
-        from dma_eval.environment import need_transformers
-
-        if args.continuous_batching:
-            need_transformers("5.18", "serve --continuous-batching")
-        from dma_eval.backends import parse_backends
+        from dma_eval.load.backends import parse_backends
         from dma_hf.serving import Batched, app
 
     parse_backends([args.attn])
@@ -190,8 +185,8 @@ def load(args: ServeOptions, api_key: str | None = None) -> tuple[Engine, Gate]:
     from transformers.utils import logging
 
     import dma_hf
-    from dma_eval.backends import activate, parse_backends
-    from dma_eval.models import batching_settings, load_model
+    from dma_eval.load.backends import activate, parse_backends
+    from dma_eval.load.models import batching_settings, load_model
     from dma_hf.serving import Batched, Sequential, make_app
 
     logging.set_verbosity_error()

@@ -22,7 +22,7 @@ Rotation
 
     Rotation spreads an outlier channel over all channels. It always helps values, whose groups span channels. Keys have
     a scale per channel: rotation helps them if the channels of queries and keys are balanced
-    (:func:`dma_hf.equalize`), and ruins keys with outliers.
+    (``dma-hf equalize``), and ruins keys with outliers.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -78,6 +78,26 @@ def prepare_operands(
         shared = SharedScale(recipe.shared_scale)
         k_low = cast(k, recipe.key_low, recipe, shared, query.dtype, kv_position, head_scale=k_scale)
     return PreparedOperands(q_low, q_high, k_low, k_high, v_high, v_low, v_scale, qk_bias)
+
+
+def logit_error(query: Tensor, key: Tensor, recipe: Recipe, scale: float) -> Tensor:
+    """Return the error of the logits of low tiles, in nats: its RMS over all pairs of a query and a key.
+
+    The mean error of a query is left out, because the softmax ignores it. ``query`` is ``[B, Hq, Tq, D]``, ``key`` is
+    ``[B, Hkv, Tk, D]``, and the result is fp32 (fp64 for fp64) ``[B, Hq]``.
+    """
+    position = torch.zeros(len(key), dtype=torch.int64, device=key.device)
+    operands = prepare_operands(
+        query, key, key, replace(recipe, pv=UNQUANTIZED), kv_position=position, visible=None
+    )  # the values do not matter
+    group = query.shape[1] // key.shape[1]
+
+    def logits(q: Tensor, k: Tensor) -> Tensor:
+        return q @ k.repeat_interleave(group, 1).mT * scale
+
+    dtype = operands.k_low.dtype
+    error = logits(operands.q_low, operands.k_low) - logits(query.to(dtype), key.to(dtype))
+    return (error - error.mean(-1, keepdim=True)).square().mean((-2, -1)).sqrt()
 
 
 def smoothing_bias(query: Tensor, mean: Tensor) -> Tensor:

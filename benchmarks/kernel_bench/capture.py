@@ -1,0 +1,159 @@
+"""Capture the queries, keys and values of a model's layers while it reads a text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from dma_eval import console
+from dma_eval.bench.generate import text_windows
+from dma_eval.environment import portable
+from dma_eval.errors import UserError, one_line
+from dma_eval.load.data import leading_tokens
+from dma_eval.load.models import LoadedModel
+from dma_eval.load.reading import takes_last
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from dma_hf.integrations.attention_name import attention_name
+
+from .inputs import Inputs, embedded
+from .results import ModelInputs, PrefillShape
+
+CAPTURE = "dma_eval_capture"
+"""The name of the attention function that captures."""
+FULL = "full_attention"
+
+
+def choose_layers(model: PreTrainedModel, count: int | None) -> list[int]:
+    """Return the layers to capture: all with full attention, or so many of them, evenly spaced.
+
+    Raises:
+        UserError: There are fewer.
+    """
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or [FULL] * config.num_hidden_layers
+    full = [layer for layer, kind in enumerate(kinds) if kind == FULL]
+    if not full or (count is not None and count > len(full)):
+        wanted = "at least one" if count is None else str(count)
+        raise UserError(f"--layers: wanted {wanted}, but {type(model).__name__} has {len(full)} with full attention")
+    return [full[round(place)] for place in np.linspace(0, len(full) - 1, count or len(full))]
+
+
+def captured_calls(
+    loaded: LoadedModel,
+    tokens: Tensor,
+    data: str,
+    lengths: Sequence[int],
+    head_dims: Sequence[int],
+    *,
+    batch: int,
+    layers: int | None,
+    seed: int,
+) -> Iterator[tuple[PrefillShape, list[Inputs]]]:
+    """Capture layers at each length, and yield them in each head dimension, with the shape that names them.
+
+    A pass of the model reads ``batch`` windows of the text, which is called ``data``. Without ``head_dims`` the
+    heads are the model's own. ``seed`` is of the matrices that embed in wider ones.
+
+    Raises:
+        UserError: The text is too short, or a head dimension is below the model's; or as for :func:`choose_layers` and
+            :func:`capture_layers`. What a caller can mend is checked before the first pass.
+    """
+    info = loaded.info
+    chosen = choose_layers(loaded.model, layers)
+    assert info.head_dim is not None
+    assert info.layers is not None
+    narrow = [head_dim for head_dim in head_dims if head_dim < info.head_dim]
+    if narrow:
+        raise UserError(f"--head-dim: at least the model's own, {info.head_dim}; got {narrow[0]}")
+    leading = leading_tokens(loaded.tokenizer)
+    origin = ModelInputs(
+        model=portable(loaded.name),
+        data=portable(data),
+        layers=tuple(chosen),
+        model_layers=info.layers,
+        model_head_dim=info.head_dim,
+        yarn=loaded.yarn,
+        begins_with=tuple(loaded.tokenizer.convert_ids_to_tokens(leading)),
+    )
+    lengths = sorted(set(lengths))
+    for length in lengths:
+        loaded.check_positions(length, "--length")
+    windows = {length: text_windows(tokens, batch, length, "--length", len(leading)) for length in lengths}
+    for length in lengths:
+        with console.working(f"Capturing {len(chosen)} layers at {length:,} tokens"):
+            own = capture_layers(loaded, windows[length], chosen)
+        for head_dim in dict.fromkeys(head_dims or [info.head_dim]):
+            inputs = [embedded(each, head_dim, seed) for each in own.values()]
+            shape = PrefillShape(
+                length=length,
+                head_dim=head_dim,
+                query_heads=inputs[0].query.shape[1],
+                kv_heads=inputs[0].key.shape[1],
+                batch=batch,
+                is_causal=True,
+                inputs=origin,
+            )
+            yield shape, inputs
+
+
+def capture_layers(loaded: LoadedModel, input_ids: Tensor, layers: Sequence[int]) -> dict[int, Inputs]:
+    """Run the model once, with SDPA, and return what the attention of each of these layers is computed from.
+
+    Queries and keys are those after the rotary embedding. They stay on the model's device. Afterwards the model runs
+    the attention that it ran before. ``input_ids`` is ``[B, T]``.
+
+    Raises:
+        UserError: A layer computes something other than plain causal attention.
+    """
+    model = loaded.model
+    found: dict[int, Inputs] = {}
+
+    def record(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    ) -> tuple[Tensor, None]:
+        layer: int = getattr(module, "layer_idx", -1)
+        if layer in layers:
+            is_causal = options.get("is_causal")
+            is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+            _check(layer, query, value, attention_mask, options, is_causal=is_causal)
+            scale = options.get("scaling")
+            scale = query.shape[3] ** -0.5 if scale is None else float(scale)
+            found[layer] = Inputs(query.contiguous(), key.contiguous(), value.contiguous(), scale)
+        out: tuple[Tensor, None] = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **options)
+        return out
+
+    AttentionInterface.register(CAPTURE, record)
+    AttentionMaskInterface.register(CAPTURE, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    before = attention_name(model.config)
+    try:
+        model.set_attn_implementation(CAPTURE)
+        last = {"logits_to_keep": 1} if takes_last(model) else {}
+        with torch.no_grad():
+            model(input_ids=input_ids.to(model.device), use_cache=False, **last)
+    except (ValueError, TypeError, RuntimeError, ImportError) as error:
+        raise UserError(f"--inputs: {type(model).__name__} cannot be captured: {one_line(error)}") from error
+    finally:
+        model.set_attn_implementation(before)
+    missing = ", ".join(str(layer) for layer in layers if layer not in found)
+    if missing:
+        raise UserError(f"--inputs: {type(model).__name__} calls no attention function in layers {missing}")
+    return {layer: found[layer] for layer in layers}
+
+
+def _check(
+    layer: int, query: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any], *, is_causal: bool
+) -> None:
+    extras = ("softcap", "s_aux", "position_bias", "indices")
+    given = [name for name in extras if options.get(name) is not None]
+    given += ["a mask"] if mask is not None else []
+    given += [] if is_causal else ["bidirectional attention"]
+    if given:
+        raise ValueError(f"layer {layer} uses {', '.join(given)}; only plain causal attention is timed")
+    if value.shape[3] != query.shape[3]:
+        raise ValueError(f"layer {layer} has keys of {query.shape[3]} channels and values of {value.shape[3]}")

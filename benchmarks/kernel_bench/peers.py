@@ -1,0 +1,312 @@
+"""Attention of PyTorch and of other packages, which benchmarks compare with where they are installed.
+
+None of the packages is a dependency. A function here raises an ``ImportError`` that says what to install if its package
+is missing.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from dma_eval.bench.timing import Run
+from dma_eval.errors import one_line
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from .fp8_quantizer import Fp8Operands, dequantize_fp8, quantize_fp8
+from .inputs import Inputs
+
+MODULE, SAGE_MODULE, FLASH_4_MODULE = "fa3_fwd_interface", "sageattention", "flash_attn.cute"
+FLASHINFER_MODULE, CUDNN_MODULE, DSL_MODULE = "flashinfer.prefill", "cudnn", "cutlass.base_dsl.common"
+PACKAGES = {
+    MODULE: ("FlashAttention-3", "fa3-fwd"),
+    FLASH_4_MODULE: ("FlashAttention-4", "flash-attn-4"),
+    DSL_MODULE: ("The CuTe DSL", "nvidia-cutlass-dsl"),
+    CUDNN_MODULE: ("cuDNN's frontend", "nvidia-cudnn-frontend"),
+    FLASHINFER_MODULE: ("FlashInfer", "flashinfer-python"),
+    SAGE_MODULE: ("SageAttention", "sageattention"),
+}
+"""By the module that is imported, the name of what it has, and its package on PyPI."""
+CUDNN = "sdpa:cudnn"
+SDPA = {"sdpa": None, "sdpa:flash": SDPBackend.FLASH_ATTENTION, CUDNN: SDPBackend.CUDNN_ATTENTION}
+"""PyTorch's attention by its name in results. ``sdpa`` is PyTorch's own choice of a backend."""
+FLASH_3 = {"fa3": False, "fa3:fp8": True}
+"""FlashAttention-3 by its name in results, and whether it takes E4M3."""
+PREQUANTIZED = ":prequantized"
+"""Suffix of FP8 attention whose operands are given in E4M3: quantizing them is not counted."""
+FLASHINFER = {"flashinfer": None, **{f"flashinfer:t{threshold}": float(threshold) for threshold in (5, 6, 7, 8)}}
+"""FlashInfer by its name in results, and the threshold below which it skips tiles, in nats."""
+FLASHINFER_WORKSPACE = 16 << 20
+PROBABILITY_SCALE = 256.0
+"""Scale of cuDNN's FP8 probabilities."""
+
+
+def import_peer(name: str) -> Any:
+    """Import a module of :data:`PACKAGES`.
+
+    Raises:
+        ImportError: It is not installed; the message says what to install.
+    """
+    title, package = PACKAGES[name]
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(f"{title} is not installed: pip install {package} ({error})") from error
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A call that is timed.
+
+    Attributes:
+        run: The call.
+        quantize: The part of it that quantizes, if there is one that can be called separately.
+        read: Return the attention output ``[B, Hq, T, D]`` of what ``run`` returned; this is not timed.
+    """
+
+    run: Run
+    quantize: Run | None = None
+    read: Callable[[Any], Tensor] = lambda out: out
+
+
+def sdpa(
+    name: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Run:
+    """Return a call of PyTorch's attention, on the backend that :data:`SDPA` has for the name."""
+    chosen, attend = SDPA[name], F.scaled_dot_product_attention
+    run = partial(attend, query, key, value, is_causal=is_causal, scale=scale, enable_gqa=True)
+
+    def forced() -> Tensor:
+        assert chosen is not None
+        with sdpa_kernel(chosen):
+            return run()
+
+    return run if chosen is None else forced
+
+
+def flash_attention_3(name: str, inputs: Inputs) -> Prepared:
+    """Return a call of FlashAttention-3.
+
+    Its operands are in its own layout, so that no 16-bit number is copied in the call. In FP8 every kv head of a row
+    has a scale, and a fused kernel quantizes unless the operands are given. ``name`` is one of :data:`FLASH_3`, or
+    ``fa3:fp8:prequantized``.
+    """
+    module = import_peer(MODULE)
+    if not FLASH_3[name.removesuffix(PREQUANTIZED)]:
+        return Prepared(_flash_attention(module, inputs))
+    attend = partial(module.flash_attn_func, causal=inputs.is_causal, softmax_scale=inputs.scale)
+
+    def run(operands: Fp8Operands) -> Tensor:
+        out: Tensor = attend(operands.query, operands.key, operands.value, **_descales(operands))
+        return out.transpose(1, 2)
+
+    return fp8_call(name, inputs, run, per_head=True)
+
+
+def fp8_call(
+    name: str,
+    inputs: Inputs,
+    attend: Callable[[Fp8Operands], Tensor],
+    restore: Callable[[Fp8Operands, Tensor], Tensor] = lambda _, out: out,
+    *,
+    per_head: bool,
+) -> Prepared:
+    """Return a call of FP8 attention that quantizes first, and ``restore`` what it returns.
+
+    If the name ends in ``:prequantized`` only ``attend`` is timed.
+    """
+    quantize = partial(quantize_fp8, *inputs.token_major, per_head=per_head)
+
+    def run() -> Tensor:
+        operands = quantize()
+        return restore(operands, attend(operands))
+
+    if not name.endswith(PREQUANTIZED):
+        return Prepared(run, quantize)
+    given = quantize()
+    return Prepared(partial(attend, given), read=partial(restore, given))
+
+
+def cudnn_fp8(name: str, inputs: Inputs) -> Prepared:
+    """Return a call of cuDNN's FP8 attention, ``sdpa_fp8`` of ``nvidia-cudnn-frontend``, with one scale per tensor.
+
+    On Hopper its output is E4M3 too. Probabilities are scaled by 256, and the output by the scale of the values, which
+    no output exceeds: with the defaults, scales of 1, small ones would be lost. ``cudnn:fp8`` counts a fused
+    quantization and the conversion of the output. ``cudnn:fp8:prequantized`` is the attention alone, from E4M3 to E4M3.
+
+    Raises:
+        RuntimeError: cuDNN has no such attention for this shape or chip.
+    """
+    cudnn = import_peer(CUDNN_MODULE)
+    query, key, _ = inputs.token_major
+    try:
+        execute = _cudnn_plan(query.shape, key.shape[2], query.device, inputs.scale, is_causal=inputs.is_causal)
+    except cudnn.cudnnGraphNotSupportedError as error:
+        raise RuntimeError(f"cuDNN has no FP8 attention for this: {error}") from error
+
+    def attend(operands: Fp8Operands) -> Tensor:
+        out = torch.empty_like(operands.query)
+        descales = {f"descale_{name}": x.view(1, 1, 1, 1) for name, x in zip("qkv", operands.descales, strict=True)}
+        scale_o = operands.scales[2].view(1, 1, 1, 1)
+        execute(q=operands.query, k=operands.key, v=operands.value, o=out, scale_o=scale_o, **descales)
+        return out
+
+    def restore(operands: Fp8Operands, codes: Tensor) -> Tensor:
+        return dequantize_fp8(codes, operands.descales[2], inputs.query.dtype).transpose(1, 2)
+
+    return fp8_call(name, inputs, attend, restore, per_head=False)
+
+
+@functools.lru_cache(maxsize=1)
+def _cudnn_handle(device: torch.device) -> Any:
+    with torch.cuda.device(device):
+        return import_peer(CUDNN_MODULE).create_handle()
+
+
+@functools.lru_cache(maxsize=1)
+def _cudnn_plan(
+    shape: torch.Size, kv_heads: int, device: torch.device, scale: float, *, is_causal: bool
+) -> Callable[..., None]:
+    """Build the graph for queries ``[B, T, Hq, D]`` and so many kv heads; all layers of a model share it.
+
+    Return what executes it on tensors by their names.
+    """
+    cudnn, handle = import_peer(CUDNN_MODULE), _cudnn_handle(device)
+    e4m3, fp32 = cudnn.data_type.FP8_E4M3, cudnn.data_type.FLOAT
+    graph = cudnn.pygraph(io_data_type=e4m3, intermediate_data_type=fp32, compute_data_type=fp32, handle=handle)
+    batch, tokens, q_heads, head_dim = shape
+
+    def layout(heads: int) -> dict[str, list[int]]:
+        strides = [tokens * heads * head_dim, head_dim, heads * head_dim, 1]
+        return {"dim": [batch, heads, tokens, head_dim], "stride": strides}
+
+    scalar = {"dim": [1, 1, 1, 1], "stride": [1, 1, 1, 1]}
+    tensors = {
+        name: graph.tensor(name=name, data_type=e4m3, **layout(heads))
+        for name, heads in (("q", q_heads), ("k", kv_heads), ("v", kv_heads))
+    }
+    scales = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
+    tensors |= {name: graph.tensor(name=name, data_type=fp32, **scalar) for name in scales}
+    out, _, largest_s, largest_o = graph.sdpa_fp8(
+        **tensors, attn_scale=scale, use_causal_mask=is_causal, is_inference=True, name="sdpa"
+    )
+    outputs = {"o": (out, layout(q_heads), e4m3)}
+    outputs |= {"amax_s": (largest_s, scalar, fp32), "amax_o": (largest_o, scalar, fp32)}
+    for tensor, where, kind in outputs.values():
+        tensor.set_output(True).set_dim(where["dim"]).set_stride(where["stride"]).set_data_type(kind)
+    graph.validate()
+    graph.build_operation_graph()
+    graph.create_execution_plans([cudnn.heur_mode.A])
+    graph.check_support()
+    graph.build_plans()
+    workspace = torch.empty(max(graph.get_workspace_size(), 1), dtype=torch.uint8, device=device)
+
+    numbers = {"scale_s": PROBABILITY_SCALE, "descale_s": 1.0 / PROBABILITY_SCALE, "amax_s": 0.0, "amax_o": 0.0}
+    constants = {name: torch.full((1, 1, 1, 1), number, device=device) for name, number in numbers.items()}
+    tensors |= {name: tensor for name, (tensor, _, _) in outputs.items()}
+
+    def execute(**given: Tensor) -> None:
+        cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream(device).cuda_stream)
+        pack = {tensors[name]: tensor for name, tensor in (constants | given).items()}
+        graph.execute(pack, workspace, handle=handle)
+
+    return execute
+
+
+def flash_attention_4(inputs: Inputs) -> Prepared:
+    """Return a call of FlashAttention-4, in 16 bits: on Hopper it has no FP8."""
+    attend = _flash_attention(import_peer(FLASH_4_MODULE), inputs, lambda returned: returned[0])
+    failures = import_peer(DSL_MODULE).DSLBaseError
+
+    def run() -> object:
+        try:
+            return attend()
+        except failures as error:
+            raise RuntimeError(one_line(error)) from error
+
+    return Prepared(run)
+
+
+def sage_attention(inputs: Inputs) -> Prepared:
+    """Return a call of SageAttention, which quantizes queries and keys itself."""
+    attend = import_peer(SAGE_MODULE).sageattn
+    return Prepared(lambda: attend(*inputs.tensors, is_causal=inputs.is_causal, sm_scale=inputs.scale))
+
+
+def flashinfer(threshold: float | None, inputs: Inputs) -> Prepared:
+    """Return a call of FlashInfer's FMHA v2 for Hopper, which can skip softmax and values of tiles (arXiv 2512.12087).
+
+    A tile is skipped if no row of its block has a logit within ``threshold`` of the row's largest logit so far.
+    ``None`` skips nothing. FlashInfer's own parameter is ``exp(-threshold)`` times the length. The first call compiles
+    the kernels, which takes minutes.
+    """
+    attend = import_peer(FLASHINFER_MODULE).trtllm_fmha_v2_prefill
+    batch, tokens, _, _ = inputs.token_major[0].shape
+    device = inputs.query.device
+    lengths = torch.full((batch,), tokens, dtype=torch.int32, device=device)
+    ends = torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32, device=device)
+    call = partial(
+        attend,
+        tuple(each.flatten(0, 1) for each in inputs.token_major),
+        "SEPARATE_Q_K_V",
+        torch.empty(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=device),
+        lengths,
+        tokens,
+        tokens,
+        inputs.scale,
+        1.0,
+        batch,
+        ends,
+        ends,
+        mask_mode="causal" if inputs.is_causal else "padding",
+        skip_softmax_threshold_scale_factor=0.0 if threshold is None else tokens * math.exp(-threshold),
+    )
+    return Prepared(lambda: call().unflatten(0, (batch, tokens)).transpose(1, 2))
+
+
+def flash_attention_3_step(name: str, query: Tensor, key: Tensor, value: Tensor) -> tuple[Run, int]:
+    """Return a decoding step of FlashAttention-3 over stored keys and values, and the bytes of what is stored.
+
+    ``query`` is ``[B, Hq, 1, D]``, ``key`` and ``value`` are ``[B, Hkv, N, D]``. With ``fa3:fp8`` the cache holds E4M3
+    numbers with a scale for each row's kv head, and the step converts its query, whose scale is 1. How the keys are
+    split over the chip is FlashAttention-3's own choice.
+    """
+    attend = import_peer(MODULE).flash_attn_with_kvcache
+    keys, values = (x.transpose(1, 2).contiguous() for x in (key, value))
+    scales: dict[str, Tensor] = {}
+    if FLASH_3[name]:
+        operands = quantize_fp8(keys, keys, values, per_head=True)  # the step converts its own query
+        keys, values, scales = operands.key, operands.value, _descales(operands)
+        scales["q_descale"] = torch.ones_like(scales["q_descale"])
+    query = query.transpose(1, 2)
+    lengths = torch.full((len(query),), key.shape[2], dtype=torch.int32, device=query.device)
+
+    def step() -> Tensor:
+        out: Tensor = attend(query.to(keys.dtype), keys, values, cache_seqlens=lengths, **scales)
+        return out.transpose(1, 2)
+
+    return step, keys.nbytes + values.nbytes
+
+
+def _flash_attention(module: Any, inputs: Inputs, output_of: Callable[[Any], Tensor] = lambda out: out) -> Run:
+    """Return a call of FlashAttention in 16 bits."""
+    attend = partial(module.flash_attn_func, *inputs.token_major, causal=inputs.is_causal, softmax_scale=inputs.scale)
+    return lambda: output_of(attend()).transpose(1, 2)
+
+
+def _descales(operands: Fp8Operands) -> dict[str, Tensor]:
+    return dict(zip(("q_descale", "k_descale", "v_descale"), operands.descales.unbind(), strict=True))

@@ -1,0 +1,76 @@
+"""A warning if 4 bits cannot represent the queries and keys of a model.
+
+A layer is checked once for each recipe, in its first prompt of at least 128 tokens that runs eagerly without gradients.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+
+import torch
+from dma_kernels import BLOCK_FORMATS, Recipe
+from dma_kernels.numerics.formats import E2M1, TILE
+from dma_kernels.reference.operands import logit_error
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from .masks.arguments import Call
+from .masks.geometry import MaskGeometry
+
+LARGEST_ERROR = 4.0
+"""RMS error of a head's logits, in nats, that triggers the warning. ``docs/guides/presets.md`` has figures."""
+FOUR_BITS = frozenset(name for name, format in BLOCK_FORMATS.items() if format.element is E2M1)
+
+_checked: weakref.WeakKeyDictionary[nn.Module, Recipe] = weakref.WeakKeyDictionary()
+_warned: list[tuple[weakref.ref[PreTrainedConfig], Recipe]] = []
+
+
+def check_first_prompt(module: nn.Module, call: Call, query: Tensor, key: Tensor, geometry: MaskGeometry) -> bool:
+    """Warn if 4 bits cannot represent a layer's queries and keys, once for each model and recipe.
+
+    The check reads the first 128 keys of the longest row, and its last 128 queries. It waits for the device.
+
+    Args:
+        module: The layer.
+        call: Keyword arguments of its call.
+        query: ``[B, Hq, Tq, D]``.
+        key: ``[B, Hkv, Tk, D]``, from the first token on.
+        geometry: Geometry of the mask.
+
+    Returns:
+        Whether this call was the one that was checked.
+    """
+    if not _may_wait(query) or min(query.shape[2], key.shape[2]) < TILE or geometry.two_sequences:
+        return False
+    recipe = call.settings.recipe
+    if not (recipe.query_low in FOUR_BITS or recipe.key_low in FOUR_BITS) or _checked.get(module) == recipe:
+        return False
+    row, first = 0, 0
+    if geometry.kv_range is not None:
+        row = int(geometry.kv_range.diff().argmax())
+        first = int(geometry.kv_range[row, 0])
+    keys, queries = key[row : row + 1, :, first : first + TILE], query[row : row + 1, :, -TILE:]
+    if keys.shape[2] < TILE:
+        return False
+    scale = query.shape[3] ** -0.5 if call.scaling is None else call.scaling
+    error = float(logit_error(queries, keys, recipe, scale).max())
+    _checked[module] = recipe
+    if error > LARGEST_ERROR and not any(config() is module.config and other == recipe for config, other in _warned):
+        _warned.append((weakref.ref(module.config), recipe))
+        name = "this recipe" if call.settings.name == "custom" else f"the preset {call.settings.name!r}"
+        warnings.warn(
+            f"{name} cannot represent the keys of this model in 4 bits, so its output is wrong: attention logits of "
+            f"layer {getattr(module, 'layer_idx', 0)} are off by {error:.1f} nats (RMS of a head). A few key channels "
+            "are far larger than the others. Use the preset 'balanced'. `dma-hf equalize` makes the channels alike, "
+            "which lowers the error",
+            stacklevel=3,
+        )
+    return True
+
+
+def _may_wait(query: Tensor) -> bool:
+    """Return whether the host may read results: not while a call is traced, captured or differentiated."""
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or type(query) is not Tensor or query.is_meta:
+        return False
+    return not (query.is_cuda and torch.cuda.is_current_stream_capturing())

@@ -1,0 +1,157 @@
+"""``MaskGeometry``: which keys each query sees, as a few numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Proxy
+
+T = TypeVar("T")
+
+GEOMETRY = "dma_geometry"
+"""Attribute of a mask with its geometry."""
+
+PLAIN_STEP = "dma_plain_step"
+"""Attribute of a query offset that says that the call is a captured decoding step, whose mask hides no cached key."""
+
+_READ = "dma_read"
+"""Attribute of a tensor with what was read from it, the version of its contents, and the layers that know it."""
+
+
+@dataclass(frozen=True, eq=False)
+class MaskGeometry:
+    """Which keys each query sees, and the positions of both, in the form that :func:`dma_kernels.attention` takes.
+
+    Positions count from the first visible key of a row, even if a sliding cache has dropped that key.
+
+    Attributes:
+        batch: Number of rows.
+        q_len: Queries in a row.
+        kv_len: Keys in a row.
+        is_causal: Whether a query sees no key after its own position.
+        window: Causal: the query's own position and the ``window - 1`` before it. Otherwise: keys at most ``window``
+            positions away.
+        q_offset: Position of query 0: an int, or integer ``[]`` or ``[B]``.
+        kv_offset: Position of key 0, in the same form. It is negative in left-padded rows.
+        kv_range: Index of the first visible key and index after the last, integer ``[B, 2]``, or ``None`` for all keys.
+        is_unpadded: Whether padding is known to hide none of the first ``q_len`` keys. A growing count instead would
+            recompile every step.
+        pattern: Boolean, broadcastable to ``[B, Hq, Tq, Tk]``: a further mask.
+        two_sequences: Whether queries and keys belong to two sequences that share no positions (cross-attention).
+        documents: Where the documents of packed rows begin, and the number of tokens: integer ``[documents + 1]``,
+            counted over all rows. ``None`` if each row is one document.
+    """
+
+    batch: int
+    q_len: int
+    kv_len: int
+    is_causal: bool
+    window: int | None = None
+    q_offset: int | Tensor = 0
+    kv_offset: int | Tensor = 0
+    kv_range: Tensor | None = None
+    is_unpadded: bool = False
+    pattern: Tensor | None = None
+    two_sequences: bool = False
+    documents: Tensor | None = None
+
+    @property
+    def hides_nothing(self) -> bool:
+        """Whether the kind of mask implies that every query sees every key."""
+        is_plain = self.kv_range is None and self.pattern is None and self.documents is None
+        return is_plain and not (self.is_causal or self.window)
+
+    @property
+    def broadcasts_queries(self) -> bool:
+        """Whether every query sees the same keys."""
+        is_plain = (self.pattern is None or self.pattern.shape[2] == 1) and self.documents is None
+        return is_plain and not (self.is_causal or self.window)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """The shape of the mask with one head."""
+        return self.batch, 1, self.q_len, self.kv_len
+
+    def adapted(self, device: torch.device, batch: int, two_sequences: bool) -> MaskGeometry:
+        """Return the geometry on ``device``, with ``batch`` rows and ``two_sequences``.
+
+        If nothing changes, the result is the same object, because layers identify a step by its ``kv_range``.
+        """
+        changes: dict[str, Any] = {}
+        for name in ("q_offset", "kv_offset", "kv_range", "pattern"):
+            value = getattr(self, name)
+            if isinstance(value, Tensor) and value.device != device:
+                changes[name] = value.to(device)
+        if self.kv_range is not None and self.kv_range.shape[0] != batch:
+            changes["kv_range"] = changes.get("kv_range", self.kv_range).expand(batch, 2)
+        if not changes and batch == self.batch and two_sequences == self.two_sequences:
+            return self
+        return replace(self, batch=batch, two_sequences=two_sequences, **changes)
+
+    def dense(self, device: torch.device | str) -> Tensor:
+        """Return the boolean mask ``[B, H, Tq, Tk]``, true is visible. ``H`` is 1 unless the pattern has heads."""
+        index = torch.arange(self.kv_len, device=device)
+        query = torch.arange(self.q_len, device=device) + _column(self.q_offset)  # [1 or B, Tq]
+        distance = query[..., :, None] - (index + _column(self.kv_offset))[..., None, :]  # [1 or B, Tq, Tk]
+        seen = torch.ones((), dtype=torch.bool, device=device).expand(self.batch, self.q_len, self.kv_len)
+        if self.is_causal:
+            seen = seen & (distance >= 0)
+            if self.window is not None:
+                seen = seen & (distance < self.window)
+        elif self.window is not None:
+            seen = seen & (distance.abs() <= self.window)
+        if self.kv_range is not None:
+            seen = seen & ((index >= self.kv_range[:, :1]) & (index < self.kv_range[:, 1:]))[:, None]
+        mask = seen[:, None]
+        if self.documents is not None:
+            mask = mask & self.same_document(self.documents.to(device))
+        return mask if self.pattern is None else mask & self.pattern
+
+    def same_document(self, documents: Tensor) -> Tensor:
+        """Return which query and key are of the same document, boolean ``[B, 1, T, T]``."""
+        tokens = torch.arange(self.batch * self.q_len, device=documents.device).view(self.batch, self.q_len)
+        number = torch.bucketize(tokens, documents, right=True)
+        return (number[:, :, None] == number[:, None])[:, None]
+
+
+def has_no_values(tensor: Tensor) -> bool:
+    """Return whether the host cannot read a tensor: it is traced, captured or fake."""
+    is_traced = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or tensor.is_meta
+    is_captured = tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+    return is_traced or is_captured or isinstance(tensor, (FakeTensor, Proxy))
+
+
+def read_once(tensor: Tensor, layer: object, read: Callable[[], T]) -> T:
+    """Read a tensor that all layers of a forward pass share, in the first of them. Reading may wait for the device.
+
+    A layer that asks again belongs to the next forward pass, for which the contents may have changed without a new
+    version of the tensor (through ``.data``).
+    """
+    if has_no_values(tensor):
+        return read()
+    version = None if tensor.is_inference() else tensor._version
+    known: tuple[int | None, T, set[int]] | None = getattr(tensor, _READ, None)
+    if known is None or known[0] != version or id(layer) in known[2]:
+        known = version, read(), set()
+        setattr(tensor, _READ, known)
+    known[2].add(id(layer))
+    return known[1]
+
+
+def documents_starting_at(is_start: Tensor) -> Tensor:
+    """Return ``MaskGeometry.documents``, on the CPU.
+
+    ``is_start``, boolean ``[B, T - 1]``, says which tokens begin a document besides the first of each row.
+    """
+    starts = torch.nn.functional.pad(is_start, (1, 0), value=True)
+    return torch.nn.functional.pad(starts.flatten().nonzero()[:, 0], (0, 1), value=starts.numel()).cpu()
+
+
+def _column(offset: int | Tensor) -> int | Tensor:
+    """Return an offset that broadcasts over positions: ``[B]`` becomes ``[B, 1]``."""
+    return offset[:, None] if isinstance(offset, Tensor) and offset.ndim else offset

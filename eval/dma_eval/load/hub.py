@@ -1,0 +1,59 @@
+"""The Hub without a network: noticed at once, before slow imports."""
+
+from __future__ import annotations
+
+import os
+import ssl
+import urllib.request
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError, URLError
+
+from dma_eval import console
+from dma_eval.errors import UserError, one_line
+
+HUB = "https://huggingface.co"
+OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+"""Variables by which all libraries use the cache only. They are read at import."""
+SECONDS = 5.0  # within which the Hub must answer
+
+
+def prepare(model: str | None, option: str) -> None:
+    """Let this process use the Hub's cache only, if the Hub cannot be reached. The libraries would retry for a minute.
+
+    Raises:
+        UserError: ``model``, which ``option`` names, is not in the cache either.
+    """
+    variable = next((name for name in OFFLINE if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")), None)
+    reason = f"{variable} is set" if variable else _unreachable(os.environ.get("HF_ENDPOINT") or HUB)
+    if reason is None:
+        return
+    if variable is None:
+        os.environ[OFFLINE[0]] = "1"
+    if model is not None and not _is_cached(model):
+        raise UserError(
+            f"{option}: cannot load {model!r}: no such folder here, the Hub's cache has no such model, and {reason}"
+        )
+    if variable is None:
+        console.print_warning(f"{reason}; the Hub's cache is used")
+
+
+def _unreachable(endpoint: str) -> str | None:
+    """Return why the Hub does not answer; ``None`` if it does."""
+    try:
+        with urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=SECONDS):
+            return None
+    except (HTTPError, HTTPException):  # an answer
+        return None
+    except (OSError, ValueError) as error:  # the latter for an address that is none
+        cause: Any = error.reason if isinstance(error, URLError) else error
+        if isinstance(cause, ssl.SSLError):  # the libraries may have other certificates
+            return None
+        return f"{endpoint} cannot be reached ({getattr(cause, 'strerror', None) or one_line(cause)})"
+
+
+def _is_cached(name: str) -> bool:
+    from huggingface_hub import constants  # which reads the variable
+
+    return (Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "snapshots").is_dir()

@@ -1,0 +1,294 @@
+"""Plots of results, drawn with Matplotlib figures. They need no display and change no global state."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from itertools import cycle, pairwise
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure, FigureBase
+from matplotlib.ticker import MaxNLocator
+
+from dma_eval.results import FidelitySection, PerplexitySection, RetrievalSection, StressSection, TaskSection
+
+from .pages import share
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+DPI = 150
+WIDTH = 11.0  # inches
+REFERENCE_COLOR = "#555555"
+COLORS = {
+    "balanced": "#0072B2",
+    "fp4": "#D55E00",
+    "paper": "#009E73",
+    "balanced+int8": "#56B4E9",
+    "balanced+int4": "#CC79A7",
+    "sdpa": "#999999",  # where it is not the reference
+    "sdpa:flash": "#E69F00",
+    "sdpa:cudnn": "#666633",
+    "sdpa:dynamic": "#CCBB44",
+    "flex": "#332288",
+    "fa3": "#882255",
+    "fa3:fp8": "#AA4499",
+    "sim_fa3_fp8": "#AA4499",
+    "sage": "#88AA00",
+    "sim_sage": "#88AA00",
+    "quanto": "#7A4A1E",
+    "hqq": "#DD9977",
+    "fp8": "#000000",
+    "sim_fp8_cache": "#000000",
+}
+"""The colour of each preset and implementation in all plots. The first five are Okabe and Ito's."""
+OTHER_COLORS = ("#661100", "#999933", "#AA4466", "#6699CC", "#44AA99", "#88CCEE")
+DASHES = ("-", "--", "-.", ":")
+SQUEEZING = 8.0  # ratio of the largest value to the median above which an axis is symlog
+LEAST_LINEAR = 0.05
+LEAST_REACH = 1.0  # percentage points to each side, so that a small difference looks small
+GRID: dict[str, Any] = {"color": "#dddddd", "linewidth": 0.8}
+MARKERS = ("o", "s", "^", "D", "v", "P")
+HEADS = "Query head", "Layer"
+
+
+def make_figure(title: str, height: float, width: float = WIDTH) -> Figure:
+    """Return a figure with a title; sizes are in inches."""
+    figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
+    figure.suptitle(title, fontsize=12, fontweight="bold")
+    return figure
+
+
+def tidy(ax: Axes, *, rows: bool = False) -> None:
+    """Draw a grid below the data and two axes only. With ``rows`` the y axis lists categories."""
+    ax.grid(True, axis="x" if rows else "both", **GRID)
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right"]].set_visible(False)
+    if rows:
+        ax.tick_params(axis="y", length=0)
+
+
+def legend_below(figure: FigureBase, ax: Axes) -> None:
+    """Put the legend of one plot below all plots."""
+    handles, names = ax.get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, names, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+
+
+def line_styles(labels: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Return a distinct colour and line style for each label. The reference, which is the first, is grey."""
+    first, *others = dict.fromkeys(labels)
+    rest = cycle(OTHER_COLORS)
+    styles = {first: (REFERENCE_COLOR, "-")}
+    for label in others:
+        color = _color(label) or next(rest)
+        free = (line for line in DASHES if (color, line) not in styles.values())
+        styles[label] = (color, next(free, "-"))
+    return styles
+
+
+def _color(label: str) -> str | None:
+    """Return the colour of a backend. Bit widths of a Transformers cache share one, and so do cache classes of ours."""
+    name = label.partition(" ")[0].removeprefix("dma_mxfp:").replace("dma_mxfp", "balanced")
+    name = re.sub(r"[+-](static|dynamic)$", "", name)
+    return COLORS.get(re.sub(r"^(?:sdpa[:+])?(quanto|hqq|fp8)\d*$", r"\1", name))
+
+
+def _fit(ax: Axes, values: Iterable[float | None]) -> None:
+    """Make the y axis symlog if one large value would squeeze all others."""
+    sizes = sorted(abs(value) for value in values if value)
+    if sizes and sizes[-1] > max(LEAST_LINEAR, SQUEEZING * sizes[len(sizes) // 2]):
+        ax.set_yscale("symlog", linthresh=max(sizes[len(sizes) // 2], LEAST_LINEAR))
+        ax.yaxis.set_major_formatter("{x:g}")
+
+
+def plot_positions(section: PerplexitySection, title: str) -> Figure:
+    """Draw loss and divergence by position."""
+    figure = make_figure(title, 4.6)
+    reference, *others = section.backends
+    has_kl = any(result.position_kl for result in others)
+    axes = figure.subplots(1, 2 if has_kl else 1, squeeze=False)[0]
+    centers = [(low + high - 1) / 2 for low, high in pairwise(section.position_edges)]
+    losses = {result.label: np.array(result.position_nll or [0.0] * len(centers), float) for result in section.backends}
+    changes: list[float] = []
+    styles = line_styles(result.label for result in section.backends).values()
+    for result, (color, line) in zip(section.backends, styles, strict=True):
+        width = 2.4 if result is reference else 1.5
+        if result.position_nll:
+            change = losses[result.label] - losses[result.reference or reference.label] * bool(others)
+            changes += change[np.isfinite(change)].tolist()
+            axes[0].plot(centers, change, line, color=color, linewidth=width, label=result.label)
+        if has_kl and result.position_kl and result is not reference:
+            values = np.array([value or None for value in result.position_kl], float)  # the scale is a logarithm
+            axes[1].plot(centers, values, line, color=color, linewidth=1.5, label=result.label)
+    axes[0].set_ylabel(f"Loss minus that of {reference.label}, nats per token" if others else "Loss, nats per token")
+    if others:
+        _fit(axes[0], changes)
+    if has_kl:
+        axes[1].set_ylabel(f"KL from {reference.label}, nats per token")
+        if any(value for result in others for value in result.position_kl):
+            axes[1].set_yscale("log")
+    for ax in axes:
+        tidy(ax)
+        ax.set_xlabel("Position in the window, tokens")
+        ax.set_xlim(0, section.context)
+        ax.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10], integer=True))
+        ax.xaxis.set_major_formatter("{x:,.0f}")
+    legend_below(figure, axes[0])
+    return figure
+
+
+def plot_tasks(section: TaskSection, title: str) -> Figure:
+    """Draw the difference of each task's accuracy from the reference, in points, with its interval."""
+    reference, *others = section.backends
+    rows = [(task, metric) for task in section.tasks if (metric := task.accuracy) is not None]
+    figure = make_figure(f"{title}: accuracy", 1.9 + (0.16 * len(others) + 0.24) * max(1, len(rows)))
+    ax = figure.subplots()
+    tidy(ax, rows=True)
+    styles = line_styles(backend.label for backend in section.backends)
+    for index, backend in enumerate(others):
+        values = [metric.of(backend.label) for _, metric in rows]
+        found = np.array([(each.difference, each.low, each.high) for each in values], float).reshape(-1, 3)
+        center, low, high = 100 * found.T
+        reach = np.nan_to_num([center - low, high - center]).clip(0)
+        places = np.arange(len(rows)) + 0.6 * ((index + 0.5) / len(others) - 0.5)
+        style: dict[str, Any] = {"fmt": MARKERS[index % len(MARKERS)], "color": styles[backend.label][0]}
+        ax.errorbar(center, places, xerr=reach, markersize=5, capsize=2, elinewidth=1.3, label=backend.label, **style)
+    ax.axvline(0, color=REFERENCE_COLOR, linewidth=1)
+    names = []
+    for task, metric in rows:
+        base = metric.values[0].value
+        names.append(f"{task.name}, {metric.name}" + ("" if base is None else f"\n{reference.label}: {share(base)}"))
+    ax.set_yticks(range(len(rows)), names)
+    ax.set_ylim(len(rows) - 0.4, -0.6)
+    widest = max(LEAST_REACH, *map(abs, ax.get_xlim()))
+    ax.set_xlim(-widest, widest)
+    intervals = f"with {share(section.confidence, '.0f')} intervals"
+    ax.set_xlabel(f"Difference from {reference.label}, percentage points, {intervals}")
+    legend_below(figure, ax)
+    return figure
+
+
+def plot_heads(section: FidelitySection, title: str) -> Figure:
+    """Draw the relative L1 error of each head, one heat map per backend."""
+    maps = []
+    for heads in section.heads:
+        errors = np.array(heads.relative_l1)
+        layer, head = np.unravel_index(int(errors.argmax()), errors.shape)
+        maps.append((f"{heads.label}\nworst: layer {layer}, head {head}, {share(errors.max())}", errors))
+    largest = max(float(errors.max()) for _, errors in maps) or 1e-7
+    least = min((float(errors[errors > 0].min()) for _, errors in maps if (errors > 0).any()), default=0.0)
+    # Errors span decades; a backend that is exact everywhere is left to show the lower end of the scale.
+    low = 0.99 * max(least, 1e-5 * largest)
+    norm, maps = LogNorm(low, largest), [(heading, np.maximum(errors, low)) for heading, errors in maps]
+    return _heat_maps(f"{title}: error of each head's attention output", maps, HEADS, "Relative L1 error", norm=norm)
+
+
+def plot_skipped(section: FidelitySection, title: str) -> Figure:
+    """Draw the share of low tiles that each head skips, one heat map per backend that skips any."""
+    shares = {heads.label: np.array(heads.skipped) for heads in section.heads if heads.skipped is not None}
+    maps = [(f"{label}\n{share(each.mean())} of all", each) for label, each in shares.items()]
+    title = f"{title}: tile skipping at {section.tokens.context:,} tokens"
+    return _heat_maps(title, maps, HEADS, "Low tiles skipped, share", vmin=0, vmax=1)
+
+
+def plot_retrieval(section: RetrievalSection, title: str) -> Figure:
+    """Draw the share of answers found by depth and length, one heat map per backend."""
+    maps = []
+    for backend in section.backends:
+        found = np.full((len(section.depths), len(section.lengths)), np.nan)  # where nothing was measured
+        for cell in backend.cells:
+            found[section.depths.index(cell.depth), section.lengths.index(cell.length)] = cell.correct / cell.samples
+        maps.append((backend.label + (" (failed)" if backend.failure else ""), found))
+    height, axes = 1.1 + 0.45 * len(section.depths), ("Prompt, tokens", "Depth of the answer")
+    title, label = f"{title}: retrieval, {section.kind}", "Found, share of samples"
+    figure = _heat_maps(title, maps, axes, label, height=height, vmin=0, vmax=1)
+    for ax, (_, found) in zip(figure.axes, maps, strict=False):
+        for (row, column), value in np.ndenumerate(found):
+            if not np.isnan(value):
+                color = "white" if value < 0.5 else "black"
+                ax.text(column, row, share(value, ".0f"), ha="center", va="center", fontsize=9, color=color)
+        ax.set_xticks(range(len(section.lengths)), [f"{length:,}" for length in section.lengths])
+        ax.set_yticks(range(len(section.depths)), [share(depth, ".0f") for depth in section.depths])
+    return figure
+
+
+def _heat_maps(
+    title: str,
+    maps: Sequence[tuple[str, Array]],
+    axes: tuple[str, str],
+    label: str,
+    height: float | None = None,
+    **style: Any,
+) -> Figure:
+    """Draw heat maps with headings, at most four in a row, and a bar of the colours, which is the last of the axes.
+
+    ``axes`` and ``label`` are the labels of the x axis, the y axis and the bar. ``height`` is that of a row in inches,
+    by default that of a layer for each row of a map.
+    """
+    height = min(6.0, 1.2 + 0.13 * len(maps[0][1])) if height is None else height
+    columns = min(len(maps), 4)
+    rows = -(-len(maps) // columns)
+    figure = make_figure(title, 1.3 + rows * height)
+    places = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flatten()
+    for index, (ax, (heading, values)) in enumerate(zip(places, maps, strict=False)):
+        image = ax.imshow(values, aspect="auto", interpolation="nearest", **style)
+        ax.set_title(heading, fontsize=9)
+        for axis in (ax.xaxis, ax.yaxis):
+            axis.get_major_locator().set_params(integer=True)
+        if index % columns == 0:
+            ax.set_ylabel(axes[1])
+        if index >= len(maps) - columns:  # the lowest of its column, which need not be in the last row
+            ax.set_xlabel(axes[0])
+            ax.tick_params(labelbottom=True)
+    for ax in places[len(maps) :]:
+        ax.set_visible(False)
+    figure.colorbar(image, ax=list(places), label=label)
+    return figure
+
+
+def plot_stress(section: StressSection, title: str) -> Figure:
+    """Draw the divergence of each backend on each twin, one row per twin."""
+    measured = [(twin, twin.tokens) for twin in section.twins if twin.tokens is not None]
+    figure = make_figure(f"{title}: twins with larger outlier channels", 2.2 + 0.42 * len(measured))
+    ax = figure.subplots()
+    tidy(ax, rows=True)
+    ax.grid(True, axis="y", **GRID)
+    styles = line_styles(result.label for _, tokens in measured for result in tokens.backends)
+    for index, (label, (color, line)) in enumerate(styles.items()):
+        results = [next((each for each in tokens.backends if each.label == label), None) for _, tokens in measured]
+        values = np.array([None if each is None else each.kl_mean or None for each in results], float)
+        if index and np.isfinite(values).any():  # the reference has no divergence, nor has one that failed on all twins
+            face = color if line == "-" else "white"  # twins are categories, so no line joins them
+            marker: dict[str, Any] = {"marker": MARKERS[index % len(MARKERS)], "markersize": 7, "markerfacecolor": face}
+            rows = range(len(measured))
+            ax.plot(values, rows, color=color, label=label, linestyle="none", markeredgewidth=1.5, **marker)
+    ax.set_xscale("log")
+    ax.set_yticks(range(len(measured)), [twin.name for twin, _ in measured])
+    ax.set_ylim(len(measured) - 0.5, -0.5)
+    ax.set_xlabel("KL per token from the twin's own exact attention, nats")
+    legend_below(figure, ax)
+    return figure
+
+
+def plot_thresholds(section: StressSection, title: str) -> Figure:
+    """Draw the divergence against the share of low tiles skipped, one point per threshold."""
+    figure = make_figure(f"{title}: thresholds of tile skipping", 4.0)
+    ax = figure.subplots()
+    tidy(ax)
+    styles = line_styles(study.label for study in section.thresholds)
+    for study in section.thresholds:
+        color, line = styles[study.label]
+        shares = [100 * each for each in study.skipped]
+        values = [each.kl_mean or math.nan for each in study.tokens.backends[1:]]
+        ax.plot(shares, values, line, marker=MARKERS[0], color=color, label=study.label)
+        for threshold, skipped, value in zip(study.thresholds, shares, values, strict=True):
+            name = "off" if threshold is None else f"{threshold:g}"
+            ax.annotate(name, (skipped, value), textcoords="offset points", xytext=(5, -9), fontsize=8)
+    ax.set_yscale("log")
+    ax.set_xlabel("Low tiles skipped, %")
+    ax.set_ylabel("KL per token, nats")
+    legend_below(figure, ax)
+    return figure

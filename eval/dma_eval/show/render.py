@@ -1,0 +1,228 @@
+"""The folder of a run: its results, pages, plots and configurations."""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tomli_w
+
+from dma_eval.environment import Environment
+from dma_eval.errors import UserError, one_line
+from dma_eval.files import make_folder, slug
+from dma_eval.names import DYNAMIC, reads_cache
+from dma_eval.results import ModelInfo, Origin, Report, backend_configs, backend_groups
+
+from .pages import MISSING, PAGES, Page, Table, can_retrieve, templates
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Drawing = tuple["Figure", str, str, Any]
+"""A plot, the stem of its file, its caption, and its section."""
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A plot on a page."""
+
+    caption: str  # what it shows
+    path: str  # where it is, relative to the page
+    section: Any = None  # its section; by default it comes after all sections
+
+
+def write_run(report: Report, folder: Path) -> list[str]:
+    """Write the pages, plots and configurations of ``report`` to ``folder``. Return the names of the files."""
+    make_folder(folder)
+    try:
+        plots = []
+        taken = Counter[str]()
+        for figure, stem, caption, section in _drawings(report):
+            taken[stem] += 1
+            file = f"{stem}.png" if taken[stem] == 1 else f"{stem}-{taken[stem]}.png"
+            figure.savefig(folder / file)
+            plots.append(Plot(caption, file, section))
+        (folder / "report.md").write_text(to_markdown(report, plots), encoding="utf-8")
+        (folder / "report.html").write_text(to_html(report, plots, folder), encoding="utf-8")
+        configs = []
+        for label, config in backend_configs(report).items():
+            configs.append(f"configs/{slug(label.removeprefix('dma_mxfp:'))}.toml")
+            (folder / "configs").mkdir(exist_ok=True)
+            given = {name: value for name, value in config.items() if value is not None}
+            (folder / configs[-1]).write_text(tomli_w.dumps(given), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--out: cannot write to {folder}: {one_line(error)}") from error
+    return ["report.md", "report.html", *(plot.path for plot in plots), *configs]
+
+
+def _drawings(report: Report) -> Iterator[Drawing]:
+    from dma_eval.show import plots  # Matplotlib takes half a second to import, and a card needs none
+
+    def name(section: Any) -> str:
+        return Path(report.origin_of(section).model.name).name
+
+    for section in report.perplexity:
+        context = f"context {section.context:,}"
+        figure = plots.plot_positions(section, f"{name(section)}, {context}")
+        yield figure, f"positions-{section.context}", f"Loss and divergence by position, {context}", section
+    for tasks in report.tasks:
+        if len(tasks.backends) > 1 and any(task.metrics for task in tasks.tasks):
+            yield plots.plot_tasks(tasks, name(tasks)), "tasks", "Difference of accuracy, with 95 % intervals", tasks
+    for fidelity in report.fidelity:
+        figure = plots.plot_positions(fidelity.tokens, f"{name(fidelity)}, against SDPA in fp32")
+        yield figure, "fidelity", "Loss and divergence by position, against SDPA in fp32", fidelity
+        if fidelity.heads:
+            caption = "Error of every head's output, each layer on SDPA's own inputs"
+            yield plots.plot_heads(fidelity, name(fidelity)), "heads", caption, fidelity
+        if any(heads.skipped is not None for heads in fidelity.heads):
+            caption = "Share of low tiles that every head skips"
+            yield plots.plot_skipped(fidelity, name(fidelity)), "skipped", caption, fidelity
+    for asked in filter(can_retrieve, report.retrieval):
+        caption = f"Retrieval ({asked.kind}) by length and depth"
+        yield plots.plot_retrieval(asked, name(asked)), f"retrieval-{asked.kind}", caption, asked
+    for stress in report.stress:
+        yield plots.plot_stress(stress, name(stress)), "stress", "Divergence on twins of the model", stress
+        if stress.thresholds:
+            caption = "Divergence against the share of low tiles skipped"
+            yield plots.plot_thresholds(stress, name(stress)), "thresholds", caption, stress
+
+
+def to_markdown(report: Report, plots: Sequence[Plot] = ()) -> str:
+    """Return the report in Markdown, with each plot in its section."""
+    return tidy(templates().get_template("report.md").render(_content(report, plots)))
+
+
+def to_html(report: Report, plots: Sequence[Plot], folder: Path) -> str:
+    """Return the report as one self-contained HTML file, with the plots from ``folder`` and sortable tables."""
+    images = {
+        plot.path: f"data:image/png;base64,{base64.b64encode((folder / plot.path).read_bytes()).decode()}"
+        for plot in plots
+    }
+    return templates(html=True).get_template("report.html").render(_content(report, plots), images=images)
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    return str(templates().get_template("macros.md").module.table(headers, rows))  # type: ignore[attr-defined]
+
+
+def tidy(text: str) -> str:
+    """Return Markdown with at most one empty line between two others, and none at its ends."""
+    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+
+
+def _content(report: Report, plots: Sequence[Plot]) -> dict[str, Any]:
+    """Return the values that the templates of a report use."""
+    pages = section_pages(report)
+    sections = [
+        (page, [plot for plot in plots if plot.section is section])
+        for page, (_, section) in zip(pages, report.sections, strict=True)
+    ]
+    backends = {each.label: each for group in backend_groups(report) for each in group}
+    rows = [[f"`{each.label}`", each.implementation, cache_of(each.label, each.config)] for each in backends.values()]
+    appendix = [Table(("backend", "attention", "cache that it read through"), rows, "Backends")] if rows else []
+    configs = backend_configs(report)
+    if configs:
+        names = dict.fromkeys(name for config in configs.values() for name in config)
+        rows = [[f"`{name}`", *(_plain(config.get(name)) for config in configs.values())] for name in names]
+        appendix.append(Table(("field", *configs), rows, "Configurations"))
+    origins = distinct_origins(report)
+    names = dict.fromkeys(Path(each.model.name).name for each in origins)
+    return {
+        "title": f"Attention backends on {', '.join(names)}",
+        "measured": "; ".join(dict.fromkeys(measured(each.model) for each in origins)),
+        "sections": sections,
+        "plots": [plot for plot in plots if plot.section is None],
+        "generations": report.generations,
+        "appendix": [*appendix, *_facts(origins)],
+    }
+
+
+def distinct_origins(report: Report) -> list[Origin]:
+    """Return how the sections were measured, each way once: by one command with one model on one machine."""
+    found: list[Origin] = []
+    for origin in [report.origin_of(section) for _, section in report.sections] or [report.own_origin]:
+        if not any(_is_same_run(origin, each) for each in found):
+            found.append(origin)
+    return found
+
+
+def _is_same_run(first: Origin, second: Origin) -> bool:
+    return first == replace(second, created=first.created, request=first.request)
+
+
+def section_pages(report: Report) -> list[Page]:
+    """Return the pages of all sections. If several commands measured them, each page says how."""
+    pages = [PAGES[name](section) for name, section in report.sections]
+    if len(distinct_origins(report)) > 1:
+        for page, (_, section) in zip(pages, report.sections, strict=True):
+            origin = report.origin_of(section)
+            page.notes.append(f"Measured {origin.created[:10]} by `{origin.command}`: {measured(origin.model)}.")
+            page.notes.append(f"Machine: {machine(origin.environment)}; {versions(origin.environment)}.")
+    return pages
+
+
+def machine(environment: Environment) -> str:
+    """Return the processor, its threads, and the GPUs."""
+    return ", ".join([environment.cpu, f"{environment.threads} threads", *environment.gpus])
+
+
+def measured(model: ModelInfo) -> str:
+    """Say which weights were measured, with their dtype and quantization."""
+    weights = f"`{model.name}`{_revision(model)}, weights in {model.dtype}"
+    if model.quantization is not None:
+        weights += f", quantized to {model.quantization} in the file or checkpoint"
+    positions = "" if model.yarn is None else f"; YaRN extends its positions {model.yarn:g} times"
+    spread = "" if model.device_map is None else f", with device_map {model.device_map}"
+    return f"{weights}{positions}; on {model.device}{spread}"
+
+
+def cache_of(label: str, config: dict[str, Any] | None) -> str:
+    """Return the cache that a backend used."""
+    if config is not None and config.get("cache"):
+        return f"DMACache, {config['cache']}"
+    if label.endswith(DYNAMIC):
+        return "DynamicCache of Transformers"
+    return f"QuantizedCache of Transformers, {label.rpartition('+')[2]}" if reads_cache(label) else "none"
+
+
+def versions(environment: Environment) -> str:
+    """Return the version of every package, and the commit of the source tree if it is known."""
+    packages = [f"{name} {version}" for name, version in environment.packages.items()]
+    return ", ".join([*packages, *([f"commit {environment.commit}"] if environment.commit else [])])
+
+
+def _facts(origins: Sequence[Origin]) -> list[Table]:
+    several = len(origins) > 1
+    return [_fact_table(each, f", {index} of {len(origins)}" * several) for index, each in enumerate(origins, 1)]
+
+
+def _fact_table(origin: Origin, which: str) -> Table:
+    model, environment = origin.model, origin.environment
+    heads = f"{model.query_heads} query heads, {model.kv_heads} kv heads, head_dim {model.head_dim}"
+    cuda = f", CUDA {environment.cuda}" if environment.cuda else ""
+    rows = {
+        "model": f"`{model.name}`{_revision(model)}",
+        "architecture": f"{model.architecture}, {model.parameters:,} parameters, {model.layers} layers, {heads}",
+        "measured": measured(model),
+        "machine": machine(environment),
+        "versions": versions(environment),
+        "Python, system": f"{environment.python}, {environment.system}{cuda}",
+        "command": f"`{origin.command}`",
+        "seed, date": f"{origin.seed}, {origin.created}",
+    }
+    return Table(("", ""), [[name, text] for name, text in rows.items() if text], f"Model and machine{which}")
+
+
+def _revision(model: ModelInfo) -> str:
+    revision = model.commit or model.revision
+    return f" at `{revision}`" if revision else ""
+
+
+def _plain(value: object) -> str:
+    return MISSING if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,357 @@
+"""``dma-hf bench``: attention and runs of ``generate`` with their figures, on a tiny model and a CPU."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import fields, replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from dma_eval.bench import attention, generate
+from dma_eval.bench.generate import build_model, cache_bytes, measure, parse_runs
+from dma_eval.bench.results import BenchReport, Shape
+from dma_eval.commands.bench import BenchOptions
+from dma_eval.errors import UserError
+from dma_eval.load.backends import parse_backends
+from dma_eval.load.data import tokenize
+from dma_eval.load.models import load_model
+from tiny_models import FAMILIES
+
+import dma_hf
+from dma_hf.config import cache_of
+from dma_hf.integrations.cache_argument import CACHE_ARGUMENT
+from dma_hf.stats import count_replay
+
+RUNS = ("sdpa+dynamic", "sdpa+static", "dma_mxfp:balanced+int8", "dma_mxfp+int4")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build_model("tiny", CPU, torch.float32)
+
+
+def prompts(*contexts, batch=1):
+    return [torch.randint(256, (batch, context)) for context in contexts]
+
+
+@pytest.fixture(scope="module")
+def results(model):
+    return list(measure(model, prompts(40, 400, batch=2), parse_runs(RUNS), new_tokens=12))
+
+
+def test_every_run_is_timed_at_every_context(results):
+    assert [(r.context, r.label) for r in results] == [(c, label) for c in (40, 400) for label in RUNS]
+    for result in results:
+        assert result.failure is None
+        assert result.steps == 12 - 1
+        assert 0 < result.step_milliseconds_fast <= result.step_milliseconds <= result.step_milliseconds_slow
+        assert result.tokens_per_second == pytest.approx(2000 / result.step_milliseconds)
+        assert result.first_token_seconds > 0
+        assert result.peak_bytes is None  # no GPU
+        assert result.graph_steps == 0
+        assert (result.config is None) == result.label.startswith("sdpa")
+
+
+def test_the_first_run_is_what_the_others_are_compared_with(results):
+    for context in (40, 400):
+        group = [r for r in results if r.context == context]
+        assert [r.speedup for r in group] == [group[0].step_milliseconds / r.step_milliseconds for r in group]
+
+
+def test_cache_bytes(model, results):
+    text = model.config
+    per_token = 2 * 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim * 4  # batch, K and V, fp32
+    of = {(r.context, r.label): r.cache_bytes for r in results}
+    assert of[400, "sdpa+dynamic"] == per_token * (400 + 12 - 1)
+    assert of[400, "sdpa+static"] == per_token * (400 + 12 - 1)
+    cache = dma_hf.DMACache(model.config, "int8")
+    assert cache_bytes(cache) == cache.nbytes
+
+
+def generated(calls):
+    """Return a stand-in for ``generate`` that records its arguments, and replays a graph in every decoding step."""
+
+    def generate_tokens(model, prompt, run, new_tokens, streamer=None, **options):
+        calls.append((prompt.shape[1], new_tokens, streamer is not None))
+        for _ in range(new_tokens - 1):
+            count_replay(model, [])
+        if streamer is not None:
+            streamer.times += range(1, new_tokens + 2)
+        return SimpleNamespace(**{CACHE_ARGUMENT: SimpleNamespace(layers=[])})
+
+    return generate_tokens
+
+
+def test_the_timed_call_repeats_earlier_ones(model, monkeypatch):
+    calls = []
+    monkeypatch.setattr(generate, "_generate", generated(calls))
+    (result,) = measure(model, prompts(12_000), parse_runs(["sdpa+dynamic"]), new_tokens=8)
+    assert calls == [(12_000, 8, False), (12_000, 8, False), (12_000, 8, True)]
+    assert result.graph_steps == 7
+
+
+def test_runs_are_what_a_user_types(model, monkeypatch):
+    def recorded(**arguments):
+        caches.add((cache_of(model), arguments.get("cache_implementation")))
+        assert not {"cache", "past_key_values", "compile_config", "disable_compile"} & set(arguments)
+        return typed(**arguments)
+
+    caches, typed = set(), model.generate
+    monkeypatch.setattr(model, "generate", recorded)
+    for name, expected in zip(RUNS, [(None, None), (None, "static"), ("int8", None), ("int4", None)], strict=True):
+        (result,) = measure(model, prompts(20), parse_runs([name]), new_tokens=8)
+        assert result.failure is None
+        assert caches == {expected}
+        assert cache_of(model) is None  # a packed cache takes no memory of later runs
+        caches.clear()
+
+
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_flash_attention_3_is_a_default_where_it_is_installed(is_installed, monkeypatch, capsys):
+    monkeypatch.setattr(generate, "is_flash_attn_3_available", lambda: is_installed)
+    names = generate.default_runs()
+    assert names[0] == "sdpa+dynamic"
+    assert ("flash_attention_3+dynamic" in names) == is_installed
+    assert ("flash_attention_3+dynamic is left out" in capsys.readouterr().err) != is_installed
+    assert [run.label for run in parse_runs(names)] == names
+
+
+def test_contexts_ascend_so_that_a_static_cache_is_no_larger_than_needed():
+    assert BenchOptions(context=[400, 20, 400]).contexts_on(CPU) == [20, 400]
+
+
+def test_a_run_that_fails_leaves_the_others(model, monkeypatch):
+    def broken(model, prompt, run, *arguments):
+        if run.cache == "static":
+            raise ValueError("no room")
+        return timed(model, prompt, run, *arguments)
+
+    timed = generate._timed
+    monkeypatch.setattr(generate, "_timed", broken)
+    first, second = measure(model, prompts(20), parse_runs(RUNS[1:3]), new_tokens=8)
+    assert (first.failure, first.step_milliseconds) == ("no room", None)
+    assert second.failure is None
+    assert second.speedup is None  # there is nothing to compare with
+
+
+def test_an_attention_that_the_model_cannot_run_leaves_the_others(model, monkeypatch):
+    def switch(name):
+        if name == "eager":
+            raise ValueError("no eager attention")
+        switched(name)
+
+    switched = model.set_attn_implementation
+    monkeypatch.setattr(model, "set_attn_implementation", switch)
+    first, second = measure(model, prompts(20), parse_runs(["eager+dynamic", "sdpa+dynamic"]), new_tokens=8)
+    assert first.failure == "LlamaForCausalLM cannot run attention 'eager': no eager attention"
+    assert second.failure is None
+
+
+def test_an_interruption_keeps_what_there_is(tmp_path, run, monkeypatch):
+    def interrupted(*arguments: object, **options: object) -> None:
+        calls.append(arguments)
+        if len(calls) > 2:
+            raise KeyboardInterrupt
+        return measure_one(*arguments, **options)
+
+    calls: list[object] = []
+    measure_one = generate._measure_one
+    monkeypatch.setattr(generate, "_measure_one", interrupted)
+    path = tmp_path / "g.json"
+    arguments = ["--device", "cpu", "--shape", "tiny", "--dtype", "float32", "--context", "40", "--new-tokens", "10"]
+    result = run("bench", *arguments, "--run", *RUNS, "--json", str(path))
+    assert result.exit_code != 0
+    assert [r["label"] for r in json.loads(path.read_text())["results"]] == list(RUNS[:2])
+    assert list(tmp_path.iterdir()) == [path]
+
+
+class TestFp8Weights:
+    def test_torchao_quantizes_all_linear_layers_except_the_last(self, monkeypatch):
+        model = build_model("tiny", CPU, torch.bfloat16)
+        chosen = []
+
+        def quantize(model, config, filter_fn):
+            chosen.extend(name for name, module in model.named_modules() if filter_fn(module, name))
+
+        quantization = pytest.importorskip("torchao.quantization")
+        monkeypatch.setattr(quantization, "quantize_", quantize)
+        generate.quantize_weights(model)
+        linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+        assert chosen == [name for name in linear if name != "lm_head"]
+        assert len(chosen) == 7 * model.config.num_hidden_layers
+
+    def test_the_bytes_are_those_of_what_is_stored(self):
+        quantization = pytest.importorskip("torchao.quantization")
+        layer = torch.nn.Linear(64, 32, bias=False, dtype=torch.bfloat16)
+        quantization.quantize_(layer, quantization.Float8WeightOnlyConfig())
+        assert 64 * 32 < generate.weight_bytes(layer) < 64 * 32 + 33 * 4
+
+    def test_a_device_without_fp8_products_is_refused(self, run):
+        result = run("bench", "--device", "cpu", "--shape", "tiny", "--weights", "fp8", "--context", "40")
+        assert result.exit_code == 2
+        assert "--weights fp8: torchao cannot quantize this model" in " ".join(result.output.split())
+
+    def test_without_torchao_the_message_says_what_to_install(self, run, monkeypatch):
+        monkeypatch.setitem(sys.modules, "torchao.quantization", None)
+        result = run("bench", "--device", "cpu", "--shape", "tiny", "--weights", "fp8", "--context", "40")
+        assert result.exit_code == 2
+        assert "--weights fp8 needs torchao: pip install torchao" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ([], "--run needs at least one value"),
+        (
+            ["sdpa"],
+            "expected ATTENTION.CACHE with a cache of dynamic, static, int8, int4, got 'sdpa'",
+        ),
+        (["sdpa+quantized"], "got 'sdpa.quantized'"),
+        (["dma_mxfp+int8-static"], "got 'dma_mxfp.int8-static'"),
+        (["flash9+dynamic"], "unknown backend 'flash9'"),
+        (["dma_mxfp:kv9+int8"], r"--run: unknown preset 'kv9'; .* or a TOML file \(dma_mxfp:FILE.toml\)"),
+        (["sdpa+int4"], "'sdpa' takes neither presets nor caches of dma_mxfp, got 'sdpa.int4'"),
+        (["sdpa+static", "sdpa+static"], "sdpa.static is given more than once"),
+    ],
+    ids=str,
+)
+def test_wrong_runs(names, message):
+    with pytest.raises(UserError, match=message):
+        parse_runs(names)
+
+
+def test_unknown_shape():
+    with pytest.raises(UserError, match=re.escape("unknown shape '8b'; valid: llama-3.1-8b, llama-3.2-1b, tiny")):
+        build_model("8b", CPU, torch.float32)
+
+
+def test_command(tmp_path, run):
+    arguments = ["--device", "cpu", "--shape", "tiny", "--context", "40", "--new-tokens", "10"]
+    result = run("bench", *arguments, "--run", *RUNS[:3], "--json", tmp_path / "g.json")
+    assert result.exit_code == 0, result.output
+    assert "One layer, batch 1, head_dim 16, 4/2 heads, random inputs" in result.stdout
+    assert "ran in the PyTorch reference, not in the kernels" in " ".join(result.stderr.split())
+    report = json.loads((tmp_path / "g.json").read_text())
+    assert report.keys() == {field.name for field in fields(BenchReport)}
+    assert [r["label"] for r in report["results"]] == list(RUNS[:3])
+    assert [(r["call"], r["label"]) for r in report["attention"]] == [
+        ("prompt", "sdpa"),
+        ("prompt", "dma_mxfp:balanced"),
+        ("step", "sdpa"),
+        ("step", "dma_mxfp:balanced+int8"),
+    ]
+    assert report["weight_bytes"] >= 2 * report["parameters"]
+
+
+SHAPE = Shape(length=300, head_dim=16, query_heads=4, kv_heads=2, batch=2)
+
+
+class TestAttention:
+    def test_times_each_recipe_once_and_each_cache_and_compares_with_sdpa(self):
+        names = ["dma_mxfp:balanced", "dma_mxfp+int8", "dma_mxfp:fp4+int4"]
+        results = list(attention.measure_attention([SHAPE], parse_backends(names), CPU, torch.bfloat16))
+        prompt = ["sdpa", "dma_mxfp:balanced", "dma_mxfp:fp4"]
+        assert [r.label for r in results] == [*prompt, "sdpa", "dma_mxfp+int8", "dma_mxfp:fp4+int4"]
+        for call in ("prompt", "step"):
+            base, *others = (r for r in results if r.call == call)
+            assert base.speedup == 1.0
+            assert all(r.speedup == base.milliseconds / r.milliseconds for r in others)
+
+    @pytest.mark.parametrize("call", ["prompt", "step"])
+    @pytest.mark.parametrize("cache", [None, "int4"])
+    def test_calls_have_the_shape_of_the_model(self, call, cache):
+        if call == "prompt" or cache is not None:
+            out = attention.prepare(call, dma_hf.DMAConfig(cache=cache), SHAPE, CPU, torch.bfloat16)()
+            assert out.shape == (2, 4, 300 if call == "prompt" else 1, 16)
+        assert attention.prepare(call, None, SHAPE, CPU, torch.bfloat16)().shape[2] == (300 if call == "prompt" else 1)
+
+    def test_what_cannot_run_leaves_the_others(self):
+        triton = replace(parse_backends(["dma_mxfp"])[0], config=dma_hf.DMAConfig(backend="triton"))
+        sdpa, failed, _ = attention.measure_attention([SHAPE], [triton], CPU, torch.float32)
+        assert sdpa.speedup == 1.0
+        assert "bf16 and fp16" in failed.failure
+        assert failed.milliseconds is None
+
+    def test_shapes_are_those_of_the_model(self, model):
+        assert attention.shapes_of(model, [300], 2) == [SHAPE]
+
+    def test_heads_of_several_sizes_are_not_timed(self, capsys):
+        model = FAMILIES["deepseek_v3"].build("sdpa")
+        assert attention.shapes_of(model, [300], 1) == []
+        assert "Only generate is timed" in capsys.readouterr().err
+
+    @pytest.mark.gpu
+    def test_on_a_gpu_kernels_are_timed(self):
+        names = ["dma_mxfp:balanced", "dma_mxfp+int8", "dma_mxfp+int4"]
+        results = list(
+            attention.measure_attention([SHAPE], parse_backends(names), torch.device("cuda"), torch.bfloat16)
+        )
+        assert [r.failure for r in results] == [None] * 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "cpu", "--context", "0"], "'--context': Input should be greater than or equal to 1, got '0'"),
+        (["--device", "cpu", "--dtype", "int8"], "'--dtype': 'int8' is not one of"),
+    ],
+    ids=str,
+)
+def test_wrong_command_lines(arguments, message, run):
+    result = run("bench", *arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
+
+
+def test_a_real_model_reads_windows_of_a_text(tmp_path, run, model_folder, text_file, monkeypatch):
+    prompts = []
+    typed = generate._generate
+    monkeypatch.setattr(
+        generate, "_generate", lambda *each, **options: (prompts.append(each[1]), typed(*each, **options))[1]
+    )
+    arguments = ["--model", model_folder, "--data", text_file, "--context", 520, "--yarn", 2, "--batch", 2]
+    common = ["--device", "cpu", "--dtype", "float32", "--new-tokens", 10, "--run", "sdpa+dynamic", "dma_mxfp+dynamic"]
+    result = run("bench", *arguments, *common, "--json", tmp_path / "g.json")
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "g.json").read_text())
+    assert (report["model"], report["data"], report["yarn"]) == (model_folder.name, text_file.name, 2.0)
+    timed = [prompt for prompt in prompts if prompt.shape == (2, 520)]
+    tokens = tokenize(load_model(str(model_folder), device="cpu").tokenizer, text_file.read_text())
+    assert torch.equal(timed[0], tokens[:1040].view(2, 520))
+    assert torch.equal(timed[1], timed[0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data", "x.txt"], "--data and --yarn need --model; without it prompts are random"),
+        (["--model", "m"], "--model needs --data, a text for the prompts, and excludes --shape"),
+        (["--model", "m", "--data", "x.txt", "--shape", "tiny"], "--model needs --data"),
+    ],
+    ids=str,
+)
+def test_options_of_a_real_model_belong_together(arguments, message, run):
+    result = run("bench", "--device", "cpu", *arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
+
+
+def test_a_text_that_is_too_short_for_the_prompts_is_refused(run, model_folder, text_file):
+    arguments = ["--model", model_folder, "--data", text_file, "--context", 400, "--batch", 1000]
+    result = run("bench", "--device", "cpu", "--dtype", "float32", *arguments, "--run", "sdpa+dynamic")
+    assert result.exit_code == 2
+    message = "too few for 1000 x 400; give a longer text, or a smaller --context or --batch"
+    assert message in " ".join(result.output.split())
+
+
+def test_a_context_beyond_the_positions_is_refused(run, model_folder, text_file):
+    arguments = ["--model", model_folder, "--data", text_file, "--context", 505, "--new-tokens", 8]
+    result = run("bench", "--device", "cpu", "--dtype", "float32", *arguments, "--run", "sdpa+dynamic")
+    assert result.exit_code == 2
+    output = " ".join(result.output.split())
+    assert "--context with --new-tokens: " in output
+    assert "takes 512 positions, got 513; lower it, or extend the positions with --yarn 2" in output

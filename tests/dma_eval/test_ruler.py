@@ -1,0 +1,110 @@
+"""RULER of lm-eval: prompts of a given length, with flips for each length."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lm_eval
+import pytest
+from dma_eval.config import TasksPart, load_suite
+from dma_eval.errors import UserError
+from dma_eval.load.backends import parse_backends
+from dma_eval.load.models import LoadedModel
+from dma_eval.measures.ruler import at_length, load
+from dma_eval.measures.task_summary import TaskRecord
+from dma_eval.measures.tasks import find_tasks, measure_tasks
+from dma_eval.pieces import Store
+from dma_eval.results import TaskSection
+from dma_eval.session import Session
+
+RULER = Path(lm_eval.__file__).parent / "tasks" / "ruler"
+Evaluate = Callable[..., TaskSection]
+
+
+@pytest.fixture
+def evaluate(loaded: LoadedModel) -> Evaluate:
+    def run(name: str, lengths: list[int], folder: Path | None = None) -> TaskSection:
+        session = Session(loaded, parse_backends(["sdpa", "dma_mxfp:paper"]), store=Store(folder))
+        return measure_tasks(session, find_tasks([name], [RULER]), TasksPart(names=[name], lengths=lengths, limit=3))
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("name", "metrics"),
+    [("ruler_fwe", ["score", "all_found"]), ("niah_single_1", ["score"])],
+)
+def test_each_length_has_its_own_paired_answers(
+    evaluate: Evaluate, tmp_path: Path, name: str, metrics: list[str]
+) -> None:
+    if name.startswith("niah"):
+        pytest.importorskip("wonderwords")
+    section = evaluate(name, [480, 512], tmp_path)
+    assert [task.name for task in section.tasks] == [f"{name}, 480 tokens", f"{name}, 512 tokens"]
+    for task, length in zip(section.tasks, (480, 512), strict=True):
+        assert task.samples == 3
+        assert [metric.name for metric in task.metrics] == metrics
+        flips = task.metrics[-1].of("dma_mxfp:paper")
+        assert None not in (flips.flips, flips.mcnemar_p, flips.low)
+        files = [*tmp_path.rglob(f"*{length}-tokens*.json")]
+        assert len(files) == 2
+        assert all(f'"max_length":{length}' in file.read_text(encoding="utf-8") for file in files)
+
+
+def test_resumed_answers_are_to_the_same_prompts(evaluate: Evaluate, tmp_path: Path) -> None:
+    first = evaluate("ruler_fwe", [480, 512], tmp_path)
+    files = [file for file in tmp_path.rglob("*512-tokens*.json") if "paper" in str(file)]
+    assert len(files) == 1
+    files[0].unlink()
+    assert evaluate("ruler_fwe", [480, 512], tmp_path).tasks == first.tasks
+
+
+def test_a_record_counts_the_answers_that_were_found() -> None:
+    def sample(doc_id: int, score: float, answers: int) -> dict[str, Any]:
+        doc = {"outputs": ["x"] * answers}
+        return {"doc_id": doc_id, "filter": "none", "prompt_hash": "", "doc": doc, "4096": -1.0, "8192": score}
+
+    def made(answers: int) -> TaskRecord:
+        record = TaskRecord(
+            name="ruler_vt",
+            version="1.0",
+            output_type="generate_until",
+            num_fewshot=0,
+            aggregations={"4096": None, "8192": None},
+            higher_is_better={"4096": True, "8192": True},
+            metrics={"4096,none": -1.0, "8192,none": 0.75},
+            samples=[sample(0, 1.0, answers), sample(1, 0.5, answers)],
+        )
+        return at_length(record, 8192)
+
+    assert made(5).metrics == {"score,none": 0.75, "all_found,none": 0.5}
+    assert made(5).name == "ruler_vt, 8192 tokens"
+    assert made(1).metrics == {"score,none": 0.75}
+
+
+def test_lengths_that_cannot_be_measured_are_refused(
+    run: Callable[..., Any], refused: Callable[..., str], model_folder: Path, tiny_tasks: Path
+) -> None:
+    common = ("lm-eval", "-m", model_folder, "--device", "cpu", "--attn", "sdpa")
+    long = run(*common, "--tasks", "ruler_fwe", "--include-path", RULER, "--lengths", 512, 513)
+    assert "--lengths: " in refused(long)
+    assert "takes 512 positions, got 513" in refused(long)
+    other = run(*common, "--tasks", "tiny_choice", "--include-path", tiny_tasks, "--lengths", 512)
+    assert "--lengths: 'tiny_choice' reads a data set; only tasks that make their prompts take" in refused(other)
+
+
+def test_missing_packages_are_named(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wonderwords", None)
+    monkeypatch.delitem(sys.modules, "lm_eval.tasks.ruler.cwe_utils", raising=False)
+    with pytest.raises(UserError, match=r"'ruler_cwe' needs more packages: pip install 'dma-hf\[ruler\]' \(.*wonder"):
+        load("ruler_cwe", RULER / "cwe.yaml", 512, loaded.tokenizer, 0)
+
+
+def test_the_suite_has_the_tasks_that_need_no_network() -> None:
+    tasks = load_suite("ruler").tasks
+    assert tasks is not None
+    assert tasks.lengths == [4096, 16384, 32768]
+    assert {"ruler_vt", "ruler_fwe", "ruler_cwe", "niah_single_1", "niah_multikey_2"} < set(tasks.names)

@@ -1,0 +1,102 @@
+"""The warning about keys that 4 bits cannot represent."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+import dma_hf.attention
+
+MATCH = "cannot represent the keys of this model in 4 bits"
+
+
+@pytest.fixture
+def qwen(families):
+    """A model whose layer 1 has a key channel that is far larger than the others, as a bias makes it in Qwen2.5."""
+    model = families["qwen2"].build("dma_mxfp")
+    attention = model.model.layers[1].self_attn
+    for projection in (attention.q_proj, attention.k_proj):
+        projection.weight *= 30.0
+    attention.k_proj.bias[3] = 100.0
+    return model
+
+
+def warnings_of(model, ids, **options):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(ids, **options)
+    return [str(each.message) for each in caught if MATCH in str(each.message)]
+
+
+@pytest.mark.parametrize("preset", ["paper", "fp4"])
+def test_presets_of_4_bits_warn_once_and_name_the_layer_and_the_way_out(qwen, token_ids, preset):
+    dma_hf.configure(qwen, preset)
+    (message,) = warnings_of(qwen, token_ids(1, 130))
+    assert message.startswith(f"the preset '{preset}' cannot represent the keys")
+    assert "attention logits of layer 1 are off by" in message
+    assert "Use the preset 'balanced'. `dma-hf equalize` makes the channels alike, which lowers the error" in message
+    assert warnings_of(qwen, token_ids(1, 130)) == []
+
+
+def test_every_layer_of_a_model_is_checked_and_it_is_warned_of_once(qwen, token_ids):
+    qwen.model.layers[0].self_attn.load_state_dict(qwen.model.layers[1].self_attn.state_dict())
+    dma_hf.configure(qwen, "paper")
+    (message,) = warnings_of(qwen, token_ids(1, 130))
+    assert "layer 0" in message
+
+
+@pytest.mark.parametrize("preset", ["paper", "fp4"])
+def test_ordinary_keys_do_not_warn(families, token_ids, preset):
+    model = families["qwen2"].build("dma_mxfp")
+    dma_hf.configure(model, preset)
+    assert warnings_of(model, token_ids(1, 130)) == []
+
+
+def test_balanced_does_not_warn(qwen, token_ids):
+    dma_hf.configure(qwen, "balanced")
+    assert warnings_of(qwen, token_ids(1, 130)) == []
+
+
+def test_another_recipe_is_checked_again(qwen, token_ids):
+    dma_hf.configure(qwen, "balanced")
+    assert warnings_of(qwen, token_ids(1, 130)) == []
+    dma_hf.configure(qwen, "balanced", low_k="mxfp4", shared_scale="block")
+    (message,) = warnings_of(qwen, token_ids(1, 130))
+    assert message.startswith("this recipe cannot represent")
+
+
+def test_the_first_prompt_of_128_tokens_is_checked(qwen, token_ids):
+    dma_hf.configure(qwen, "paper")
+    assert warnings_of(qwen, token_ids(1, 127)) == []
+    assert len(warnings_of(qwen, token_ids(1, 128))) == 1
+
+
+def test_the_longest_row_of_a_padded_batch_is_checked(qwen, token_ids):
+    dma_hf.configure(qwen, "paper")
+    mask = torch.ones(2, 140, dtype=torch.long)
+    mask[0, :120] = 0
+    assert len(warnings_of(qwen, token_ids(2, 140), attention_mask=mask)) == 1
+
+
+def test_a_prompt_over_a_packed_cache_is_checked(qwen, token_ids):
+    dma_hf.configure(qwen, "paper")
+    assert len(warnings_of(qwen, token_ids(1, 130), past_key_values=dma_hf.DMACache(qwen.config))) == 1
+
+
+def test_a_compiled_model_is_not_checked(qwen, token_ids):
+    dma_hf.configure(qwen, "paper")
+    compiled = torch.compile(qwen, backend="eager", fullgraph=True)
+    assert warnings_of(compiled, token_ids(1, 130), use_cache=False) == []
+
+
+def test_layers_repeat_the_call_of_the_first_layer_once_they_are_checked(qwen, token_ids, monkeypatch):
+    seen = []
+    check = dma_hf.attention.check_first_prompt
+    monkeypatch.setattr(dma_hf.attention, "check_first_prompt", lambda *call: seen.append(call[0]) or check(*call))
+    dma_hf.configure(qwen, "paper")
+    warnings_of(qwen, token_ids(1, 130))
+    assert len(seen) == 2
+    qwen(token_ids(1, 130))
+    assert len(seen) == 3
