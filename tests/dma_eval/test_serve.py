@@ -21,6 +21,7 @@ from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
 import pytest
+import torch
 from dma_eval.commands import serve
 from dma_eval.commands.serve import ServeOptions, load
 from dma_eval.errors import UserError
@@ -30,7 +31,8 @@ from dma_eval.load.models import load_model
 pytest.importorskip("transformers.generation.continuous_batching.cache_allocators", reason="before Transformers 5.23")
 
 from dma_hf import DMAConfig
-from dma_hf.serving import Sequential, make_app
+from dma_hf.integrations.serving import DirectStreamer
+from dma_hf.serving import Engine, Sequential, make_app
 from dma_hf.serving.engines import Answer
 from dma_hf.serving.gate import Gate
 from dma_hf.serving.requests import ApiError
@@ -648,6 +650,43 @@ def test_a_tokenizer_that_cannot_decode_streams_is_refused():
     loaded = load_model(str(DEMO_MODEL), dtype="float32", device="cpu")
     with pytest.raises(TypeError, match=r"^tokenizer: expected one of the tokenizers library, .*; got a object$"):
         Sequential(loaded.model, object())
+
+
+class Scripted(Engine):
+    """Says the same to every request."""
+
+    said = '<think>one and one</think>\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+    def start(self, answer, inputs, config, body, parser):
+        loop = asyncio.get_running_loop()
+        answer.streamer = DirectStreamer(self.tokenizer.backend_tokenizer, loop, answer, parser)
+        answer.streamer.put(inputs["input_ids"])
+        for token in self.tokenizer.encode(self.said, add_special_tokens=False):
+            answer.streamer.put(torch.tensor([token]))
+        answer.streamer.end()
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_reasoning_and_tool_calls_are_parsed(folder, is_streamed):
+    loaded = load_model(str(folder), dtype="float32", device="cpu")
+    loaded.tokenizer.chat_template = "{% if tools %}{{ tools }}{% endif %}" + TEMPLATE
+    loaded.model.config.model_type = "qwen3"  # whose response template Transformers knows
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    body = {"messages": CHAT, "tools": tools, "stream": is_streamed, "max_tokens": 100}
+    gate, sent = make_app(Scripted(loaded.model, loaded.tokenizer)), []
+    asyncio.run(_ask(gate, "/v1/chat/completions", "POST", body=json.dumps(body).encode(), sent=sent))
+    text = b"".join(message.get("body", b"") for message in sent).decode()
+    if is_streamed:
+        choices = [json.loads(event[6:])["choices"][0] for event in text.split("\n\n") if event.startswith("data: {")]
+        reasoning = "".join(choice["delta"].get("reasoning_content", "") for choice in choices)
+        (calls,) = [choice["delta"]["tool_calls"] for choice in choices if "tool_calls" in choice["delta"]]
+        reason = choices[-1]["finish_reason"]
+    else:
+        (choice,) = json.loads(text)["choices"]
+        reasoning, calls = choice["message"]["reasoning_content"], choice["message"]["tool_calls"]
+        reason = choice["finish_reason"]
+    assert (reasoning, reason) == ("one and one", "tool_calls")
+    assert [call["function"] for call in calls] == [{"name": "add", "arguments": '{"a": 1}'}]
 
 
 def _shown(answer):
