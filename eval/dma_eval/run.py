@@ -1,8 +1,8 @@
 """One run, from its configuration to its pages.
 
-A command or a file makes a :class:`Suite` of parts (``config``). The model, texts and backends are loaded (``load``). Each
-part becomes one or more sections (``measures``), made of pieces that are saved one by one (``pieces``). A section is
-recorded with its own date, command, commit and machine (``results``). Pages and plots are made of records (``show``).
+A command or a file makes a :class:`Suite` of parts (``config``). The model, texts and backends are loaded (``load``).
+Each part becomes one or more sections (``measures``), made of pieces that are saved one by one (``pieces``). A section
+is recorded with its own date, command, commit and machine (``results``). Pages are made of records (``show``).
 """
 
 from __future__ import annotations

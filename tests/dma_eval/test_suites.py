@@ -64,6 +64,7 @@ depths = [0, 0.5, 1]
 samples = 3
 """
 OF_THE_MACHINE = {"forward_seconds", "tokens_per_second", "peak_memory_bytes", "processes"}
+OF_THE_MACHINE |= {"created", "command", "threads"}
 
 
 def without_times(value: Any) -> Any:
