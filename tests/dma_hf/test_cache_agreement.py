@@ -37,8 +37,10 @@ def _model(families, name, setting, **changes):
     changes = {"sink_tiles": 0} | changes
     if setting == "no band":
         setting, changes = "balanced+int4", changes | {"diagonal_tiles": 0}
-    preset, _, cache = setting.partition("+")
-    dma_hf.configure(model, preset, cache=cache or None, **changes)
+    if isinstance(setting, str):
+        setting, _, cache = setting.partition("+")
+        changes["cache"] = cache or None
+    dma_hf.configure(model, setting, **changes)
     return model
 
 
