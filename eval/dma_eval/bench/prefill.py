@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from dma_kernels import attention, attention_with_lse
 from dma_kernels.numerics.geometry import AttentionGeometry
+from dma_kernels.prefill.config import select_compute_path
 from dma_kernels.prefill.plan import quantize_operands
 from dma_kernels.runtime.chip import device_arch, resolve_backend
-from dma_kernels.runtime.compute_path import select_compute_path
 from torch import Tensor
 
 import dma_hf
