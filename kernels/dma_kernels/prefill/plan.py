@@ -56,11 +56,6 @@ class Plans:
         """
         return self._of_layouts(layouts)
 
-    @property
-    def made(self) -> int:
-        """Number of plans made."""
-        return self._of_key.cache_info().misses
-
     def cache_clear(self) -> None:
         """Forget all plans."""
         self._of_layouts.cache_clear()

@@ -307,8 +307,9 @@ class LaunchPlan:
             direct = direct_launch(launch, launch_by_triton(launch, arguments))
             if direct is not None:
                 found.append((_filler((*launch.arguments, *launch.constants), index, direct), direct.run))
-        self._direct = found
-        self._settings = compiled_under if len(found) == len(self.launches) else None
+        self._settings = None  # another thread must not launch some of them
+        if len(found) == len(self.launches):
+            self._direct, self._settings = found, compiled_under
 
 
 def numbers_of(inputs: Sequence[Any]) -> list[int]:
