@@ -34,9 +34,9 @@ from dma_eval.names import DMA, check_yarn
 from dma_eval.show.pages import MISSING, Columns, Table, make_table, number, of
 from dma_kernels import attention, attention_with_lse
 from dma_kernels.numerics.geometry import AttentionGeometry
+from dma_kernels.prefill.config import select_compute_path
 from dma_kernels.prefill.plan import quantize_operands
 from dma_kernels.runtime.chip import device_arch, resolve_backend
-from dma_kernels.runtime.compute_path import select_compute_path
 from kernel_bench.capture import captured_calls
 from kernel_bench.command import look, make_parser, parse_compared, parse_heads, run
 from kernel_bench.inputs import Inputs, exact_rows, random_inputs, with_outlying_channels

@@ -1,23 +1,23 @@
 """The entry point of the attention operation: check the options, plan the call, run the plan.
 
 A backend that is requested by name runs or raises; nothing falls back silently. Under a compiler, autograd or a tensor
-mode, the operation is a registered custom op: a single node, whichever backend runs.
+mode, the operation is a single operator (:mod:`dma_kernels.operators`).
 """
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from .numerics.arguments import check_call, check_options, is_int, of_four_dimensions
 from .numerics.call import AttentionCall
 from .numerics.formats import MAX_POSITION
-from .numerics.recipe import RECIPE_FIELDS, Recipe
-from .prefill.plan import SDPAPlan, plan
+from .numerics.recipe import Recipe
+from .operators import SETTINGS, needs_operator, read_settings, register, settings_of
+from .prefill.plan import plan, sdpa
 from .reference.attention import EXACT, attention_gradient
 from .runtime.chip import check_backend
 
@@ -151,12 +151,12 @@ class PreparedAttention:
         known |= {"is_causal": True, "kv_offset": 0, "backend": "auto"} | options
         known |= {"query": query, "key": key, "value": value, "recipe": recipe, "needs_lse": False}
         call = AttentionCall(**known)
-        return None if _needs_op(_tensors_of(call)) else cls(call)
+        return None if needs_operator(_tensors_of(call)) else cls(call)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Return the output for other tensors of the same shapes and dtypes, ``[B, Hq, Tq, Dv]``."""
-        if isinstance(self._plan, SDPAPlan):
-            return self._plan.attend(query, key, value, self._call.scale)
+        if self.kernel == "sdpa":
+            return sdpa(query, key, value, self._call.scale)
         sinks = None if sinks is None else sinks.contiguous()
         call = self._call._replace(query=query, key=key, value=value, sinks=sinks)
         layouts = call.layouts()
@@ -174,67 +174,27 @@ def _tensors_of(call: AttentionCall) -> list[Any]:
 
 
 def _compute(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-    """Check the options, then run the plan, directly or through the custom op."""
+    """Check the options, then run the plan, directly or through the operator."""
     if not isinstance(call.recipe, Recipe):
         raise TypeError(f"recipe must be a dma_kernels.Recipe, got {type(call.recipe).__name__}")
     check_backend(call.backend)
     check_options(is_causal=call.is_causal, window=call.window, scale=call.scale, softcap=call.softcap)
-    if _needs_op(_tensors_of(call)):
-        return _call_op(call)
+    if needs_operator(_tensors_of(call)):
+        return _call_operator(call)
     if call.sinks is not None:
         call = call._replace(sinks=call.sinks.contiguous())
     return plan(call.layouts()).run(call)
 
 
-def _needs_op(given: list[Any]) -> bool:
-    """Whether a compiler, autograd, a tensor mode or a subclass must see the call as one operation.
-
-    Otherwise the backend is called directly, which saves about 70 us of operator dispatch.
-
-    Raises:
-        NotImplementedError: An input is a dual tensor, for which PyTorch would return zero derivatives.
-    """
-    if forward_ad._current_level >= 0 and any(map(_may_be_dual, given)):
-        raise NotImplementedError(
-            "attention has no derivative in forward mode, and one of its inputs is a dual tensor; use reverse mode "
-            "(backward, torch.autograd.grad)"
-        )
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
-        return True
-    if torch._C._get_tracing_state() is not None or _is_transformed():
-        return True
-    has_grad = torch.is_grad_enabled()
-    for tensor in given:
-        if (type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter) or tensor.is_meta:
-            return True
-        if has_grad and tensor.requires_grad:
-            return True
-    return False
-
-
-def _is_transformed() -> bool:
-    """Whether a transform of ``torch.func`` is active; a compiler has its own ones."""
-    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def _may_be_dual(tensor: Any) -> bool:
-    if not isinstance(tensor, Tensor):
-        return False
-    if torch._C._functorch.is_batchedtensor(tensor):  # its inner tensor cannot be queried
-        return True
-    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
-
-
-def _call_op(call: AttentionCall) -> tuple[Tensor, Tensor]:
+def _call_operator(call: AttentionCall) -> tuple[Tensor, Tensor]:
     check_call(call)
     (q_offset, q_rows), (kv_offset, kv_rows) = map(_split_offset, (call.q_offset, call.kv_offset))
     window = None if call.window is None else min(call.window, 4 * MAX_POSITION)  # the operator takes int64
-    run = _TransformedAttention.apply if _is_transformed() else _attention
-    out, lse, counts = run(  # type: ignore[no-untyped-call]
+    out, lse, counts = _attention(
         call.query, call.key, call.value, q_offset, kv_offset or 0, q_rows, kv_rows, call.kv_range,
         of_four_dimensions(call.mask), call.sinks, call.is_causal, window, call.score_scale,
-        None if call.softcap is None else float(call.softcap), call.backend, call.tile_counts is not None,
-        *(getattr(call.recipe, name) for name in RECIPE_FIELDS),
+        None if call.softcap is None else float(call.softcap),
+        *settings_of(call.recipe, call.backend, call.tile_counts is not None),
     )  # fmt: skip
     if call.tile_counts is not None:
         call.tile_counts.add_(counts)
@@ -246,119 +206,47 @@ def _split_offset(offset: Any) -> tuple[Any, Tensor | None]:
     return (offset, None) if offset is None or is_int(offset) else (None, offset)
 
 
-# Tensors and options of a call, in the order of the ops' arguments.
-_TENSORS_AND_OPTIONS = (
+_ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, SymInt? q_offset, SymInt kv_offset, Tensor? q_offset_rows, "
     "Tensor? kv_offset_rows, Tensor? kv_range, Tensor? mask, Tensor? sinks, bool is_causal, SymInt? window, "
     "float scale, float? softcap"
 )
-_ARGUMENTS = [argument.split()[1] for argument in _TENSORS_AND_OPTIONS.split(", ")]
-_SCHEMA_TYPES = {"int": "SymInt", "str | None": "str?", "float | None": "float?"}
-_SCHEMA_TYPES |= {name: name for name in ("bool", "float", "str")}
-_RECIPE = ", ".join(f"{_SCHEMA_TYPES[str(field.type)]} {field.name}" for field in fields(Recipe))
+"""Schema of the tensors and options of a call."""
 
 
-def _call_of(arguments: tuple[Any, ...], recipe: Recipe, backend: str, tile_counts: Tensor | None) -> AttentionCall:
-    """Rebuild the call from an op's arguments."""
-    named = dict(zip(_ARGUMENTS, arguments, strict=True))
-    for name in ("q_offset", "kv_offset"):
-        rows = named.pop(f"{name}_rows")
-        named[name] = named[name] if rows is None else rows
-    if named["sinks"] is not None:
-        named["sinks"] = named["sinks"].contiguous()
-    return AttentionCall(**named, recipe=recipe, backend=backend, tile_counts=tile_counts)
+def _call_of(arguments: Sequence[Any], recipe: Recipe, backend: str, tile_counts: Tensor | None) -> AttentionCall:
+    """Rebuild the call from an operator's arguments."""
+    query, key, value, q_offset, kv_offset, q_rows, kv_rows, kv_range, mask, sinks, *options = arguments
+    is_causal, window, scale, softcap = options
+    return AttentionCall(
+        query, key, value, recipe, is_causal, scale, q_offset if q_rows is None else q_rows,
+        kv_offset if kv_rows is None else kv_rows, kv_range, window, softcap,
+        None if sinks is None else sinks.contiguous(), mask, tile_counts, backend,
+    )  # fmt: skip
 
 
-def _run_op(query: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _run(query: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output, the log-sum-exp, and the tile counts, which are empty unless requested."""
-    count = len(_ARGUMENTS) - 1
-    backend, counts_tiles, *numerics = others[count:]
-    recipe = Recipe(**dict(zip(RECIPE_FIELDS, numerics, strict=True)))
+    recipe, backend, counts_tiles = read_settings(others[-SETTINGS:])
     counts = query.new_zeros((query.shape[1] if counts_tiles else 0, 2), dtype=torch.int64)
-    call = _call_of((query, *others[:count]), recipe, backend, counts if counts_tiles else None)
+    call = _call_of((query, *others[:-SETTINGS]), recipe, backend, counts if counts_tiles else None)
     out, lse = plan(call.layouts()).run(call)
     assert lse is not None
     return out, lse, counts
 
 
-_attention = torch.library.custom_op(
-    "dma_kernels::attention",
-    _run_op,
-    mutates_args=(),
-    schema=f"({_TENSORS_AND_OPTIONS}, str backend, bool counts_tiles, {_RECIPE}) -> (Tensor, Tensor, Tensor)",
-)
-
-
-@_attention.register_fake
-def _(query, key, value, *arguments):  # type: ignore[no-untyped-def]
-    batch, q_heads, q_len, _ = query.shape
+def _run_fake(query: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    (batch, q_heads, q_len, _), value = query.shape, others[1]
     out = query.new_empty((batch, q_len, q_heads, value.shape[-1])).transpose(1, 2)
     lse = query.new_empty((batch, q_heads, q_len), dtype=torch.promote_types(query.dtype, torch.float32))
-    counts_tiles = arguments[len(_ARGUMENTS) - 2]
+    _, counts_tiles, *_ = others[-SETTINGS:]
     return out, lse, query.new_empty((q_heads if counts_tiles else 0, 2), dtype=torch.int64)
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    named = dict(zip(_ARGUMENTS, inputs, strict=False))
-    ctx.tensor_names = [name for name, value in named.items() if isinstance(value, Tensor)]
-    ctx.save_for_backward(*(named.pop(name) for name in ctx.tensor_names))
-    ctx.options, ctx.count = named, len(inputs)
-    ctx.mark_non_differentiable(*output[1:])
+def _run_gradient(grad_out: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    return attention_gradient(grad_out, _call_of(arguments, EXACT, "reference", None))
 
 
-def _backward(ctx: Any, grad_out: Tensor, *_others: Tensor | None) -> tuple[Tensor | None, ...]:
-    named = ctx.options | dict(zip(ctx.tensor_names, ctx.saved_tensors, strict=True))
-    run = _TransformedBackward.apply if _is_transformed() else _attention_backward
-    *gradients, grad_sinks = run(grad_out, *(named[name] for name in _ARGUMENTS))  # type: ignore[no-untyped-call]
-    gradients += [None] * (ctx.count - 3)
-    if named["sinks"] is not None:
-        gradients[_ARGUMENTS.index("sinks")] = grad_sinks
-    return tuple(gradients)
-
-
-_attention.register_autograd(_backward, setup_context=_save_for_backward)
-
-
-class _TransformedAttention(torch.autograd.Function):
-    """The op under ``torch.func``, whose transforms do not support the gradient of a registered op."""
-
-    generate_vmap_rule = True
-    forward = staticmethod(_attention)
-    setup_context = staticmethod(_save_for_backward)
-    backward = staticmethod(_backward)
-
-
-def _run_backward_op(grad_out: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key, value and sinks; without sinks the last is empty."""
-    grad_q, grad_k, grad_v, grad_sinks = attention_gradient(grad_out, _call_of(arguments, EXACT, "reference", None))
-    return grad_q, grad_k, grad_v, grad_out.new_empty(0) if grad_sinks is None else grad_sinks
-
-
-_attention_backward = torch.library.custom_op(
-    "dma_kernels::attention_backward",
-    _run_backward_op,
-    mutates_args=(),
-    schema=f"(Tensor grad_out, {_TENSORS_AND_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
+_attention = register(
+    "dma_kernels::attention", _ARGUMENTS, "Tensor, Tensor, Tensor", _run, _run_fake, _run_gradient, has_vmap=True
 )
-
-
-@_attention_backward.register_fake
-def _(grad_out, *arguments):  # type: ignore[no-untyped-def]
-    sinks = arguments[_ARGUMENTS.index("sinks")]
-    empty = grad_out.new_empty(0) if sinks is None else torch.empty_like(sinks)
-    return (*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in arguments[:3]), empty)
-
-
-class _TransformedBackward(torch.autograd.Function):
-    """The backward op under ``torch.func``, as for :class:`_TransformedAttention`."""
-
-    generate_vmap_rule = True
-    forward = staticmethod(_attention_backward)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Save nothing."""
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        raise RuntimeError("attention has no second derivative; differentiate once")

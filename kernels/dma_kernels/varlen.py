@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .api import _RECIPE, _is_transformed, _needs_op, attention
+from .api import attention
 from .numerics.arguments import check_call, check_kind, check_options, is_int, is_integer
 from .numerics.call import AttentionCall
 from .numerics.formats import MAX_POSITION, TILE
 from .numerics.geometry import SKIP_BLOCK
-from .numerics.recipe import RECIPE_FIELDS, Recipe
+from .numerics.recipe import Recipe
+from .operators import SETTINGS, needs_operator, read_settings, register, settings_of
 from .reference.attention import EXACT, attention_gradient
 from .runtime.chip import check_backend, resolve_backend
 
@@ -99,18 +100,15 @@ def attention_varlen(
     )
     check_call(call)
     _check_lengths(query, (cu_seqlens_q, max_seqlen_q), (cu_seqlens_k, max_seqlen_k))
-    arguments: list[Any] = [
+    given = [query, key, value, cu_seqlens_q, cu_seqlens_k, *(x for x in (sinks, tile_counts) if x is not None)]
+    run = _attention_varlen if needs_operator(given) else _run
+    out: Tensor
+    out, counts = run(
         query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, sinks, is_causal,
         None if window is None else min(window, 4 * MAX_POSITION),  # the operator takes int64
-        call.score_scale, None if softcap is None else float(softcap), backend, tile_counts is not None,
-        *(getattr(recipe, name) for name in RECIPE_FIELDS),
-    ]  # fmt: skip
-    given = [x for x in (*arguments[:5], sinks, tile_counts) if x is not None]
-    run: Any = _run
-    if _needs_op(given):
-        run = _TransformedVarlen.apply if _is_transformed() else _attention_varlen
-    out: Tensor
-    out, counts = run(*arguments)
+        call.score_scale, None if softcap is None else float(softcap),
+        *settings_of(recipe, backend, tile_counts is not None),
+    )  # fmt: skip
     if tile_counts is not None:
         tile_counts.add_(counts)
     return out
@@ -222,7 +220,7 @@ def _check_lengths(query: Tensor, *sides: tuple[Any, Any]) -> None:
         raise ValueError(f"cu_seqlens_k must have the {q.shape[0]} entries of cu_seqlens_q, got {k.shape[0]}")
 
 
-def _read_ends(name: str, cu_seqlens: Tensor, tokens: int, longest: int | None) -> tuple[int, ...]:
+def _read_ends(name: str, cu_seqlens: Tensor, tokens: int, longest: int) -> tuple[int, ...]:
     """Return ``cu_seqlens`` on the host. Waits for its device."""
     if cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -233,7 +231,7 @@ def _read_ends(name: str, cu_seqlens: Tensor, tokens: int, longest: int | None) 
     if ends[0] != 0 or ends[-1] != tokens or min(lengths, default=0) < 0:
         shown = f"[{', '.join(map(str, ends[:8]))}{', ...' if len(ends) > 8 else ''}]"
         raise ValueError(f"cu_seqlens_{name} must rise from 0 to the {tokens} tokens packed, got {shown}")
-    if longest is not None and max(lengths, default=0) > longest:
+    if max(lengths, default=0) > longest:
         raise ValueError(
             f"max_seqlen_{name} must be at least the length of the longest document, {max(lengths)}, got {longest}"
         )
@@ -258,10 +256,10 @@ def _calls(
 def _run(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
     max_seqlen_k: int, sinks: Tensor | None, is_causal: bool, window: int | None, scale: float, softcap: float | None,
-    backend: str, counts_tiles: bool, *numerics: Any,
+    *settings: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the output, and the tile counts, which are empty unless requested."""
-    recipe = Recipe(**dict(zip(RECIPE_FIELDS, numerics, strict=True)))
+    recipe, backend, counts_tiles = read_settings(settings)
     counts = query.new_zeros((query.shape[1] if counts_tiles else 0, 2), dtype=torch.int64)
     q_ends = _read_ends("q", cu_seqlens_q, query.shape[0], max_seqlen_q)
     k_ends = _read_ends("k", cu_seqlens_k, key.shape[0], max_seqlen_k)
@@ -285,61 +283,20 @@ def _run(
     return out, counts
 
 
-_TENSORS = "Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k"
-_OPTIONS = (
-    "SymInt max_seqlen_q, SymInt max_seqlen_k, Tensor? sinks, bool is_causal, SymInt? window, float scale, "
-    "float? softcap"
-)
-
-_attention_varlen = torch.library.custom_op(
-    "dma_kernels::attention_varlen",
-    _run,
-    mutates_args=(),
-    schema=f"({_TENSORS}, {_OPTIONS}, str backend, bool counts_tiles, {_RECIPE}) -> (Tensor, Tensor)",
-)
-
-
-@_attention_varlen.register_fake
-def _(query, key, value, *arguments):  # type: ignore[no-untyped-def]
-    counts_tiles = arguments[10]
+def _run_fake(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    _, counts_tiles, *_ = others[-SETTINGS:]
     out = query.new_empty((*query.shape[:2], value.shape[2]))
     return out, query.new_empty((query.shape[1] if counts_tiles else 0, 2), dtype=torch.int64)
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, cu_seqlens_q, cu_seqlens_k, _, _, sinks, *options = inputs[:12]
-    ctx.save_for_backward(query, key, value, cu_seqlens_q, cu_seqlens_k, sinks)
-    ctx.options, ctx.count = options, len(inputs)
-    ctx.mark_non_differentiable(output[1])
-
-
-def _backward(ctx: Any, grad_out: Tensor, _counts: Tensor | None) -> tuple[Tensor | None, ...]:
-    run: Any = _TransformedBackward.apply if _is_transformed() else _attention_varlen_backward
-    *gradients, grad_sinks = run(grad_out, *ctx.saved_tensors, *ctx.options)
-    gradients += [None] * (ctx.count - 3)
-    if ctx.saved_tensors[5] is not None:
-        gradients[7] = grad_sinks
-    return tuple(gradients)
-
-
-_attention_varlen.register_autograd(_backward, setup_context=_save_for_backward)
-
-
-class _TransformedVarlen(torch.autograd.Function):
-    """The op under ``torch.func``, whose transforms do not support the gradient of a registered op."""
-
-    forward = staticmethod(_attention_varlen)
-    setup_context = staticmethod(_save_for_backward)
-    backward = staticmethod(_backward)
-
-
-def _run_backward_op(
+def _run_gradient(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
-    sinks: Tensor | None, is_causal: bool, window: int | None, scale: float, softcap: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of query, key, value and sinks; without sinks the last is empty."""
-    q_ends = _read_ends("q", cu_seqlens_q, query.shape[0], None)
-    k_ends = _read_ends("k", cu_seqlens_k, key.shape[0], None)
+    max_seqlen_q: int, max_seqlen_k: int, sinks: Tensor | None, is_causal: bool, window: int | None, scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Return the gradients of query, key, value and sinks; ``None`` without sinks."""
+    q_ends = _read_ends("q", cu_seqlens_q, query.shape[0], max_seqlen_q)
+    k_ends = _read_ends("k", cu_seqlens_k, key.shape[0], max_seqlen_k)
     batches = _batches(q_ends, k_ends, query.shape[1], 0 if query.device.type == "cpu" else GRADIENT_CALL_COST)
     sinks = None if sinks is None else sinks.contiguous()
     options = {
@@ -370,36 +327,12 @@ def _run_backward_op(
             spans.put(whole, part)
         if found_sinks is not None:
             grad_sinks += found_sinks
-    return grad_q, grad_k, grad_v, grad_sinks if sinks is None else grad_sinks.to(sinks.dtype)
+    return grad_q, grad_k, grad_v, None if sinks is None else grad_sinks.to(sinks.dtype)
 
 
-_attention_varlen_backward = torch.library.custom_op(
-    "dma_kernels::attention_varlen_backward",
-    _run_backward_op,
-    mutates_args=(),
-    schema=(
-        f"(Tensor grad_out, {_TENSORS}, Tensor? sinks, bool is_causal, SymInt? window, float scale, float? softcap)"
-        " -> (Tensor, Tensor, Tensor, Tensor)"
-    ),
-)
-
-
-@_attention_varlen_backward.register_fake
-def _(grad_out, query, key, value, cu_seqlens_q, cu_seqlens_k, sinks, *options):  # type: ignore[no-untyped-def]
-    gradients = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    return (*gradients, grad_out.new_empty(0, dtype=dtype) if sinks is None else torch.empty_like(sinks))
-
-
-class _TransformedBackward(torch.autograd.Function):
-    """The backward op under ``torch.func``, as for :class:`_TransformedVarlen`."""
-
-    forward = staticmethod(_attention_varlen_backward)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Save nothing."""
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        raise RuntimeError("attention has no second derivative; differentiate once")
+_attention_varlen = register(
+    "dma_kernels::attention_varlen",
+    "Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, "
+    "SymInt max_seqlen_k, Tensor? sinks, bool is_causal, SymInt? window, float scale, float? softcap",
+    "Tensor, Tensor", _run, _run_fake, _run_gradient, has_vmap=False,
+)  # fmt: skip

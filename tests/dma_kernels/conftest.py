@@ -128,6 +128,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
     monkeypatch.setattr(torch, "empty_strided", poisoned(torch.empty_strided))
+    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
 
 
 @pytest.fixture(scope="session")

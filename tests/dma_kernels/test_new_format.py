@@ -75,7 +75,7 @@ import torch
 from dma_kernels import Recipe, attention, quantize
 from dma_kernels.prefill.quantizer import quantize_keys_values
 from dma_kernels.runtime import chip
-from dma_kernels.runtime.compute_path import select_compute_path
+from dma_kernels.prefill.config import select_compute_path
 from dma_kernels.testing import assert_bits_equal, random_qkv, relative_error
 
 query, key, value = random_qkv(q_len=300, kv_len=300, head_dim=32, dtype=torch.float16)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from dma_kernels import Recipe, attention, attention_varlen, varlen
+from dma_kernels.numerics.recipe import RECIPE_FIELDS
 from dma_kernels.testing import RECIPES, assert_bits_equal, random_qkv, relative_error
 from prefill_cases import RECIPES as KERNEL_RECIPES
 from prefill_cases import make_sparse
@@ -249,11 +250,12 @@ class TestOperator:
         query, key, value, *lengths = packed((6, 9))
         tensors = [x.contiguous() for x in (query, key, value)]
         leaves = [x.clone().requires_grad_() for x in tensors]
-        recipe = [getattr(BALANCED, name) for name in varlen.RECIPE_FIELDS]
+        recipe = [getattr(BALANCED, name) for name in RECIPE_FIELDS]
+        ops = torch.ops.dma_kernels
         options = (sinks, True, None, 0.25, None, "reference", False, *recipe)
-        torch.library.opcheck(varlen._attention_varlen, (*leaves, *lengths, *options))
+        torch.library.opcheck(ops.attention_varlen.default, (*leaves, *lengths, *options))
         options = (sinks, True, None, 0.25, None)
-        torch.library.opcheck(varlen._attention_varlen_backward, (tensors[0], *tensors, *lengths[:2], *options))
+        torch.library.opcheck(ops.attention_varlen_backward.default, (tensors[0], *tensors, *lengths, *options))
 
     def test_it_compiles_to_one_graph_for_all_lengths(self) -> None:
         def block(query: Tensor, key: Tensor, value: Tensor, ends: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import re
 import tomllib
 
 import pytest
-from dma_kernels.runtime.compute_path import select_compute_path
+from dma_kernels.prefill.config import select_compute_path
 from dma_kernels.runtime.operand_formats import DEQUANTIZED, E4M3, E4M3_VALUES, E5M2, INT8, PACKED
 from messages import as_template, quoted_messages, source_messages
 from script_files import load_script

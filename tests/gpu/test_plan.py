@@ -11,7 +11,7 @@ import triton
 from dma_kernels import Recipe, attention, saturated_values
 from dma_kernels.prefill.plan import plan
 from dma_kernels.runtime.reports import kernel_reports
-from dma_kernels.testing import random_qkv
+from dma_kernels.testing import random_qkv, relative_error
 from prefill_cases import RECIPES
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -83,6 +83,18 @@ def test_other_strides_give_the_same_result() -> None:
     warm_up((query, key, value))
     transposed = query.transpose(1, 2).contiguous().transpose(1, 2)
     assert torch.equal(compute((transposed, key, value)), compute((query, key, value)))
+
+
+def test_short_calls_of_other_lengths_launch_with_their_own_numbers() -> None:
+    """The plan of the first call has neither the number of keys nor strides."""
+    for kv_len in (300, 304, 317, 1000):
+        inputs = random_qkv(
+            batch=2, q_heads=4, kv_heads=2, q_len=2, kv_len=kv_len, head_dim=64, dtype=torch.bfloat16, device="cuda"
+        )
+        mask = torch.rand(2, 1, 1, kv_len, device="cuda") < 0.7
+        for options in ({"window": 250}, {"mask": mask}):
+            out = attention(*inputs, RECIPE, backend="triton", **options)
+            assert relative_error(out, attention(*inputs, RECIPE, backend="reference", **options)) < 1e-2
 
 
 def test_strided_sinks_are_copied_in_every_call() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from dma_kernels import attention
 from dma_kernels.prefill import operands
+from dma_kernels.prefill.config import MultiCTAConfig, PortableConfig, WarpSpecializedConfig
 from dma_kernels.prefill.plan import plan
-from dma_kernels.prefill.registry import MULTI_CTA, PORTABLE, WARP_SPECIALIZED, PrefillKernel
 from dma_kernels.runtime.chip import triton_version
 from dma_kernels.testing import random_qkv, relative_error
 from kernel_choice import use_kernel
@@ -54,11 +56,13 @@ def test_swizzle_groups_of_heads_are_all_computed(monkeypatch: pytest.MonkeyPatc
     assert_matches_reference(case, RECIPES["int8"], torch.bfloat16, "cuda")
 
 
-@pytest.mark.parametrize("kernel", [PORTABLE, MULTI_CTA, WARP_SPECIALIZED], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize(
+    "kernel", [PortableConfig, MultiCTAConfig, WarpSpecializedConfig], ids=lambda kernel: kernel.kernel
+)
 def test_infinities_and_the_largest_fp16_values_match_the_reference(
-    kernel: PrefillKernel, monkeypatch: pytest.MonkeyPatch
+    kernel: type[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if kernel is not PORTABLE and torch.cuda.get_device_capability() != (9, 0):
+    if kernel is not PortableConfig and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper")
     use_kernel(monkeypatch, kernel)
     assert_largest_fp16_values_stay_finite("triton", "cuda")
@@ -171,6 +175,6 @@ def test_attention_compiles_to_one_graph() -> None:
 def test_the_portable_kernel_skips_the_tiles_that_the_reference_skips(
     case: str, recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use_kernel(monkeypatch, PORTABLE)
+    use_kernel(monkeypatch, PortableConfig)
     assert_skips_as_the_reference(SPARSE[case], RECIPES[recipe], torch.bfloat16, "cuda")
     plan.cache_clear()

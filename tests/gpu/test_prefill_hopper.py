@@ -14,8 +14,8 @@ import pytest
 import torch
 from dma_kernels import Recipe, attention, attention_with_lse
 from dma_kernels.prefill import operands
+from dma_kernels.prefill.config import MultiCTAConfig, PortableConfig, WarpSpecializedConfig
 from dma_kernels.prefill.plan import plan
-from dma_kernels.prefill.registry import MULTI_CTA, PORTABLE, WARP_SPECIALIZED, PrefillKernel
 from dma_kernels.runtime.reports import kernel_reports
 from dma_kernels.testing import random_qkv, relative_error
 from kernel_choice import use_kernel
@@ -31,18 +31,18 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not _is_hopper(), reason="need
 
 
 @contextmanager
-def computed_by(kernel: PrefillKernel) -> Iterator[list[str]]:
+def computed_by(kernel: type[Any]) -> Iterator[list[str]]:
     """Yield a list that gets the kernel's name for each call that it computes."""
     calls: list[str] = []
-    with kernel_reports(lambda name: calls.append(name) if name == kernel.name else None):
+    with kernel_reports(lambda name: calls.append(name) if name == kernel.kernel else None):
         yield calls
 
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Run calls of any length on the warp-specialized kernel, and record them."""
-    use_kernel(monkeypatch, WARP_SPECIALIZED)
-    with computed_by(WARP_SPECIALIZED) as calls:
+    use_kernel(monkeypatch, WarpSpecializedConfig)
+    with computed_by(WarpSpecializedConfig) as calls:
         yield calls
     plan.cache_clear()
 
@@ -50,8 +50,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 @pytest.fixture
 def short_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Run calls of any length on the multi-CTA kernel, and record them."""
-    use_kernel(monkeypatch, MULTI_CTA)
-    with computed_by(MULTI_CTA) as calls:
+    use_kernel(monkeypatch, MultiCTAConfig)
+    with computed_by(MultiCTAConfig) as calls:
         yield calls
     plan.cache_clear()
 
@@ -59,7 +59,7 @@ def short_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 def without(monkeypatch: pytest.MonkeyPatch, run: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Run a call on the portable kernel."""
     with monkeypatch.context() as patch:
-        use_kernel(patch, PORTABLE)
+        use_kernel(patch, PortableConfig)
         return run()
 
 
@@ -241,7 +241,7 @@ def test_diagonal_and_sink_tiles_match_the_portable_kernel(
 
     out, lse = run()
     expected, expected_lse = without(monkeypatch, run)
-    assert launches == [WARP_SPECIALIZED.name]
+    assert launches == [WarpSpecializedConfig.kernel]
     assert relative_error(out, expected) < 0.01
     torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=1e-5)
 
@@ -261,7 +261,7 @@ def test_long_calls_run_on_it_and_match_the_portable_kernel(head_dim: int, monke
     def run() -> tuple[Tensor, Tensor]:
         return attention_with_lse(*qkv, RECIPES["int8"], backend="triton")
 
-    with computed_by(WARP_SPECIALIZED) as calls:
+    with computed_by(WarpSpecializedConfig) as calls:
         out, lse = run()
     assert calls
     expected, expected_lse = without(monkeypatch, run)
@@ -336,7 +336,7 @@ def test_diagonal_and_sink_tiles_of_short_calls_match_the_portable_kernel(
 
     out, lse = run()
     expected, expected_lse = without(monkeypatch, run)
-    assert short_launches == [MULTI_CTA.name]
+    assert short_launches == [MultiCTAConfig.kernel]
     # The portable kernel starts with the high tiles, so it rounds probabilities relative to other maxima.
     assert relative_error(out, expected) < 0.02
     torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=1e-5)

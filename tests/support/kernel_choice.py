@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
 import pytest
-from dma_kernels.prefill import registry
-from dma_kernels.prefill.plan import plan
-from dma_kernels.prefill.registry import PrefillKernel
+from dma_kernels.prefill import config, plan
 
 
-def use_kernel(monkeypatch: pytest.MonkeyPatch, kernel: PrefillKernel) -> None:
-    """Run every call on a kernel; an unsupported call is an error."""
-    monkeypatch.setattr(registry, "KERNELS", (replace(kernel, is_fastest=lambda *_: True),))
-    plan.cache_clear()
+def use_kernel(monkeypatch: pytest.MonkeyPatch, kernel: type[Any]) -> None:
+    """Run every call on the kernel with a class of configurations; an unsupported call is an error."""
+
+    def select_config(shape: config.PrefillShape, path: config.ComputePath) -> Any:
+        configure = {
+            config.WarpSpecializedConfig: config.configure_warp_specialized,
+            config.MultiCTAConfig: config.configure_multi_cta,
+            config.PortableConfig: config.configure_portable,
+        }[kernel]
+        found = configure(shape, path)
+        assert found is not None, f"the {kernel.kernel} kernel cannot compute the call"
+        return found
+
+    monkeypatch.setattr(plan, "select_config", select_config)
+    plan.plan.cache_clear()

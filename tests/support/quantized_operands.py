@@ -14,9 +14,9 @@ from dma_kernels.numerics.quantize import (
     values_to_e4m3,
 )
 from dma_kernels.numerics.transforms import hadamard_rotate
+from dma_kernels.prefill.config import ComputePath, select_compute_path
 from dma_kernels.prefill.operands import Operands, TileOperands
 from dma_kernels.prefill.quantizer import quantize_keys_values
-from dma_kernels.runtime.compute_path import ComputePath, select_compute_path
 from dma_kernels.runtime.operand_formats import (
     DEQUANTIZED,
     E4M3,

@@ -17,11 +17,10 @@ from ..numerics.formats import TILE
 from ..numerics.geometry import AttentionGeometry
 from ..numerics.recipe import Recipe
 from ..prefill import portable
-from ..prefill.config import portable_config
+from ..prefill.config import ComputePath, portable_config
 from ..prefill.operands import AttentionInputs, Operands, TileOperands
 from ..prefill.plan import new_results
 from ..runtime import chip
-from ..runtime.compute_path import ComputePath
 from ..runtime.operand_formats import DEQUANTIZED, RAW
 from ..runtime.plan import Planned
 from ..runtime.reports import report

@@ -19,7 +19,7 @@ from ..numerics.layout import layout_of
 from ..prefill.plan import new_results
 from ..runtime import chip
 from ..runtime.launch import launch_kernel
-from ..runtime.plan import LaunchPlan, Planned, addresses_of
+from ..runtime.plan import LaunchPlan, Planned, numbers_of
 from ..runtime.reports import report
 from .append import append_tokens
 from .decode_config import select_decode_tiling
@@ -92,10 +92,10 @@ def _run(
             (*given, *cache), format=storage.format, diagonal_tiles=storage.diagonal_tiles,
             max_tiles=storage.max_tiles, scale=options.scale, window=options.window, softcap=options.softcap,
         )  # fmt: skip
-        addresses = tuple(addresses_of(cache))
+        addresses = tuple(numbers_of(cache))
         step = RepeatedStep(signature, plan, cache, addresses, storage.room, _tensors_of(storage))
         storage.repeated_step = step
-    out, lse = step.plan.run((*given, *step.cache), (*addresses_of(given), *step.addresses))
+    out, lse = step.plan.run((*given, *step.cache), (*numbers_of(given), *step.addresses))
     return out, lse
 
 
@@ -134,7 +134,7 @@ def repeat_step(
     if (tuple(map(layout_of, given)), numbers) != step.signature:
         return None
     report("decode")
-    out, _ = step.plan.run((*given, *step.cache), (*addresses_of(given), *step.addresses))
+    out, _ = step.plan.run((*given, *step.cache), (*numbers_of(given), *step.addresses))
     storage.count_appended(count)
     return out
 

@@ -1,4 +1,4 @@
-"""A call of attention: its arguments, or the layouts of its tensors."""
+"""A call of attention: its arguments, and the key of its plan."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from torch import Tensor
 
 from .arguments import is_int
 from .formats import MAX_POSITION, UNQUANTIZED
-from .layout import TensorLayout
+from .layout import ALIGNMENT, TensorLayout
 from .recipe import Recipe
 
+MAX_INT32 = (1 << 31) - 1
 SHORT_CALL = 64
 """A causal call with fewer queries is short if it continues a sequence."""
 
@@ -26,8 +27,8 @@ def narrow_positions(positions: Tensor) -> Tensor:
 class AttentionCall(NamedTuple):
     """The arguments of :func:`dma_kernels.attention`, which describes them.
 
-    With layouts in place of tensors (:meth:`layouts`), it is the key of the call's plan. ``needs_lse`` says whether to
-    return the log-sum-exp.
+    With layouts in place of tensors (:meth:`layouts`), it decides the call's plan. ``needs_lse`` says whether to return
+    the log-sum-exp.
     """
 
     query: Any
@@ -39,7 +40,7 @@ class AttentionCall(NamedTuple):
     q_offset: Any
     kv_offset: Any
     kv_range: Any
-    window: int | None
+    window: Any
     softcap: float | None
     sinks: Any
     mask: Any
@@ -51,8 +52,11 @@ class AttentionCall(NamedTuple):
         """Return the call without the contents of its tensors."""
         fields = list(self)
         for i in _TENSORS:
-            if fields[i] is not None and not isinstance(fields[i], int):
-                fields[i] = TensorLayout.of(fields[i])
+            tensor = fields[i]
+            if tensor is not None and not isinstance(tensor, int):
+                misalignment = tensor.data_ptr() % ALIGNMENT  # written out: the call of a function for each adds up
+                layout = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, misalignment)
+                fields[i] = tuple.__new__(TensorLayout, layout)
         return tuple.__new__(AttentionCall, fields)  # hot path: the constructor is Python code
 
     @property
@@ -98,10 +102,15 @@ class AttentionCall(NamedTuple):
         return q_offset, kv_offset, self.kv_range
 
     @property
+    def lead_of_last(self) -> int:
+        """Position of query 0 minus that of key 0 if the last query is at the position of the last key."""
+        return int(self.key.shape[2] - self.query.shape[2])
+
+    @property
     def lead(self) -> int:
         """Position of query 0 minus that of key 0 in a causal call, with 0 for those in :attr:`row_tensors`."""
         if self.q_offset is None:
-            return int(self.key.shape[2] - self.query.shape[2])
+            return self.lead_of_last
         q_offset, kv_offset = (offset if is_int(offset) else 0 for offset in (self.q_offset, self.kv_offset))
         return q_offset - kv_offset
 
@@ -124,6 +133,52 @@ class AttentionCall(NamedTuple):
         if self.kv_range is not None:
             info[:, 2:] = self.kv_range.long().clamp(0, kv_len)  # clamp before narrowing to 32 bits
         return info
+
+
+class ShortKey(AttentionCall):
+    """Key of the plan of short calls that differ in their number of keys alone, as the steps over a growing cache do.
+
+    ``None`` stands for that number. Strides of keys, values and masks are those that Triton specializes on alike.
+    """
+
+    call: AttentionCall  # the first call with this key, with layouts
+
+    @classmethod
+    def of(cls, call: AttentionCall) -> AttentionCall:
+        """Return the key of a call with layouts: ``call`` itself if it is not short, or its plan has a number of keys.
+
+        Nothing has been checked.
+        """
+        for states in (call.query, call.key, call.value):
+            if not isinstance(states, TensorLayout) or len(states.shape) != 4:
+                return call
+        if not call.is_short or not (call.mask is None or (isinstance(call.mask, TensorLayout) and call.mask.shape)):
+            return call
+        kv_len, q_offset, window = call.key.shape[2], call.q_offset, call.window
+        if is_int(q_offset):
+            if not is_int(call.kv_offset) or q_offset != call.kv_offset + call.lead_of_last:
+                return call
+            q_offset = None  # the default
+        made = cls._make(call._replace(
+            key=_without_length(call.key, 2, kv_len),
+            value=_without_length(call.value, 2, kv_len),
+            mask=None if call.mask is None else _without_length(call.mask, call.mask.ndim - 1, kv_len),
+            q_offset=q_offset,
+            window=None if window is None else (window, window < kv_len),  # and whether it hides a key
+        ))  # fmt: skip
+        made.call = call
+        return made
+
+
+def _without_length(layout: TensorLayout, dim: int, length: int) -> TensorLayout:
+    """Return a layout without the size of a dimension, if that is ``length``, and with a representative of strides."""
+    shape: Any = layout.shape
+    if dim < len(shape) and shape[dim] == length:
+        shape = (*shape[:dim], None, *shape[dim + 1 :])
+    strides = []
+    for stride in layout.strides:
+        strides.append(stride if stride == 1 or stride > MAX_INT32 else ALIGNMENT if stride % ALIGNMENT == 0 else 2)
+    return layout._replace(shape=shape, strides=tuple(strides))
 
 
 _TENSORS = tuple(map(AttentionCall._fields.index, (

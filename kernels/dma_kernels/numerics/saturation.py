@@ -52,5 +52,5 @@ def _warn() -> None:
 
 def warn_if_saturated() -> None:
     """Warn, once, if values have been saturated."""
-    if saturated_values():
+    if saturation_counter().item():
         _warn()

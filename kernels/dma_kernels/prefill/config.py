@@ -1,4 +1,7 @@
-"""Configurations of the prefill kernels: pure functions of architecture, head dimensions and operand formats.
+"""What computes a call: the operand formats, the kernel and its configuration. Pure functions, without Triton.
+
+:func:`select_compute_path` chooses the formats in which keys and values are stored and multiplied, and
+:func:`select_config` the kernel and its configuration, whose class stands for the kernel.
 
 Rejected variants, with timings: ``benchmarks/prefill-portable.md``, ``benchmarks/prefill-warp-specialized.md`` and
 ``benchmarks/prefill-multi-cta.md``.
@@ -8,20 +11,55 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
-from ..numerics.formats import padded_channels
+from ..numerics.formats import MXFP4, MXFP8, NVFP4, TILE, UNQUANTIZED, SharedScale, padded_channels
 from ..numerics.geometry import AttentionGeometry
 from ..numerics.layout import TensorLayout
-from ..runtime.chip import TENSOR_MEMORY_ARCHS
-from ..runtime.compute_path import ComputePath
-from ..runtime.operand_formats import DEQUANTIZED, E4M3_VALUES
+from ..numerics.recipe import Recipe
+from ..runtime import chip
+from ..runtime.chip import MAX_CTAS, TENSOR_MEMORY_ARCHS, has_block_scaled_mma
+from ..runtime.descriptors import is_describable
+from ..runtime.operand_formats import DEQUANTIZED, E4M3_VALUES, E5M2, PACKED, RAW, TILE_SCALED, OperandFormat, Scale
 
+ROWS = 64
+"""Query positions of a Hopper warpgroup: the rows of its MMA instructions. They lie in one tile."""
 L2_BYTES = 8 << 20
 """Bytes of 8-bit keys and values that concurrent CTAs should share. Queries, outputs and the 16-bit KV of high tiles
 also pass through Hopper's 50 MB L2 cache."""
 WARP_SPECIALIZED_HEAD_DIMS = (64, 96, 128, 160, 192, 224, 256)
 """Queries are quantized in chunks of 32 channels."""
 MULTI_CTA_HEAD_DIMS = (64, 96, 128)
+
+
+@dataclass(frozen=True)
+class ComputePath:
+    """The formats of keys and values in which a recipe runs on a chip.
+
+    ``8bit``
+        8-bit elements in low tiles, on INT8 or FP8 tensor cores. One descale per query row and one per key tile, so
+        scores need none of their own. Exact for MXINT8 and MXFP8 with ``shared_scale = "tile"``, and for MXFP4 in E5M2.
+    ``scaled``
+        MXFP4, MXFP8 and NVFP4 elements and block scales, on block-scaled tensor cores.
+    ``portable``
+        Operands dequantized to 16 bits, which is exact, and multiplied in 16 bits.
+    """
+
+    key: OperandFormat  # keys of high tiles, whose values are always ``RAW``
+    low_key: OperandFormat | None = None  # keys of low tiles; ``None`` for a recipe of one precision
+    low_value: OperandFormat | None = None  # values of low tiles; ``None`` for a recipe of one precision
+
+    @property
+    def name(self) -> str:
+        """``8bit``, ``scaled`` or ``portable``."""
+        if self.low_key is not None and self.low_key.scale is Scale.TILE:
+            return "8bit"
+        return "scaled" if self.is_block_scaled else "portable"
+
+    @property
+    def is_block_scaled(self) -> bool:
+        """Whether keys are multiplied on block-scaled tensor cores."""
+        return any(key is not None and key.scale is Scale.BLOCK for key in (self.key, self.low_key))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +78,7 @@ class PrefillShape:
 class PortableConfig:
     """Configuration of the portable kernel."""
 
+    kernel: ClassVar[str] = "portable"  # name of the kernel in reports
     block_m: int  # query positions of a CTA; divides 128
     block_n: int  # keys of a step in the loops over low tiles; divides 128
     num_warps: int  # warps of a CTA
@@ -66,6 +105,7 @@ class SplitKVConfig:
 class WarpSpecializedConfig:
     """Configuration of Hopper's warp-specialized kernel, and which calls are long enough for it."""
 
+    kernel: ClassVar[str] = "warp-specialized"  # name of the kernel in reports
     consumer_warpgroups: int  # consumer warpgroups, of 64 query positions each
     stages: int  # pipeline stages of keys and values
     registers: int  # registers per thread of each consumer except the first, which gets the rest
@@ -77,11 +117,123 @@ class WarpSpecializedConfig:
 class MultiCTAConfig:
     """Configuration of Hopper's multi-CTA kernel, which runs several CTAs per SM."""
 
+    kernel: ClassVar[str] = "multi-CTA"  # name of the kernel in reports
     key_stages: int  # pipeline stages of keys, 1 or 2; 2 for 16-bit low keys
     value_stages: int  # pipeline stages of values, 1 or 2
     registers: int  # registers per thread
     # most keys that a query attends to on average, in calls that are long enough for the warp-specialized kernel
     max_mean_keys: int
+
+
+def select_compute_path(recipe: Recipe, arch: int, channels: int = 128) -> ComputePath:
+    """Return how a chip of compute capability ``arch`` (90 is Hopper) computes a recipe.
+
+    ``channels`` is the larger head dimension of keys and values.
+    """
+    is_block_scaled = has_block_scaled_mma(arch, channels)
+    key = RAW if recipe.high == UNQUANTIZED else DEQUANTIZED
+    if is_block_scaled:
+        key = PACKED.get(recipe.high, key)
+    if recipe.is_uniform and recipe.skip_threshold is None:  # all tiles are computed as high ones
+        return ComputePath(key)
+    low_value = RAW
+    if recipe.pv == E4M3_VALUES.holds:
+        low_value = E4M3_VALUES if arch >= E4M3_VALUES.min_arch else DEQUANTIZED
+    return ComputePath(key, _low_key(recipe, arch, is_block_scaled), low_value)
+
+
+def _low_key(recipe: Recipe, arch: int, is_block_scaled: bool) -> OperandFormat:
+    formats = {recipe.query_low, recipe.key_low}
+    if recipe.shared_scale == SharedScale.TILE:
+        for candidate in TILE_SCALED:
+            if formats == {candidate.holds} and arch >= candidate.min_arch:
+                return candidate
+    if is_block_scaled and (formats <= {MXFP4.name, MXFP8.name} or formats == {NVFP4.name}):
+        return PACKED[recipe.key_low]
+    if formats == {E5M2.holds} and arch >= E5M2.min_arch:
+        return E5M2
+    return DEQUANTIZED
+
+
+def select_config(shape: PrefillShape, path: ComputePath) -> WarpSpecializedConfig | MultiCTAConfig | PortableConfig:
+    """Return the configuration of the fastest kernel that computes a call. The interpreter runs no Gluon."""
+    if not chip.is_interpreted():
+        warp_specialized, multi_cta = configure_warp_specialized(shape, path), configure_multi_cta(shape, path)
+        if warp_specialized is not None and _is_fastest(warp_specialized, multi_cta, shape):
+            return warp_specialized
+        if multi_cta is not None:
+            return multi_cta
+    return configure_portable(shape, path)
+
+
+def configure_portable(shape: PrefillShape, path: ComputePath) -> PortableConfig:
+    """Return the configuration of the portable kernel for a call."""
+    return portable_config(shape.arch, path, shape.query.shape[3], shape.value.shape[3], has_softcap=shape.has_softcap)
+
+
+def configure_warp_specialized(shape: PrefillShape, path: ComputePath) -> WarpSpecializedConfig | None:
+    """Return the configuration of the warp-specialized kernel for a call; ``None`` if it cannot compute it.
+
+    Head dimensions are multiples of 32 from 64 to 256. Keys of low tiles are in 8 bits with a scale per tile, or
+    dequantized; values of low tiles are E4M3 or 16-bit.
+    """
+    config = warp_specialized_config(shape.arch, path, shape.query.shape[3])
+    # Four warpgroups lack registers for both ends of a window (H200: 1.17x the time of the multi-CTA kernel), and for a
+    # mask (compiled, not timed).
+    is_plain = shape.geometry.window is None and shape.geometry.mask is None
+    is_supported = config is not None and (is_plain or config.consumer_warpgroups < 4) and _is_loadable(shape, path)
+    return config if is_supported else None
+
+
+def _is_fastest(config: WarpSpecializedConfig, multi_cta: MultiCTAConfig | None, shape: PrefillShape) -> bool:
+    """Whether a call is long enough for the warp-specialized kernel, so that the multi-CTA kernel is not faster."""
+    geometry = shape.geometry
+    batch, heads, q_len, _ = shape.query.shape
+    seen = geometry.kv_len if geometry.window is None else min(geometry.kv_len, geometry.window)
+    if seen < config.min_keys or batch * heads * q_len < config.min_rows:
+        return False
+    # The instructions of a softcap or a mask outweigh the gain of warp specialization (H200, 12K with a mask: 3,151 us,
+    # multi-CTA kernel 1,947 us).
+    is_plain = not shape.has_softcap and geometry.mask is None
+    return multi_cta is None or (is_plain and _mean_keys(geometry, q_len) > multi_cta.max_mean_keys)
+
+
+def configure_multi_cta(shape: PrefillShape, path: ComputePath) -> MultiCTAConfig | None:
+    """Return the configuration of the multi-CTA kernel for a call; ``None`` if it cannot compute it.
+
+    Head dimensions are 64, 96 or 128; values of low tiles are E4M3 or the caller's own.
+    """
+    is_supported = (
+        path.low_value in (E4M3_VALUES, RAW)
+        and shape.geometry.query_blocks(shape.query.shape[2], ROWS, ROWS) <= MAX_CTAS
+        and _is_loadable(shape, path)
+    )
+    return multi_cta_config(shape.arch, path, shape.query.shape[3]) if is_supported else None
+
+
+def is_dense_causal(geometry: AttentionGeometry, q_len: int) -> bool:
+    """Whether every query attends to all keys up to its own position, and key 0 begins a tile."""
+    is_covered = geometry.q_offset + q_len <= geometry.kv_offset + geometry.kv_len
+    is_aligned = geometry.kv_offset % TILE == 0
+    return geometry.is_causal and is_covered and is_aligned and geometry.window is None and geometry.seq_info is None
+
+
+def _mean_keys(geometry: AttentionGeometry, q_len: int) -> float:
+    """Return the mean number of keys that a query attends to, if the last one attends to all."""
+    if geometry.window is None:
+        return geometry.kv_len - q_len / 2 if geometry.is_causal else geometry.kv_len
+    return min(geometry.kv_len, geometry.window if geometry.is_causal else 2 * geometry.window)
+
+
+def _is_loadable(shape: PrefillShape, path: ComputePath) -> bool:
+    """Whether TMA can load the operands of both kernels."""
+    loaded = [shape.query, shape.value] + ([shape.key] if path.key is RAW else [])
+    return (
+        not path.is_block_scaled
+        and shape.query.shape[3] == shape.value.shape[3]
+        and shape.key.numel() > 0
+        and all(map(is_describable, loaded))
+    )
 
 
 @functools.cache

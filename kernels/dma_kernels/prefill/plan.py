@@ -1,8 +1,9 @@
-"""The plan of a call: its kernel, and the allocations and launches of the quantizers and that kernel."""
+"""The plan of a call: what computes it, and the allocations and launches of the quantizers and the attention kernel."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..numerics.arguments import check_call, of_four_dimensions
-from ..numerics.call import AttentionCall
+from ..numerics.arguments import check_call
+from ..numerics.call import AttentionCall, ShortKey
 from ..numerics.formats import UNQUANTIZED
 from ..numerics.geometry import AttentionGeometry
 from ..numerics.layout import TensorLayout
@@ -19,104 +20,82 @@ from ..numerics.recipe import Recipe
 from ..numerics.saturation import warn_if_saturated
 from ..reference.attention import attention_reference
 from ..runtime import chip
-from ..runtime.compute_path import ComputePath, select_compute_path
+from ..runtime.descriptors import Strided, broadcast_strides
 from ..runtime.reports import report
-from .config import PrefillShape
+from .config import ComputePath, MultiCTAConfig, PortableConfig, PrefillShape, select_compute_path, select_config
 from .operands import AttentionInputs, Operands
-from .registry import select_kernel
 
 if TYPE_CHECKING:
     from ..runtime.plan import LaunchPlan
 
 
 @dataclass(frozen=True, eq=False)
-class PrefillPlan:
-    """How the kernels compute calls with the same plan key."""
+class AttentionPlan:
+    """How calls with the same key are computed."""
 
-    kernel: str  # name of the attention kernel
-    launches: LaunchPlan  # allocations and launches
+    kernel: str  # name of the kernel in reports
+    # computes a call; returns the output, and the log-sum-exp, or ``None`` if the call does not need it
+    run: Callable[[AttentionCall], tuple[Tensor, Tensor | None]]
+    launches: LaunchPlan | None = None  # allocations and launches of our kernels
 
-    def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-        """Compute a call.
 
-        Returns:
-            The output, and the log-sum-exp, or ``None`` if the call does not need it.
+class Plans:
+    """Finds the plan of a call, made once per key; that of a short call leaves out the number of keys."""
+
+    def __init__(self) -> None:
+        self._of_layouts = functools.lru_cache(maxsize=256)(lambda layouts: self._of_key(ShortKey.of(layouts)))
+        self._of_key = functools.lru_cache(maxsize=256)(_make_plan)
+
+    def __call__(self, layouts: AttentionCall) -> AttentionPlan:
+        """Return the plan of a call with layouts (:meth:`AttentionCall.layouts`).
+
+        Raises:
+            ValueError: A layout or an offset is not as :func:`dma_kernels.attention` describes.
+            TypeError: A dtype is not as described there.
+            RuntimeError: The requested backend cannot run on this device.
         """
-        if call.recipe.pv == "fp8":
-            warn_if_saturated()  # in earlier calls, which the host did not wait for
-        report(self.kernel)
-        out, *others = self.launches.run(
-            (call.query, call.key, call.value, call.sinks, call.mask, call.seq_info(), call.tile_counts)
-        )
-        return out, others[0] if others else None
+        return self._of_layouts(layouts)
+
+    def cache_clear(self) -> None:
+        """Forget all plans."""
+        self._of_layouts.cache_clear()
+        self._of_key.cache_clear()
 
 
-@dataclass(frozen=True, eq=False)
-class ShortPlan:
-    """How the split-KV kernels compute short calls with the same plan key. They read positions from the caller."""
-
-    launches: LaunchPlan  # allocations and launches
-    kernel = "split-KV"
-
-    def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-        """Compute a call; see :meth:`PrefillPlan.run`."""
-        report(self.kernel)
-        out, *others = self.launches.run((call.query, call.key, call.value, call.sinks, call.mask, *call.row_tensors))
-        return out, others[0] if others else None
-
-
-@dataclass(frozen=True)
-class SDPAPlan:
-    """PyTorch's attention, for exact calls that it computes as fast and with less host time."""
-
-    is_causal: bool  # whether there are as many queries as keys; else there is one query
-    kernel = "sdpa"
-
-    def run(self, call: AttentionCall) -> tuple[Tensor, None]:
-        """Compute a call; see :meth:`PrefillPlan.run`."""
-        return self.attend(call.query, call.key, call.value, call.scale), None
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """Compute a call with these tensors and this scale."""
-        report(self.kernel)
-        has_groups = query.shape[1] != key.shape[1]
-        out = scaled_dot_product_attention(
-            query, key, value, is_causal=self.is_causal, scale=scale, enable_gqa=has_groups
-        )
-        return out.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-class ReferencePlan:
-    """The reference in torch, which launches no kernels of ours."""
-
-    kernel = "reference"
-
-    def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-        """Compute a call; see :meth:`PrefillPlan.run`."""
-        report(self.kernel)
-        return attention_reference(call)
-
-
-@functools.lru_cache(maxsize=256)
-def plan(call: AttentionCall) -> PrefillPlan | ShortPlan | SDPAPlan | ReferencePlan:
-    """Plan calls with the layouts and options of ``call``.
-
-    Raises:
-        ValueError: A layout or an offset is not as :func:`dma_kernels.attention` describes.
-        TypeError: A dtype is not as described there.
-        RuntimeError: The requested backend cannot run on this device.
-    """
+def _make_plan(key: AttentionCall) -> AttentionPlan:
+    call = key.call if isinstance(key, ShortKey) else key
     check_call(call)
-    device, q_len = call.query.device, call.query.shape[2]
-    if chip.resolve_backend(call.backend, device, call.query.dtype) == "reference":
-        return ReferencePlan()
+    if chip.resolve_backend(call.backend, call.query.device, call.query.dtype) == "reference":
+        return AttentionPlan("reference", _run_reference)
     if call.backend == "auto" and _suits_sdpa(call):
-        return SDPAPlan(is_causal=q_len > 1)
-    if call.is_short and call.key.numel():
-        return _plan_short(call)
+        return AttentionPlan("sdpa", _run_sdpa)
+    return _plan_short(call) if call.is_short and call.key.numel() else _plan_prefill(call)
+
+
+def _run_reference(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+    report("reference")
+    return attention_reference(call)
+
+
+def _run_sdpa(call: AttentionCall) -> tuple[Tensor, None]:
+    return sdpa(call.query, call.key, call.value, call.scale), None
+
+
+def sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    """Compute an exact causal call by PyTorch's attention: a prompt, or one query over all keys."""
+    report("sdpa")
+    out = scaled_dot_product_attention(
+        query, key, value, is_causal=query.shape[2] > 1, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return out.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _plan_prefill(call: AttentionCall) -> AttentionPlan:
+    """Plan a call on the quantizers and the fastest prefill kernel."""
     from ..runtime.plan import make_plan  # the reference needs no Triton
 
-    info = TensorLayout.dense((call.key.shape[0], 4), torch.int32, device) if call.has_seq_info else None
+    device, q_len, has_info = call.query.device, call.query.shape[2], call.has_seq_info
+    info = TensorLayout.dense((call.key.shape[0], 4), torch.int32, device) if has_info else None
     geometry = AttentionGeometry.of(call, info)
     recipe = call.effective_recipe
     if geometry.low_tiles(q_len, recipe.diagonal_tiles, recipe.sink_tiles) == range(0):
@@ -124,22 +103,45 @@ def plan(call: AttentionCall) -> PrefillPlan | ShortPlan | SDPAPlan | ReferenceP
     arch = chip.device_arch(device)
     path = select_compute_path(recipe, arch, max(call.query.shape[3], call.value.shape[3]))
     shape = PrefillShape(call.query, call.key, call.value, geometry, arch, call.softcap is not None)
-    kernel, config = select_kernel(shape, path)
+    config = select_config(shape, path)
 
     def launch(query: Any, key: Any, value: Any, sinks: Any, mask: Any, seq_info: Any, tile_counts: Any) -> Any:
-        placed = replace(geometry, mask=of_four_dimensions(mask), seq_info=seq_info)
+        placed = replace(geometry, mask=mask, seq_info=seq_info)
         operands = quantize_operands(query, key, value, recipe, path, placed)
         out, lse = new_results(query, value)
         if lse.numel():
-            inputs = AttentionInputs(
+            launch_attention(AttentionInputs(
                 query, operands, placed, recipe, config, out, lse, call.score_scale, call.softcap, sinks,
                 None if operands.low is None else tile_counts,
-            )  # fmt: skip
-            kernel.launch(inputs)
+            ))  # fmt: skip
         return (out, lse) if call.needs_lse else (out,)
 
-    layouts: tuple[Any, ...] = (call.query, call.key, call.value, call.sinks, geometry.mask, info, call.tile_counts)
-    return PrefillPlan(kernel.name, make_plan(launch, layouts, device))
+    layouts = (call.query, call.key, call.value, call.sinks, geometry.mask, info, call.tile_counts)
+    launches = make_plan(launch, layouts, device)
+    may_saturate = call.recipe.pv != UNQUANTIZED
+
+    def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+        if may_saturate:
+            warn_if_saturated()  # in earlier calls, which the host did not wait for
+        report(config.kernel)
+        info = call.seq_info() if has_info else None
+        out, *others = launches.run((call.query, call.key, call.value, call.sinks, call.mask, info, call.tile_counts))
+        return out, others[0] if others else None
+
+    return AttentionPlan(config.kernel, run, launches)
+
+
+def launch_attention(inputs: AttentionInputs) -> None:
+    """Launch the attention kernel that the configuration belongs to."""
+    if isinstance(inputs.config, PortableConfig):
+        from . import portable
+
+        portable.launch(inputs)
+        return
+    from .hopper import host
+
+    launch = host.launch_multi_cta if isinstance(inputs.config, MultiCTAConfig) else host.launch_warp_specialized
+    launch(inputs)
 
 
 def _suits_sdpa(call: AttentionCall) -> bool:
@@ -164,26 +166,45 @@ def _suits_sdpa(call: AttentionCall) -> bool:
     return geometry.low_tiles(q_len, call.recipe.diagonal_tiles, call.recipe.sink_tiles) == range(0)
 
 
-def _plan_short(call: AttentionCall) -> ShortPlan:
-    """Plan a short call on the split-KV kernels."""
-    from ..runtime.plan import make_plan
+def _plan_short(call: AttentionCall) -> AttentionPlan:
+    """Plan a short call on the split-KV kernels. They read positions from the caller; the plan has no lengths."""
+    from ..runtime.plan import NUMBER, make_plan
     from .split_kv import launch
 
-    window = AttentionGeometry.of(call).window
-    row_tensors, lead = call.row_tensors, call.lead
+    window, kv_heads, has_mask = AttentionGeometry.of(call).window, call.key.shape[1], call.mask is not None
 
-    def run(query: Any, key: Any, value: Any, sinks: Any, mask: Any, *row_tensors: Any) -> Any:
-        out, lse = new_results(query, value)
+    def launch_both(
+        query: Any, key: Any, value: Any, mask: Any, sinks: Any, q_offset: Any, kv_offset: Any, kv_range: Any,
+        lead: Any, kv_len: Any, *strides: Any,
+    ) -> Any:  # fmt: skip
+        out, lse = new_results(query, call.value)
         if lse.numel():
             launch(
-                query, key, value, out, lse, sinks, of_four_dimensions(mask), *row_tensors,
-                lead=lead, window=window, softcap=call.softcap, scale=call.score_scale,
+                query, Strided(key, *strides[:4]), Strided(value, *strides[4:8]),
+                Strided(mask.view(torch.uint8), *strides[8:]) if has_mask else Strided.of(None),
+                out, lse, sinks, q_offset, kv_offset, kv_range, kv_heads=kv_heads, kv_len=kv_len, lead=lead,
+                window=window, softcap=call.softcap, scale=call.score_scale,
             )  # fmt: skip
         return (out, lse) if call.needs_lse else (out,)
 
-    mask = of_four_dimensions(call.mask)
-    layouts: tuple[Any, ...] = (call.query, call.key, call.value, call.sinks, mask, *row_tensors)
-    return ShortPlan(make_plan(run, layouts, call.query.device))
+    layouts = (call.query, call.key, call.value, call.mask, call.sinks, *call.row_tensors)
+    launches = make_plan(launch_both, (*layouts, *(NUMBER,) * (14 if has_mask else 10)), call.query.device)
+
+    def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+        report("split-KV")
+        key, value, mask = call.key, call.value, call.mask
+        strides = (*key.stride(), *value.stride())
+        if has_mask:
+            strides = (*strides, *(0,) * (4 - mask.ndim), *broadcast_strides(mask))
+        out, *others = launches.run(
+            (call.query, key, value, mask, call.sinks, *call.row_tensors, call.lead, key.shape[2], *strides)
+        )
+        return out, others[0] if others else None
+
+    return AttentionPlan("split-KV", run, launches)
+
+
+plan = Plans()
 
 
 def quantize_operands(

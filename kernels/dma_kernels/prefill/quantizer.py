@@ -20,10 +20,10 @@ from ..numerics.recipe import Recipe
 from ..numerics.saturation import saturation_counter
 from ..numerics.transforms import hadamard_size
 from ..runtime import chip
-from ..runtime.compute_path import ComputePath
 from ..runtime.descriptors import Strided
 from ..runtime.launch import blocks_of_heads, launch_kernel
 from ..runtime.operand_formats import DEQUANTIZED, E5M2, RAW, TILE_SCALED, OperandFormat, Scale, dequantized_dtype
+from .config import ComputePath
 from .constants import QuantizerConstants
 from .operands import Operands, TileOperands
 from .quantizer_kernel import quantize_kernel, query_global_scale_kernel

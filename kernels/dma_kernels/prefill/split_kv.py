@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 import triton
-from torch import Tensor
 
 from ..numerics.geometry import LOG2_E
 from ..runtime import chip
-from ..runtime.descriptors import Strided, broadcast_strides
+from ..runtime.descriptors import Strided
 from ..runtime.launch import launch_kernel
 from .config import split_kv_config
 from .constants import SplitKVConstants
@@ -22,8 +21,9 @@ from .split_kv_kernel import PerRow, Splits, combine_splits_kernel, split_kv_ker
 
 
 def launch(
-    query: Any, key: Any, value: Any, out: Tensor, lse: Tensor, sinks: Any, mask: Any, q_offset: Any, kv_offset: Any,
-    kv_range: Any, *, lead: int, window: int | None, softcap: float | None, scale: float,
+    query: Any, key: Strided, value: Strided, mask: Strided, out: Any, lse: Any, sinks: Any, q_offset: Any,
+    kv_offset: Any, kv_range: Any, *, kv_heads: int, kv_len: Any, lead: Any, window: int | None,
+    softcap: float | None, scale: float,
 ) -> None:  # fmt: skip
     """Launch both kernels, for exact causal attention; the first starts after all earlier work.
 
@@ -31,19 +31,21 @@ def launch(
         query: ``[B, Hq, Tq, D]``, 16-bit, any strides.
         key: ``[B, Hkv, Tk, D]``, likewise.
         value: ``[B, Hkv, Tk, Dv]``, likewise.
+        mask: Bytes with strides that broadcast to ``[B, Hq, Tq, Tk]``; may be missing.
         out: Output, ``[B, Hq, Tq, Dv]``, unit stride of channels.
         lse: Log of the softmax denominator, fp32 ``[B, Hq, Tq]``, contiguous.
         sinks: Sink logits ``[Hq]``, contiguous, or ``None``.
-        mask: Boolean with four dimensions that broadcast to ``[B, Hq, Tq, Tk]``, or ``None``.
         q_offset: Positions of query 0, integer ``[B]``, ``[1]`` or ``[]``, or ``None`` if ``lead`` has them.
         kv_offset: Positions of key 0, likewise.
         kv_range: Visible keys, integer ``[B, 2]``, or ``None`` for all.
+        kv_heads: ``Hkv``.
+        kv_len: ``Tk``.
         lead: Position of query 0 minus that of key 0, with 0 for those in tensors.
         window: Sliding window.
         softcap: Softcap of the scores.
         scale: Scale of the scores.
     """
-    (batch, q_heads, q_len, head_dim), (kv_heads, kv_len, value_dim) = query.shape, value.shape[1:]
+    (batch, q_heads, q_len, head_dim), value_dim = query.shape, out.shape[3]
     rows = q_heads // kv_heads * q_len
     config = split_kv_config(chip.device_arch(query.device), head_dim, value_dim, rows)
     constants = SplitKVConstants(
@@ -58,10 +60,9 @@ def launch(
         out=query.new_empty((split_rows, value_dim), dtype=torch.float32),
         lse=query.new_empty((split_rows,), dtype=torch.float32),
     )
-    mask = Strided.of(None) if mask is None else Strided(mask.view(torch.uint8), *broadcast_strides(mask))
     launch_kernel(
         split_kv_kernel, {"CONFIG": constants}, (ctas, 1, 1),
-        Strided.of(query), Strided.of(key), Strided.of(value), mask, splits,
+        Strided.of(query), key, value, mask, splits,
         PerRow.of(q_offset), PerRow.of(kv_offset), PerRow.of(kv_range), lead, q_len, kv_len, window, batch, m_blocks,
         None if softcap is None else softcap * LOG2_E, scale * LOG2_E,
         num_warps=config.num_warps, num_stages=config.num_stages,

@@ -88,9 +88,9 @@ def launch_kernel(kernel: Any, constants: Mapping[str, Any], grid: Grid, *argume
     _launcher.get()(KernelLaunch(kernel, grid, arguments, values, {**constants, **FP_FUSION, **options}))
 
 
-def launch_by_triton(launch: KernelLaunch) -> Any:
-    """Launch through Triton, which compiles the kernel; return the compiled kernel."""
-    return launch.kernel[launch.grid](*launch.arguments, **launch.keywords)
+def launch_by_triton(launch: KernelLaunch, arguments: Sequence[Any] | None = None) -> Any:
+    """Launch through Triton, with other arguments if given; it compiles the kernel. Return the compiled kernel."""
+    return launch.kernel[launch.grid](*(launch.arguments if arguments is None else arguments), **launch.keywords)
 
 
 _launcher: ContextVar[Callable[[KernelLaunch], Any]] = ContextVar("launcher", default=launch_by_triton)
@@ -170,15 +170,7 @@ def direct_launch(launch: KernelLaunch, compiled: Any) -> DirectLaunch | None:
     return DirectLaunch(compiled, launch.grid)
 
 
-def leaves(argument: Any) -> Iterator[Any]:
-    """Yield the leaves of possibly nested tuples."""
-    if isinstance(argument, tuple):
-        for each in argument:
-            yield from leaves(each)
-    else:
-        yield argument
-
-
+_STAY: AbstractContextManager[object] = nullcontext()
 _bound = threading.local()
 """Attribute ``devices``: the devices whose CUDA context is bound to this thread."""
 
@@ -198,10 +190,11 @@ def settings() -> tuple[Any, ...]:
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Make a CUDA device current for the launches of a call; on a CPU, the interpreter runs kernels."""
     if device.type != "cuda":
-        return nullcontext()
-    _bind_context(device)
+        return _STAY
+    if device not in _bound.__dict__.setdefault("devices", set()):
+        _bind_context(device)
     is_current = device.index is None or device.index == torch.cuda.current_device()
-    return nullcontext() if is_current else torch.cuda.device(device)
+    return _STAY if is_current else torch.cuda.device(device)
 
 
 def _bind_context(device: torch.device) -> None:
@@ -209,12 +202,10 @@ def _bind_context(device: torch.device) -> None:
 
     Triton's own launch binds it too late: the driver encodes tensor descriptors before that.
     """
-    devices = _bound.__dict__.setdefault("devices", set())
-    if device not in devices:
-        with torch.cuda.device(device):
-            # Unlike most CUDA calls, allowed during graph capture.
-            torch.cuda.Event().record()  # type: ignore[no-untyped-call]
-        devices.add(device)
+    with torch.cuda.device(device):
+        # Unlike most CUDA calls, allowed during graph capture.
+        torch.cuda.Event().record()  # type: ignore[no-untyped-call]
+    _bound.devices.add(device)
 
 
 def current_stream() -> int:
@@ -232,14 +223,10 @@ def launches_directly(kernels: Sequence[Any]) -> bool:
         _warn_of_slow_launches()
         return False
     hooks = triton.knobs.runtime
-    if _is_hooked(hooks.launch_enter_hook) or _is_hooked(hooks.launch_exit_hook):
-        return False
+    for hook in (hooks.launch_enter_hook, hooks.launch_exit_hook):
+        if hook is not None and getattr(hook, "calls", True):  # a function, or a chain of functions
+            return False
     return getattr(hooks, "add_stages_inspection_hook", None) is None  # exists since 3.7
-
-
-def _is_hooked(hook: Any) -> bool:
-    """Whether a hook does anything: ``None``, a function, or a chain of functions."""
-    return hook is not None and bool(getattr(hook, "calls", True))
 
 
 @functools.cache

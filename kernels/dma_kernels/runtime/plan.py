@@ -1,17 +1,18 @@
 """Launch plans: the allocations and launches of a call, computed once per set of tensor layouts.
 
 A model calls attention with the same tensor layouts in every layer and step. Kernels, grids and integer arguments are
-then the same each time; only addresses change. :func:`make_plan` runs the host code on :class:`PlannedTensor`, which
-has a layout but no memory, and records the launches. The first run of a plan calls the host code on real tensors, and
-Triton compiles the kernels. Later runs allocate, fill in addresses, and launch the compiled kernels.
+then the same each time; only addresses change. :func:`make_plan` runs the host code once, on :class:`PlannedTensor`,
+and records its allocations and launches. A run allocates, fills in the addresses and launches: the first time through
+Triton, which compiles, later by the compiled kernels.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
-from types import CodeType
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -26,7 +27,6 @@ from .launch import (
     launch_by_triton,
     launches_directly,
     launching,
-    leaves,
     on_device,
     settings,
 )
@@ -35,42 +35,58 @@ _WORKSPACE_ALIGNMENT = 256
 """Alignment of tensors in the workspace, in bytes: that of PyTorch's own allocations."""
 
 
-class PlannedTensor:
-    """Placeholder for a tensor while a plan is made: a layout and the slot of an address.
+class PlannedTensor(TensorLayout):
+    """A layout that stands for a tensor while a plan is made, with the part of its interface that host code needs."""
 
-    Together with its layout's attributes, it has the part of a tensor's interface that host code needs.
-    """
+    plan: PlanBuilder
+    slot: int  # index of the tensor in the plan
 
-    __slots__ = ("layout", "plan", "slot")
-
-    def __init__(self, plan: PlanBuilder, slot: int, layout: TensorLayout) -> None:
-        self.plan, self.slot, self.layout = plan, slot, layout
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.layout, name)
+    @classmethod
+    def in_slot(cls, plan: PlanBuilder, slot: int, layout: TensorLayout) -> PlannedTensor:
+        """Return the tensor with a slot of the plan, in a layout."""
+        made: PlannedTensor = tuple.__new__(cls, layout)
+        made.plan, made.slot = plan, slot
+        return made
 
     def view(self, dtype: torch.dtype) -> PlannedTensor:
         """Return the same bytes in another dtype of the same size."""
         assert dtype.itemsize == self.dtype.itemsize, "a planned tensor is viewed in a dtype of the same size"
-        return PlannedTensor(self.plan, self.slot, self.layout._replace(dtype=dtype))
+        return self.in_slot(self.plan, self.slot, self._replace(dtype=dtype))
 
     def as_strided(self, size: Sequence[int], stride: Sequence[int]) -> PlannedTensor:
         """Return a view that begins at the same element."""
-        layout = self.layout._replace(shape=torch.Size(size), strides=tuple(stride))
-        return PlannedTensor(self.plan, self.slot, layout)
+        return self.in_slot(self.plan, self.slot, self._replace(shape=torch.Size(size), strides=tuple(stride)))
 
     def transpose(self, first: int, second: int) -> PlannedTensor:
-        order = list(range(self.ndim))
-        order[first], order[second] = order[second], order[first]
-        return self.as_strided([self.shape[i] for i in order], [self.stride(i) for i in order])
+        """Return a view with two dimensions exchanged."""
+        shape, strides = list(self.shape), list(self.strides)
+        for sizes in (shape, strides):
+            sizes[first], sizes[second] = sizes[second], sizes[first]
+        return self.as_strided(shape, strides)
 
     def new_empty(self, size: Sequence[int], *, dtype: torch.dtype | None = None) -> PlannedTensor:
         """Plan an allocation on the same device."""
-        return self.plan.allocate(size, dtype or self.dtype, self.device, is_zeroed=False)
+        made: PlannedTensor = self.plan.add(TensorLayout.dense(tuple(size), dtype or self.dtype, self.device))
+        return made
 
     def new_zeros(self, size: Sequence[int], *, dtype: torch.dtype | None = None) -> PlannedTensor:
         """Plan an allocation that is filled with zeros before the first launch."""
-        return self.plan.allocate(size, dtype or self.dtype, self.device, is_zeroed=True)
+        made = self.new_empty(size, dtype=dtype)
+        self.plan.zeroed.add(made.slot)
+        return made
+
+
+class PlannedNumber:
+    """Stands for an integer that calls of a plan do not share. Host code can only pass it to a launch."""
+
+    __slots__ = ("slot",)
+
+    def __init__(self, slot: int) -> None:
+        self.slot = slot
+
+
+NUMBER = "number"
+"""In place of the layout of an input that is an integer."""
 
 
 @dataclass
@@ -78,25 +94,18 @@ class PlanBuilder:
     """Records the allocations and launches of host code."""
 
     # inputs and allocations in order of creation, by slot; ``None`` for a missing input
-    tensors: list[PlannedTensor | None] = field(default_factory=list)
+    slots: list[Any] = field(default_factory=list)
     zeroed: set[int] = field(default_factory=set)  # slots of the allocations that are zeroed
     launches: list[KernelLaunch] = field(default_factory=list)  # in order
 
-    def add_input(self, layout: TensorLayout | None) -> PlannedTensor | None:
-        """Add the next input of the call."""
-        tensor = None if layout is None else PlannedTensor(self, len(self.tensors), layout)
-        self.tensors.append(tensor)
-        return tensor
-
-    def allocate(
-        self, size: Sequence[int], dtype: torch.dtype, device: torch.device, *, is_zeroed: bool
-    ) -> PlannedTensor:
-        """Add a tensor that each call allocates."""
-        tensor = PlannedTensor(self, len(self.tensors), TensorLayout.dense(tuple(size), dtype, device))
-        self.tensors.append(tensor)
-        if is_zeroed:
-            self.zeroed.add(tensor.slot)
-        return tensor
+    def add(self, kind: Any) -> Any:
+        """Add a slot for a tensor in a layout, for a ``NUMBER``, or for ``None``; return what stands for it."""
+        slot = len(self.slots)
+        made: Any = kind
+        if kind is not None:
+            made = PlannedNumber(slot) if kind is NUMBER else PlannedTensor.in_slot(self, slot, kind)
+        self.slots.append(made)
+        return made
 
     def launch(self, launch: KernelLaunch) -> None:
         """Add a launch. Real tensors among its arguments are the same in every call.
@@ -113,7 +122,7 @@ class PlanBuilder:
 
 
 class _Address:
-    """Placeholder for the tensor of a descriptor: a launch reads only its address."""
+    """Stands for the tensor of a descriptor: a launch reads only its address."""
 
     __slots__ = ("_address",)
 
@@ -124,105 +133,123 @@ class _Address:
         return self._address
 
 
+def _rebased(descriptor: Any, base: Any) -> Any:
+    """Return the descriptor of another tensor with the same layout, without repeating its checks."""
+    made = copy(descriptor)
+    made.base = base
+    return made
+
+
+def _is_planned(argument: Any) -> bool:
+    return isinstance(argument, (PlannedTensor, PlannedNumber))
+
+
+def _with_tensors(argument: Any, inputs: Mapping[int, Any]) -> Any:
+    """Return an argument of a launch with the inputs of a call, by slot, in place of what stands for them."""
+    if isinstance(argument, PlannedTensor):
+        tensor = inputs[argument.slot]
+        return tensor if tensor.dtype == argument.dtype else tensor.view(argument.dtype)
+    if isinstance(argument, PlannedNumber):
+        return inputs[argument.slot]
+    if isinstance(argument, tuple):
+        items = [_with_tensors(each, inputs) for each in argument]
+        return type(argument)(*items) if hasattr(argument, "_fields") else tuple(items)
+    base = getattr(argument, "base", None)
+    return _rebased(argument, _with_tensors(base, inputs)) if isinstance(base, PlannedTensor) else argument
+
+
 def _filler(
-    arguments: tuple[Any, ...], index: Mapping[int, int], direct: DirectLaunch
-) -> Callable[[Sequence[int]], tuple[Any, ...]]:
-    """Return a function that fills addresses into arguments with planned tensors and descriptors of them.
+    arguments: Sequence[Any], index: Mapping[int, int], direct: DirectLaunch
+) -> Callable[[Sequence[int]], Sequence[Any]]:
+    """Return a function that fills the inputs of a call into the arguments of a launch.
 
-    ``index`` is that of an address, by the slot of its tensor. The function is one compiled expression, because a
-    launch has up to a hundred arguments, some in tuples.
+    It takes addresses and numbers; ``index`` is that of a slot. They, constants and then tuples form one list, of which
+    arguments and tuples are items: no step of a call depends on the number of arguments.
     """
-    constants: dict[str, Any] = {}
-    descriptors = 0
+    first_constant = max(index.values(), default=-1) + 1
+    constants: list[Any] = []
+    tuples: list[list[int]] = []
+    descriptors: list[tuple[int, Callable[[int], Sequence[Any]]]] = []
 
-    def constant(value: Any) -> str:
-        name = f"c{len(constants)}"
-        constants[name] = value
-        return name
+    def place(argument: Any) -> int:
+        """Return the index of an argument in the list; tuples count from -1 down until all constants are known."""
+        if _is_planned(argument):
+            return index[argument.slot]
+        if isinstance(argument, tuple) and argument:
+            tuples.append([place(each) for each in argument])
+            return -len(tuples)
+        constants.append(argument.data_ptr() if isinstance(argument, Tensor) else argument)
+        return first_constant + len(constants) - 1
 
-    def expression(argument: Any) -> str:
-        if isinstance(argument, Tensor):
-            return constant(argument.data_ptr())
-        base = getattr(argument, "base", argument)
+    places: list[int] = []
+    for argument in arguments:
+        base = getattr(argument, "base", None)
         if isinstance(base, PlannedTensor):
-            address = f"addresses[{index[base.slot]}]"
-            if base is argument:
-                return address
-            nonlocal descriptors
-            describe = direct.descriptor(descriptors, _descriptor_maker(argument))
-            descriptors += 1
-            return f"*{constant(describe)}({address})"
-        if isinstance(argument, tuple) and any(map(_has_address, leaves(argument))):
-            items = "".join(f"{expression(each)}, " for each in argument)
-            return f"{constant(type(argument))}({items})" if hasattr(argument, "_fields") else f"({items})"
-        return constant(argument)
+            describe = direct.descriptor(len(descriptors), functools.partial(_descriptor_at, argument))
+            descriptors.insert(0, (len(places), describe))  # the last one first, so that others keep their indices
+            argument = base
+        places.append(place(argument))
+    first_tuple = first_constant + len(constants)
+    *pick_tuples, pick = (
+        _picker([first_tuple - 1 - i if i < 0 else i for i in indices]) for indices in (*tuples, places)
+    )
 
-    source = f"lambda addresses: ({''.join(f'{expression(each)}, ' for each in arguments)})"
-    function: Callable[[Sequence[int]], tuple[Any, ...]] = eval(_code(source), constants)
-    return function
+    def fill(numbers: Sequence[int]) -> Sequence[Any]:
+        items = [*numbers, *constants]
+        for pick_tuple in pick_tuples:
+            items.append(pick_tuple(items))
+        filled = pick(items)
+        if descriptors:
+            parts = list(filled)
+            for i, describe in descriptors:
+                parts[i : i + 1] = describe(parts[i])
+            return tuple(parts)
+        return filled
 
-
-@functools.lru_cache(maxsize=256)
-def _code(source: str) -> CodeType:
-    """Compile an expression; cached, because calls that differ only in length share it."""
-    return compile(source, "<arguments of a launch>", "eval")
-
-
-def _has_address(argument: Any) -> bool:
-    return isinstance(getattr(argument, "base", argument), (PlannedTensor, Tensor))
+    return fill
 
 
-def _descriptor_maker(descriptor: Any) -> Callable[[int], Any]:
-    """Return a function that makes the same descriptor for another address, without repeating its checks."""
-    kind = type(descriptor)
-    attributes = {name: value for name, value in vars(descriptor).items() if name != "base"}
+def _picker(indices: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """Return a function from a list to the tuple of its items at some indices."""
+    if len(indices) == 1:  # itemgetter would not return a tuple
+        return lambda items: (items[indices[0]],)
+    return itemgetter(*indices)
 
-    def make(address: int) -> Any:
-        made: Any = object.__new__(kind)
-        made.__dict__.update(attributes, base=_Address(address))
-        return made
 
-    return make
+def _descriptor_at(descriptor: Any, address: int) -> Any:
+    return _rebased(descriptor, _Address(address))
 
 
 class LaunchPlan:
     """The allocations and launches of a call. Safe to share between threads.
 
-    The first run goes through Triton's own launch, which compiles. Later ones launch the compiled kernels, and allocate
-    everything except the results as one workspace.
+    The first run launches through Triton, which compiles; later ones launch the compiled kernels. Everything that a
+    call allocates except its results is one workspace.
     """
 
     def __init__(
-        self,
-        function: Callable[..., Sequence[Any]],
-        builder: PlanBuilder,
-        inputs: int,
-        results: Sequence[PlannedTensor],
-        device: torch.device,
+        self, builder: PlanBuilder, inputs: int, results: Sequence[PlannedTensor], device: torch.device
     ) -> None:
         self.device = device
-        self._function = function
-        self._results = [(x.slot, x.shape, x.stride(), x.dtype) for x in results]
-        slots = {slot for slot, *_ in self._results}
-        assert len(slots) == len(results), "every result has memory of its own"
-        assert not slots & (builder.zeroed | set(range(inputs))), "results are allocated by the call and not zeroed"
-        allocated = [slot for slot in range(inputs, len(builder.tensors)) if slot not in slots]
+        self._results = [(x.shape, x.strides, x.dtype) for x in results]
+        of_results = [x.slot for x in results]
+        assert len(set(of_results)) == len(results), "every result has memory of its own"
+        assert not builder.zeroed & set(of_results), "results are not zeroed"
+        assert all(slot >= inputs for slot in of_results), "results are allocated by the call"
+        allocated = [slot for slot in range(inputs, len(builder.slots)) if slot not in of_results]
         allocated.sort(key=lambda slot: slot not in builder.zeroed)  # so that one fill zeroes all of them
-        self._offsets, self._zeroed_bytes, size = [], 0, 0
+        self._offsets, self._zeroed_bytes, self._workspace_bytes = [], 0, 0
         for slot in allocated:
-            tensor = builder.tensors[slot]
-            assert tensor is not None
-            self._offsets.append(size)
-            size += -(-tensor.nbytes // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
+            self._offsets.append(self._workspace_bytes)
+            self._workspace_bytes += -(-builder.slots[slot].nbytes // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
             if slot in builder.zeroed:
-                self._zeroed_bytes = size
-        self._workspace_bytes = size
-        order = [*range(inputs), *(slot for slot, *_ in self._results), *allocated]
-        self._index = {slot: i for i, slot in enumerate(order)}  # index of an address
+                self._zeroed_bytes = self._workspace_bytes
+        self._allocated = [builder.slots[slot] for slot in allocated]
+        self._slots = [*range(inputs), *of_results, *allocated]  # of the numbers that launches take
         self.launches = tuple(builder.launches)
         self._kernels = [launch.kernel for launch in self.launches]
-        # For each compiled kernel, a function that returns all its arguments, given all addresses, and its launch.
-        self._direct: list[tuple[Callable[[Sequence[int]], tuple[Any, ...]], Callable[..., None]]] = []
+        # For each compiled kernel, a function that returns all its arguments, given all numbers, and its launch.
+        self._direct: list[tuple[Callable[[Sequence[int]], Sequence[Any]], Callable[..., None]]] = []
         self._settings: tuple[Any, ...] | None = None  # Triton's settings when the kernels were compiled
 
     @property
@@ -230,71 +257,85 @@ class LaunchPlan:
         """Names of the kernels, in the order of their launches."""
         return [kernel.fn.__name__ for kernel in self._kernels]
 
-    def run(self, inputs: Sequence[Tensor | None], addresses: Sequence[int] | None = None) -> list[Tensor]:
+    def run(self, inputs: Sequence[Any], numbers: Sequence[int] | None = None) -> list[Tensor]:
         """Allocate and launch.
 
         Args:
-            inputs: Tensors with the layouts that the plan was made for.
-            addresses: Their addresses, 0 for ``None``, if the caller knows them.
+            inputs: Tensors with the layouts that the plan was made for, and integers.
+            numbers: What :func:`numbers_of` returns for them, if the caller knows it.
         """
         device = self.device
         with on_device(device):
-            if self._settings != settings() or not launches_directly(self._kernels):
-                return self._run_by_triton(inputs)
-            results = [
-                torch.empty_strided(shape, strides, dtype=dtype, device=device)
-                for _, shape, strides, dtype in self._results
-            ]
-            if addresses is None:
-                addresses = addresses_of(inputs)
-            addresses = [*addresses, *(result.data_ptr() for result in results)]
+            results = []
+            for shape, strides, dtype in self._results:
+                results.append(torch.empty_strided(shape, strides, dtype=dtype, device=device))
+            workspace = None
             if self._workspace_bytes:
                 workspace = torch.empty(self._workspace_bytes, dtype=torch.uint8, device=device)
                 if self._zeroed_bytes:
                     workspace[: self._zeroed_bytes].zero_()
+            if self._settings != settings() or not launches_directly(self._kernels):
+                self._launch_by_triton([*inputs, *results, *self._views(workspace)])
+                return results
+            filled = numbers_of(inputs) if numbers is None else [*numbers]
+            for result in results:
+                filled.append(result.data_ptr())
+            if workspace is not None:
                 start = workspace.data_ptr()
-                addresses += [start + offset for offset in self._offsets]
+                for offset in self._offsets:
+                    filled.append(start + offset)
             stream = current_stream()
             for fill, launch in self._direct:
-                launch(fill(addresses), stream)
+                launch(fill(filled), stream)
         return results
 
-    def _run_by_triton(self, inputs: Sequence[Tensor | None]) -> list[Tensor]:
-        """Run the host code on real tensors, and keep the direct launches of its kernels for later calls."""
-        compiled_under, compiled = settings(), []
-        with launching(lambda launch: compiled.append(launch_by_triton(launch))):
-            results = self._function(*inputs)
-        launched = [(each, direct_launch(each, kernel)) for each, kernel in zip(self.launches, compiled, strict=True)]
-        self._direct = [
-            (_filler((*each.arguments, *each.constants), self._index, direct), direct.run)
-            for each, direct in launched
-            if direct is not None
-        ]
-        self._settings = compiled_under if len(self._direct) == len(self.launches) else None
-        return list(results)
+    def _views(self, workspace: Tensor | None) -> list[Tensor]:
+        """Return the tensors in the workspace, as vectors."""
+        views = []
+        for planned, offset in zip(self._allocated, self._offsets, strict=True):
+            assert workspace is not None
+            views.append(workspace[offset : offset + planned.nbytes].view(planned.dtype))
+        return views
+
+    def _launch_by_triton(self, given: Sequence[Any]) -> None:
+        """Launch through Triton, and keep the direct launches of the compiled kernels for later calls."""
+        by_slot, compiled_under = dict(zip(self._slots, given, strict=True)), settings()
+        index = {slot: i for i, slot in enumerate(self._slots)}
+        found = []
+        for launch in self.launches:
+            arguments = _with_tensors(launch.arguments, by_slot)
+            direct = direct_launch(launch, launch_by_triton(launch, arguments))
+            if direct is not None:
+                found.append((_filler((*launch.arguments, *launch.constants), index, direct), direct.run))
+        self._settings = None  # another thread must not launch some of them
+        if len(found) == len(self.launches):
+            self._direct, self._settings = found, compiled_under
 
 
-def addresses_of(tensors: Sequence[Tensor | None]) -> list[int]:
-    """Return the addresses of tensors, 0 for ``None``."""
-    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+def numbers_of(inputs: Sequence[Any]) -> list[int]:
+    """Return the addresses of tensors, 0 for ``None``, and integers unchanged."""
+    numbers = []
+    for given in inputs:
+        numbers.append(0 if given is None else given if isinstance(given, int) else given.data_ptr())
+    return numbers
 
 
 def make_plan(
-    function: Callable[..., Sequence[PlannedTensor]], inputs: Sequence[TensorLayout | None], device: torch.device
+    function: Callable[..., Sequence[PlannedTensor]], inputs: Sequence[Any], device: torch.device
 ) -> LaunchPlan:
-    """Plan the allocations and launches of a function.
+    """Plan the allocations and launches of a function, which runs once.
 
     Args:
-        function: Takes the inputs in order, planned or real ones. It may look at layouts, allocate with ``new_empty``
-            and ``new_zeros``, and launch with :func:`~dma_kernels.runtime.launch.launch_kernel`. It returns some of its
+        function: Takes the planned inputs in order. It may look at layouts, allocate with ``new_empty`` and
+            ``new_zeros``, and launch with :func:`~dma_kernels.runtime.launch.launch_kernel`. It returns some of its
             allocations.
-        inputs: Layouts of the inputs; ``None`` for one that is missing.
+        inputs: Layouts of the inputs; ``None`` for one that is missing, and ``NUMBER`` for an integer.
         device: Device of all tensors.
     """
     builder = PlanBuilder()
     with launching(builder.launch):
-        results = function(*map(builder.add_input, inputs))
-    return LaunchPlan(function, builder, len(inputs), results, device)
+        results = function(*map(builder.add, inputs))
+    return LaunchPlan(builder, len(inputs), results, device)
 
 
 class Planned:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from dma_kernels import attention, attention_with_lse
+from dma_kernels.prefill.config import select_compute_path
 from dma_kernels.runtime import chip
-from dma_kernels.runtime.compute_path import select_compute_path
 from dma_kernels.testing import assert_bits_equal, random_qkv, relative_error
 from prefill_cases import (
     CASES,

@@ -6,8 +6,8 @@ import pytest
 import torch
 from dma_kernels.numerics.formats import TILE
 from dma_kernels.numerics.geometry import AttentionGeometry
+from dma_kernels.prefill.config import ROWS
 from dma_kernels.prefill.hopper.bitmask import pack_mask
-from dma_kernels.prefill.hopper.select import ROWS
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs these")
 

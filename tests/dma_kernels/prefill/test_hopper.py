@@ -20,25 +20,29 @@ from dma_kernels.numerics.geometry import LOG2_E, AttentionGeometry
 from dma_kernels.numerics.layout import TensorLayout
 from dma_kernels.numerics.quantize import e8m0_to_float, quantize
 from dma_kernels.numerics.transforms import hadamard_rotate
+from dma_kernels.prefill import config as configs
 from dma_kernels.prefill import operands
 from dma_kernels.prefill.config import (
+    ROWS,
+    ComputePath,
     MultiCTAConfig,
+    PortableConfig,
     PrefillShape,
     WarpSpecializedConfig,
+    configure_multi_cta,
+    configure_warp_specialized,
     multi_cta_config,
+    select_compute_path,
+    select_config,
     warp_specialized_config,
 )
 from dma_kernels.prefill.hopper import host as hopper
 from dma_kernels.prefill.hopper import quantize_q as query_quantizer
-from dma_kernels.prefill.hopper import select
 from dma_kernels.prefill.hopper.quantize_q import quantize_q
-from dma_kernels.prefill.hopper.select import ROWS, configure_multi_cta, configure_warp_specialized
 from dma_kernels.prefill.operands import AttentionInputs, Operands
-from dma_kernels.prefill.plan import new_results, plan
+from dma_kernels.prefill.plan import launch_attention, new_results, plan
 from dma_kernels.prefill.quantizer import query_global_scale
-from dma_kernels.prefill.registry import MULTI_CTA, PORTABLE, WARP_SPECIALIZED, PrefillKernel, select_kernel
 from dma_kernels.runtime import chip
-from dma_kernels.runtime.compute_path import ComputePath, select_compute_path
 from dma_kernels.runtime.operand_formats import DEQUANTIZED, E4M3, E5M2, INT8, RAW, OperandFormat
 from dma_kernels.testing import assert_bits_equal, random_qkv
 from prefill_cases import (
@@ -147,58 +151,58 @@ def test_warp_specialized_kernel_rejects_other_calls(call: dict[str, Any]) -> No
 
 def test_the_interpreter_always_selects_the_portable_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     path = select_compute_path(RECIPES["int8"], 90)
-    assert select_kernel(shape_of(), path)[0] is PORTABLE
+    assert isinstance(select_config(shape_of(), path), PortableConfig)
     monkeypatch.setattr(chip, "is_interpreted", lambda: False)
-    assert select_kernel(shape_of(), path)[0] is MULTI_CTA
+    assert isinstance(select_config(shape_of(), path), MultiCTAConfig)
 
 
 MASK = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)
 
 
 @pytest.mark.parametrize(("max_mean_keys", "min_rows", "call", "kernel"), [
-    (LENGTH, 0, {}, MULTI_CTA),
-    (0, 0, {}, WARP_SPECIALIZED),
-    (0, 0, {"softcap": True}, MULTI_CTA),
-    (0, 0, {"mask": MASK}, MULTI_CTA),
-    (0, 2 * LENGTH, {}, WARP_SPECIALIZED),
-    (0, 2 * LENGTH + 1, {}, MULTI_CTA),
-    (LENGTH // 2, 0, {}, MULTI_CTA),
-    (LENGTH // 2 - 1, 0, {}, WARP_SPECIALIZED),
-    (LENGTH - 1, 0, {"is_causal": False}, WARP_SPECIALIZED),
-    (200, 0, {"window": 200}, MULTI_CTA),
-    (199, 0, {"window": 200}, WARP_SPECIALIZED),
-    (200, 0, {"window": 100, "is_causal": False}, MULTI_CTA),
-    (199, 0, {"window": 100, "is_causal": False}, WARP_SPECIALIZED),
-    (0, 0, {"head_dim": 80}, PORTABLE),
-    (0, 0, {"change": misaligned}, PORTABLE),
+    (LENGTH, 0, {}, MultiCTAConfig),
+    (0, 0, {}, WarpSpecializedConfig),
+    (0, 0, {"softcap": True}, MultiCTAConfig),
+    (0, 0, {"mask": MASK}, MultiCTAConfig),
+    (0, 2 * LENGTH, {}, WarpSpecializedConfig),
+    (0, 2 * LENGTH + 1, {}, MultiCTAConfig),
+    (LENGTH // 2, 0, {}, MultiCTAConfig),
+    (LENGTH // 2 - 1, 0, {}, WarpSpecializedConfig),
+    (LENGTH - 1, 0, {"is_causal": False}, WarpSpecializedConfig),
+    (200, 0, {"window": 200}, MultiCTAConfig),
+    (199, 0, {"window": 200}, WarpSpecializedConfig),
+    (200, 0, {"window": 100, "is_causal": False}, MultiCTAConfig),
+    (199, 0, {"window": 100, "is_causal": False}, WarpSpecializedConfig),
+    (0, 0, {"head_dim": 80}, PortableConfig),
+    (0, 0, {"change": misaligned}, PortableConfig),
 ])  # fmt: skip
 def test_the_fastest_kernel_that_supports_a_call_is_selected(
-    max_mean_keys: int, min_rows: int, call: dict[str, Any], kernel: PrefillKernel, monkeypatch: pytest.MonkeyPatch
+    max_mean_keys: int, min_rows: int, call: dict[str, Any], kernel: type[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chip, "is_interpreted", lambda: False)
     for name, changes in (
         ("multi_cta_config", {"max_mean_keys": max_mean_keys}),
         ("warp_specialized_config", {"min_keys": 0, "min_rows": min_rows}),
     ):
-        configure = getattr(select, name)
-        monkeypatch.setattr(select, name, lambda *a, f=configure, c=changes: (found := f(*a)) and replace(found, **c))
-    assert select_kernel(shape_of(**call), select_compute_path(RECIPES["balanced"], 90))[0] is kernel
+        configure = getattr(configs, name)
+        monkeypatch.setattr(configs, name, lambda *a, f=configure, c=changes: (found := f(*a)) and replace(found, **c))
+    assert isinstance(select_config(shape_of(**call), select_compute_path(RECIPES["balanced"], 90)), kernel)
 
 
 @pytest.mark.parametrize(("min_keys", "call", "kernel"), [
-    (LENGTH, {}, WARP_SPECIALIZED),
-    (LENGTH + 1, {}, MULTI_CTA),
-    (200, {"window": 200}, WARP_SPECIALIZED),
-    (201, {"window": 200}, MULTI_CTA),
+    (LENGTH, {}, WarpSpecializedConfig),
+    (LENGTH + 1, {}, MultiCTAConfig),
+    (200, {"window": 200}, WarpSpecializedConfig),
+    (201, {"window": 200}, MultiCTAConfig),
 ])  # fmt: skip
 def test_the_warp_specialized_kernel_is_selected_from_min_keys_on(
-    min_keys: int, call: dict[str, Any], kernel: PrefillKernel, monkeypatch: pytest.MonkeyPatch
+    min_keys: int, call: dict[str, Any], kernel: type[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chip, "is_interpreted", lambda: False)
     config = WarpSpecializedConfig(3, stages=4, registers=160, min_keys=min_keys, min_rows=0)
-    monkeypatch.setattr(select, "warp_specialized_config", lambda *_: config)
-    monkeypatch.setattr(select, "multi_cta_config", lambda *_: MultiCTAConfig(2, 1, 168, max_mean_keys=0))
-    assert select_kernel(shape_of(**call), select_compute_path(RECIPES["balanced"], 90))[0] is kernel
+    monkeypatch.setattr(configs, "warp_specialized_config", lambda *_: config)
+    monkeypatch.setattr(configs, "multi_cta_config", lambda *_: MultiCTAConfig(2, 1, 168, max_mean_keys=0))
+    assert isinstance(select_config(shape_of(**call), select_compute_path(RECIPES["balanced"], 90)), kernel)
 
 
 @pytest.mark.parametrize(("arch", "head_dim", "recipe", "is_there"), [
@@ -280,7 +284,7 @@ def test_multi_cta_kernel_rejects_other_calls(call: dict[str, Any]) -> None:
 def test_multi_cta_kernel_rejects_more_blocks_than_a_grid_has(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
     for most in (-(-LENGTH // ROWS), -(-LENGTH // ROWS) - 1):
-        monkeypatch.setattr(select, "MAX_CTAS", most)
+        monkeypatch.setattr(configs, "MAX_CTAS", most)
         taken.append(is_short_taken())
     assert taken == [True, False]
 
@@ -458,8 +462,7 @@ def emulated(is_short: bool, monkeypatch: pytest.MonkeyPatch) -> None:
             made = replace(made, query_global_scale=query_global_scale(query, recipe))
             layouts = map(TensorLayout.of, (query, key, value))
             shape = PrefillShape(*layouts, geometry, 90, has_softcap=call.softcap is not None)
-            kernel = MULTI_CTA if is_short else WARP_SPECIALIZED
-            config = kernel.configure(shape, path)
+            config = (configure_multi_cta if is_short else configure_warp_specialized)(shape, path)
             assert config is not None
             out, lse = new_results(query, value)
             sinks = None if call.sinks is None else call.sinks.contiguous()
@@ -467,7 +470,7 @@ def emulated(is_short: bool, monkeypatch: pytest.MonkeyPatch) -> None:
                 query, made, geometry, recipe, config, out, lse, call.score_scale, call.softcap, sinks,
                 call.tile_counts,
             )  # fmt: skip
-            kernel.launch(inputs)
+            launch_attention(inputs)
             return out, lse
 
     def plan_eagerly(call: AttentionCall) -> Any:

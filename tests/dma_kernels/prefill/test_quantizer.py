@@ -10,8 +10,8 @@ from dma_kernels import Recipe
 from dma_kernels.numerics.formats import TILE
 from dma_kernels.numerics.quantize import nvfp4_global_scale
 from dma_kernels.numerics.transforms import hadamard_rotate
+from dma_kernels.prefill.config import select_compute_path
 from dma_kernels.prefill.quantizer import quantize_keys_values, query_global_scale
-from dma_kernels.runtime.compute_path import select_compute_path
 from dma_kernels.testing import assert_bits_equal, random_qkv
 from quantized_operands import AMPERE, BLACKWELL, HOPPER, RECIPES, check
 from torch import Tensor

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from dma_kernels import attention, attention_with_lse
+from dma_kernels import api, attention, attention_with_lse
 from dma_kernels.prefill import plan as plans
 from dma_kernels.prefill.plan import plan
 from dma_kernels.runtime import chip
@@ -96,6 +96,42 @@ def test_offsets_beyond_32_bits_are_clamped() -> None:
     expected = attention(query, key, value, BALANCED, q_offset=1000, backend="triton")
     assert_bits_equal(out[0], expected[0])
     assert_bits_equal(out[1], torch.zeros_like(out[1]))
+
+
+def test_a_growing_cache_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With padding, a mask, a window that hides keys, and the default of ``q_offset`` as an int."""
+    used: list[Any] = []
+    monkeypatch.setattr(api, "plan", lambda layouts: (used.append(plan(layouts)), used[-1])[1])
+    for step, kv_len in enumerate((90, 91, 101, 107)):  # no multiples of 16, on which strides of masks are specialized
+        query, key, value = random_qkv(batch=2, q_heads=4, kv_heads=2, q_len=2, kv_len=kv_len, dtype=torch.float16)
+        mask = torch.rand(2, 1, 2, kv_len, generator=torch.Generator().manual_seed(step)) < 0.7
+        options: list[dict[str, Any]] = [
+            {"kv_range": torch.tensor([[40, kv_len], [0, kv_len]]), "kv_offset": torch.tensor([-40, 0])},
+            {"window": 50, "softcap": 5.0, "q_offset": kv_len - 2},
+            {"mask": mask.expand(2, 4, 2, kv_len)},
+        ]
+        for each in options:
+            ours, expected = (
+                attention(query, key, value, BALANCED, backend=backend, **each) for backend in ("triton", "reference")
+            )
+            assert relative_error(ours, expected) < 2e-3
+    made = [each for each in used if each.kernel == "split-KV"]
+    assert len(made) == 12
+    assert made == made[:3] * 4
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_short_call_is_checked_although_a_plan_covers_other_lengths(warm: bool) -> None:
+    query, key, value = random_qkv(q_len=2, kv_len=90, dtype=torch.float16)
+    mask = torch.ones(1, 1, 2, 90, dtype=torch.bool)
+    if warm:
+        attention(query, key, value, BALANCED, mask=mask, backend="triton")
+    with pytest.raises(ValueError, match="value must have the heads and tokens of key"):
+        attention(query, key, value[:, :, :80], BALANCED, mask=mask, backend="triton")
+    with pytest.raises(ValueError, match="mask must be broadcastable"):
+        attention(query, key, value, BALANCED, mask=mask[..., :80], backend="triton")
+    with pytest.raises(ValueError, match="mask must be broadcastable"):
+        attention(query, key[:, :, :80], value[:, :, :80], BALANCED, mask=mask, backend="triton")
 
 
 def test_other_lengths_launch_the_same_kernels() -> None:

@@ -20,7 +20,7 @@ from dma_kernels.runtime import plan as planning
 from dma_kernels.runtime.chip import triton_version
 from dma_kernels.runtime.descriptors import matrix_blocks
 from dma_kernels.runtime.launch import launch_kernel
-from dma_kernels.runtime.plan import LaunchPlan, PlannedTensor, make_plan
+from dma_kernels.runtime.plan import NUMBER, LaunchPlan, PlannedTensor, make_plan
 from dma_kernels.testing import random_qkv
 from torch import Tensor
 from triton.runtime import JITFunction
@@ -230,23 +230,34 @@ class Pair(NamedTuple):
     number: int
 
 
-def test_tuples_of_arguments_are_filled_and_keep_their_types() -> None:
-    """The compiled kernel gets a nested tuple with addresses."""
+def test_tuples_of_arguments_are_filled() -> None:
+    """The compiled kernel gets nested tuples with addresses, and Triton the tuples' own types with tensors."""
     kernel = JITFunction(_scale)
     layout = TensorLayout.dense((SIZE,), torch.float32, CPU)
 
-    def function(x: Any) -> list[Any]:
+    def function(x: Any, number: Any) -> list[Any]:
         out = x.new_empty((SIZE,))
-        launch_kernel(kernel, {"BLOCK": SIZE}, (1, 1, 1), (Pair(x, 2), 3), None, Pair(out, 4), 1.0)
+        launch_kernel(kernel, {"BLOCK": SIZE}, (1, 1, 1), (Pair(x, 2), (number,)), number, Pair(out, number), 1.0)
         return [out]
 
-    planned = make_plan(function, [layout], CPU).launches[0]
+    planned = make_plan(function, [layout, NUMBER], CPU).launches[0]
     arguments = (*planned.arguments, *planned.constants)
-    fill = planning._filler(arguments, {0: 0, 1: 1}, SimpleNamespace())  # type: ignore[arg-type]
-    filled = fill([11, 22])
-    assert filled == ((Pair(11, 2), 3), None, Pair(22, 4), 1.0, SIZE)
-    assert isinstance(filled[0][0], Pair)
-    assert isinstance(filled[2], Pair)
+    fill = planning._filler(arguments, {0: 0, 2: 1, 1: 2}, SimpleNamespace())  # type: ignore[arg-type]
+    for first, second, number in ((11, 22, 5), (33, 44, 6)):
+        assert fill([first, second, number]) == (((first, 2), (number,)), number, (second, number), 1.0, SIZE)
+    x, out = torch.zeros(2, SIZE).unbind()
+    filled = planning._with_tensors(planned.arguments, {0: x, 1: 5, 2: out})
+    (pair, numbers), number, other, factor = filled
+    assert isinstance(pair, Pair)
+    assert isinstance(other, Pair)
+    assert pair.tensor is x
+    assert other.tensor is out
+    assert (pair.number, numbers, number, other.number, factor) == (2, (5,), 5, 5, 1.0)
+
+
+def test_host_code_cannot_compute_with_a_number_of_each_call() -> None:
+    with pytest.raises(TypeError, match="PlannedNumber"):
+        make_plan(lambda x, number: [x.new_empty((number + 1,))], [layout_of(torch.ones(2)), NUMBER], CPU)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="launches nothing")

@@ -14,7 +14,7 @@ from ...numerics.formats import TILE
 from ...numerics.geometry import AttentionGeometry
 from ...runtime.descriptors import broadcast_strides
 from ...runtime.launch import launch_kernel
-from .select import ROWS
+from ..config import ROWS
 
 _TILE = tl.constexpr(TILE)
 

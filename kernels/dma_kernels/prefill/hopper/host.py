@@ -15,12 +15,12 @@ from ...numerics.geometry import LOG2_E
 from ...runtime.descriptors import head_blocks, matrix_blocks
 from ...runtime.launch import launch_kernel
 from ...runtime.operand_formats import RAW, TILE_SCALED
+from ..config import ROWS, is_dense_causal
 from ..constants import MultiCTAConstants, WarpSpecializedConstants
 from ..operands import AttentionInputs
 from .bitmask import PackedMask, pack_mask
 from .multi_cta import prefill_multi_cta_kernel
 from .quantize_q import QuantizedQueries, quantize_q
-from .select import ROWS, is_dense_causal
 from .warp_specialized import prefill_warp_specialized_kernel
 
 _DTYPES = {

@@ -13,11 +13,11 @@ from triton.experimental.gluon import language as gl
 from ...device.gluon import aggregate
 from ...device.tiles import TILE, TILE_SHIFT
 from ...device.tiles import load_positions as _load_positions_triton
+from .. import config
 from ..kernel import schedule as _schedule_triton
-from . import select
 
-ROWS = gl.constexpr(select.ROWS)
-ROWS_SHIFT = gl.constexpr(select.ROWS.bit_length() - 1)
+ROWS = gl.constexpr(config.ROWS)
+ROWS_SHIFT = gl.constexpr(config.ROWS.bit_length() - 1)
 BLOCK = gl.constexpr(TILE // 2)  # keys of a high-precision block: as many bytes in 16 bits as a tile in 8
 _BLOCK_SHIFT = gl.constexpr(TILE_SHIFT - 1)
 schedule = gluon.jit(_schedule_triton.fn)

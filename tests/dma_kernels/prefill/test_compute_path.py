@@ -6,7 +6,7 @@ import pytest
 import torch
 import triton
 from dma_kernels import Recipe
-from dma_kernels.runtime.compute_path import ComputePath, select_compute_path
+from dma_kernels.prefill.config import ComputePath, select_compute_path
 from dma_kernels.runtime.operand_formats import (
     DEQUANTIZED,
     E4M3,

@@ -1,0 +1,155 @@
+"""Registration of attention with PyTorch: an operator whose gradient is an operator.
+
+A compiler, autograd and a tensor mode see such a call as a single node, whichever backend runs. The gradient is that of
+exact attention (:func:`~dma_kernels.reference.attention.attention_gradient`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from .numerics.recipe import RECIPE_FIELDS, Recipe
+
+_SCHEMA_TYPES = {"int": "SymInt", "str | None": "str?", "float | None": "float?"}
+_SCHEMA_TYPES |= {name: name for name in ("bool", "float", "str")}
+_SETTINGS = "str backend, bool counts_tiles, " + ", ".join(
+    f"{_SCHEMA_TYPES[str(field.type)]} {field.name}" for field in fields(Recipe)
+)
+"""Arguments of forward operators after those that the gradient takes too."""
+SETTINGS = len(_SETTINGS.split(", "))
+
+
+def settings_of(recipe: Recipe, backend: str, counts_tiles: bool) -> tuple[Any, ...]:
+    """Return the last arguments of a forward operator."""
+    return (backend, counts_tiles, *(getattr(recipe, name) for name in RECIPE_FIELDS))
+
+
+def read_settings(settings: tuple[Any, ...]) -> tuple[Recipe, str, bool]:
+    """Return the arguments of :func:`settings_of`."""
+    backend, counts_tiles, *numerics = settings
+    return Recipe(**dict(zip(RECIPE_FIELDS, numerics, strict=True))), backend, counts_tiles
+
+
+def needs_operator(given: list[Any]) -> bool:
+    """Whether a compiler, autograd, a tensor mode or a subclass must see a call with these tensors as one operation.
+
+    Otherwise the backend is called directly, which saves about 70 us of operator dispatch.
+
+    Raises:
+        NotImplementedError: An input is a dual tensor, for which PyTorch would return zero derivatives.
+    """
+    if forward_ad._current_level >= 0 and any(map(_may_be_dual, given)):
+        raise NotImplementedError(
+            "attention has no derivative in forward mode, and one of its inputs is a dual tensor; use reverse mode "
+            "(backward, torch.autograd.grad)"
+        )
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        return True
+    if torch._C._get_tracing_state() is not None or torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    has_grad = torch.is_grad_enabled()
+    for tensor in given:
+        if (type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter) or tensor.is_meta:
+            return True
+        if has_grad and tensor.requires_grad:
+            return True
+    return False
+
+
+def _may_be_dual(tensor: Any) -> bool:
+    if not isinstance(tensor, Tensor):
+        return False
+    if torch._C._functorch.is_batchedtensor(tensor):  # its inner tensor cannot be queried
+        return True
+    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
+
+
+def _is_transformed() -> bool:
+    """Whether a transform of ``torch.func`` is active; a compiler has its own ones."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def register(
+    name: str,
+    arguments: str,
+    returns: str,
+    forward: Callable[..., Any],
+    fake: Callable[..., Any],
+    gradient: Callable[..., Any],
+    *,
+    has_vmap: bool,
+) -> Callable[..., Any]:
+    """Register an operator and its gradient, and return a function that calls the operator.
+
+    Args:
+        name: The operator's name; that of its gradient ends in ``_backward``.
+        arguments: Schema of the arguments of both. The first are ``query``, ``key`` and ``value``; one is ``sinks``.
+        returns: Schema of the results. Only the first is differentiable.
+        forward: Takes these arguments and :func:`settings_of` a call.
+        fake: The same for fake tensors.
+        gradient: Takes the gradient of the first result and these arguments. It returns the gradients of query, key,
+            value and sinks, ``None`` without sinks.
+        has_vmap: Whether ``torch.func.vmap`` applies.
+    """
+    names = [argument.split()[1] for argument in arguments.split(", ")]
+    at_sinks = names.index("sinks")
+
+    def run_gradient(grad_out: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        grad_q, grad_k, grad_v, grad_sinks = gradient(grad_out, *inputs)
+        return grad_q, grad_k, grad_v, grad_out.new_empty(0) if grad_sinks is None else grad_sinks
+
+    def fake_gradient(grad_out: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+        sinks = inputs[at_sinks]
+        empty = grad_out.new_empty(0) if sinks is None else torch.empty_like(sinks)
+        return (*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:3]), empty)
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        named = dict(zip(names, inputs, strict=False))
+        ctx.tensor_names = [name for name, value in named.items() if isinstance(value, Tensor)]
+        ctx.save_for_backward(*(named.pop(name) for name in ctx.tensor_names))
+        ctx.options, ctx.count = named, len(inputs)
+        ctx.mark_non_differentiable(*output[1:])
+
+    def backward(ctx: Any, grad_out: Tensor, *_others: Tensor | None) -> tuple[Tensor | None, ...]:
+        named = ctx.options | dict(zip(ctx.tensor_names, ctx.saved_tensors, strict=True))
+        *gradients, grad_sinks = run_backward(grad_out, *(named[name] for name in names))
+        gradients += [None] * (ctx.count - 3)
+        if named["sinks"] is not None:
+            gradients[at_sinks] = grad_sinks
+        return tuple(gradients)
+
+    def save_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        """The gradient has no gradient."""
+
+    def refuse(ctx: Any, *gradients: Tensor | None) -> Any:
+        raise RuntimeError("attention has no second derivative; differentiate once")
+
+    schema = f"({arguments}, {_SETTINGS}) -> ({returns})"
+    op = torch.library.custom_op(name, forward, mutates_args=(), schema=schema)
+    op.register_fake(fake)
+    op.register_autograd(backward, setup_context=save)
+    schema = f"(Tensor grad_out, {arguments}) -> (Tensor, Tensor, Tensor, Tensor)"
+    backward_op = torch.library.custom_op(f"{name}_backward", run_gradient, mutates_args=(), schema=schema)
+    backward_op.register_fake(fake_gradient)
+    run_backward = _unless_transformed(backward_op, save_nothing, refuse, has_vmap)
+    return _unless_transformed(op, save, backward, has_vmap)
+
+
+def _unless_transformed(op: Any, save: Any, backward: Any, has_vmap: bool) -> Callable[..., Any]:
+    """Return a function that calls an operator, under ``torch.func`` as one that its transforms can differentiate.
+
+    They do not support the gradient of a registered operator.
+    """
+    members = {"forward": staticmethod(op), "setup_context": staticmethod(save), "backward": staticmethod(backward)}
+    transformed: Any = type("_Transformed", (torch.autograd.Function,), {**members, "generate_vmap_rule": has_vmap})
+
+    def call(*inputs: Any) -> Any:
+        return transformed.apply(*inputs) if _is_transformed() else op(*inputs)
+
+    return call
