@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 from dma_kernels.prefill.hopper import (
+    attend,
+    barriers,
     epilogue,
     hadamard,
     mask,
@@ -303,7 +305,10 @@ class NamedBarriers:
                 Barrier.turned.notify_all()
 
 
-MODULES = (epilogue, hadamard, mask, mma, multi_cta, pipeline, skipping, softmax, tile_range, warp_specialized)
+MODULES = (
+    attend, barriers, epilogue, hadamard, mask, mma, multi_cta, pipeline, skipping, softmax, tile_range,
+    warp_specialized,
+)  # fmt: skip
 
 
 @cache

@@ -109,18 +109,18 @@ def _low_steps(item, high_steps):
 
 
 @jit
-def _first_item(i_cta, share, rest):
-    """Return the first work item of a CTA; ``rest`` of the CTAs, evenly spread, have one more than ``share``."""
-    return i_cta * share + i_cta * rest // gl.num_programs(0)
+def _first_item(i_cta, items_per_cta, extra_items):
+    """Return the first work item of a CTA; ``extra_items`` CTAs, evenly spread, have one more than the others."""
+    return i_cta * items_per_cta + i_cta * extra_items // gl.num_programs(0)
 
 
 @jit
-def _cta_of(item, share, rest):
+def _cta_of(item, items_per_cta, extra_items):
     """Return the CTA of a work item."""
     ctas = gl.num_programs(0)
-    i_cta = (item.to(gl.float32) * (ctas / (share * ctas + rest).to(gl.float32))).to(gl.int32)
-    i_cta += gl.where(_first_item(i_cta + 1, share, rest) <= item, 1, 0)
-    return i_cta - gl.where(_first_item(i_cta, share, rest) > item, 1, 0)
+    i_cta = (item.to(gl.float32) * (ctas / (items_per_cta * ctas + extra_items).to(gl.float32))).to(gl.int32)
+    i_cta += gl.where(_first_item(i_cta + 1, items_per_cta, extra_items) <= item, 1, 0)
+    return i_cta - gl.where(_first_item(i_cta, items_per_cta, extra_items) > item, 1, 0)
 
 
 @jit
@@ -224,17 +224,17 @@ def decode_kernel(
     SUMS: tl.constexpr = scores_layout(W)
     blocks = (GROUP * sizes.q_len + 7) // 8
     i_cta = gl.program_id(0)
-    # ---- the work items of all heads, and the share of this CTA
+    # ---- the work items of all heads, and those of this CTA
     total = 0
     for first_row in range(0, sizes.batch, _ROWS):
         row_items = _row_items(cache.lengths, first_row, sizes, CONFIG, HAS_NEW)
         total += gl.sum(row_items, 0)
     # At least one step over low tiles per CTA; some CTAs may get nothing.
-    share = total // gl.num_programs(0)
-    rest = gl.where(share < _LOW_ITEMS, 0, total - share * gl.num_programs(0))
-    share = gl.maximum(share, _LOW_ITEMS)
-    start = _first_item(i_cta, share, rest)
-    end = gl.minimum(_first_item(i_cta + 1, share, rest), total)
+    items_per_cta = total // gl.num_programs(0)
+    extra_items = gl.where(items_per_cta < _LOW_ITEMS, 0, total - items_per_cta * gl.num_programs(0))
+    items_per_cta = gl.maximum(items_per_cta, _LOW_ITEMS)
+    start = _first_item(i_cta, items_per_cta, extra_items)
+    end = gl.minimum(_first_item(i_cta + 1, items_per_cta, extra_items), total)
     item = start
     seen_rows = 0
     seen_items = 0
@@ -271,7 +271,7 @@ def decode_kernel(
         if first == 0:
             head = splits.heads + (i_b * CONFIG.KV_HEADS + i_kv) * 3
             gl.store(head, split)
-            gl.store(head + 1, _cta_of(head_start + work.items - 1, share, rest) - i_cta + 1)
+            gl.store(head + 1, _cta_of(head_start + work.items - 1, items_per_cta, extra_items) - i_cta + 1)
             gl.store(head + 2, stored)
         unquantized_row = i_b
         if cache.unquantized_rows is not None:

@@ -157,6 +157,24 @@ def _quantize_head(heads_ptr, key, value, cache, i_head, i_piece, new_len, sizes
     )  # fmt: skip
 
 
+@triton.jit
+def _quantize_tiles(ctas, i_cta, splits, key, value, cache, heads, new_len, sizes, max_tiles, CONFIG: tl.constexpr):
+    """Quantize this CTA's parts of completed tiles, of ``ctas`` CTAs, and count the new tokens in ``lengths``."""
+    task = i_cta + tl.arange(0, CONFIG.BLOCK_E) * ctas
+    is_task = task < heads * (2 * _PIECES)  # the same part of every head comes before the next part
+    stored = tl.load(splits.heads + task % heads * 3 + 2, mask=is_task, other=0)
+    is_first = (task < heads) & (task % CONFIG.KV_HEADS == 0)
+    tl.store(cache.lengths + task // CONFIG.KV_HEADS, stored + new_len, mask=is_first)
+    is_complete = is_task & (((tl.maximum(stored, 0) >> _TILE_SHIFT) + 1) * _TILE <= stored + new_len)
+    if tl.max(is_complete.to(tl.int32), 0) > 0:
+        for i in range(CONFIG.BLOCK_E):
+            i_task = i_cta + i * ctas
+            if i_task < heads * (2 * _PIECES):
+                _quantize_head(
+                    splits.heads, key, value, cache, i_task % heads, i_task // heads, new_len, sizes, max_tiles, CONFIG
+                )
+
+
 @triton.jit(
     do_not_specialize=["combine_ctas", "heads", "q_len", "max_tiles", "max_pages", "residual_tiles", "sink_tiles"]
 )
@@ -178,21 +196,10 @@ def combine_kernel(
     elif key.ptr is not None:
         if CONFIG.USE_PDL:
             gdc_wait()
-        quantize_ctas = tl.num_programs(0) - combine_ctas
-        task = i_cta - combine_ctas + tl.arange(0, CONFIG.BLOCK_E) * quantize_ctas
-        is_task = task < heads * (2 * _PIECES)  # the same piece of every head comes before the next piece
-        stored = tl.load(splits.heads + task % heads * 3 + 2, mask=is_task, other=0)
-        is_first = (task < heads) & (task % CONFIG.KV_HEADS == 0)
-        tl.store(cache.lengths + task // CONFIG.KV_HEADS, stored + q_len, mask=is_first)
-        is_complete = is_task & (((tl.maximum(stored, 0) >> _TILE_SHIFT) + 1) * _TILE <= stored + q_len)
-        if tl.max(is_complete.to(tl.int32), 0) > 0:
-            for i_e in range(CONFIG.BLOCK_E):
-                i_task = i_cta - combine_ctas + i_e * quantize_ctas
-                if i_task < heads * (2 * _PIECES):
-                    _quantize_head(
-                        splits.heads, key, value, cache, i_task % heads, i_task // heads, q_len, sizes, max_tiles,
-                        CONFIG,
-                    )  # fmt: skip
+        _quantize_tiles(
+            tl.num_programs(0) - combine_ctas, i_cta - combine_ctas, splits, key, value, cache, heads, q_len, sizes,
+            max_tiles, CONFIG,
+        )  # fmt: skip
 
 
 def launch_combine(

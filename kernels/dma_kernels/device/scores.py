@@ -12,7 +12,7 @@ from .tiles import TILE, TILE_SHIFT, Rows
 
 
 @triton.jit
-def storage_entry(position, k_start, aligned_start, FORM: tl.constexpr):
+def storage_row(position, k_start, aligned_start, FORM: tl.constexpr):
     """Return the row of the key at a position: the caller's own keys are unpadded, all others tile-padded."""
     return position - (k_start if FORM == "raw" else aligned_start)
 
@@ -39,27 +39,27 @@ def load_rows(
 
 
 @triton.jit
-def load_raw(
-    desc, rows, i_b, i_kv, entry, length, MASK_ROWS: tl.constexpr, USE_TMA: tl.constexpr,
+def load_unquantized(
+    desc, rows, i_b, i_kv, first, length, MASK_ROWS: tl.constexpr, USE_TMA: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Load the caller's own keys or values ``[BLOCK_N, BLOCK_D]``, starting at row ``entry`` of a head.
+    """Load the caller's own keys or values ``[BLOCK_N, BLOCK_D]``, starting at row ``first`` of a head.
 
     ``desc`` describes ``[B, Hkv, T, D]`` in blocks of ``[1, 1, BLOCK_N, BLOCK_D]``; ``rows`` are those of the head.
     """
     if USE_TMA:
-        x = tl.reshape(desc.load([i_b.to(tl.int32), i_kv.to(tl.int32), entry, 0]), [BLOCK_N, BLOCK_D])
+        x = tl.reshape(desc.load([i_b.to(tl.int32), i_kv.to(tl.int32), first, 0]), [BLOCK_N, BLOCK_D])
     else:
-        x = load_rows(rows, entry, length, MASK_ROWS, D, BLOCK_D, BLOCK_N)
+        x = load_rows(rows, first, length, MASK_ROWS, D, BLOCK_D, BLOCK_N)
     return x
 
 
 @triton.jit
 def load_keys(
-    desc, base, scale_base, row, entry, length, FORM: tl.constexpr, FORMAT: tl.constexpr, MASK_ROWS: tl.constexpr,
+    desc, base, scale_base, row, first, length, FORM: tl.constexpr, FORMAT: tl.constexpr, MASK_ROWS: tl.constexpr,
     USE_TMA: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Load contiguous keys, starting at row ``entry`` of a head, which begins at row ``row`` of all keys.
+    """Load contiguous keys, starting at row ``first`` of a head, which begins at row ``row`` of all keys.
 
     Returns:
         The keys ``[BLOCK_N, BLOCK_D]`` (E2M1 pairs: half of that) and their block scales ``[BLOCK_N, blocks]`` (unused
@@ -71,33 +71,33 @@ def load_keys(
         PAIR: tl.constexpr = 1 if FORMAT == "mxfp8" else 2
         WIDTH: tl.constexpr = BLOCKS * BLOCK // PAIR
         rows = Rows(base + row * WIDTH, WIDTH, 1)
-        k = load_rows(rows, entry, length, MASK_ROWS, WIDTH, BLOCK_D // PAIR, BLOCK_N)
+        k = load_rows(rows, first, length, MASK_ROWS, WIDTH, BLOCK_D // PAIR, BLOCK_N)
         scale_rows = Rows(scale_base + row * BLOCKS, BLOCKS, 1)
-        k_scale = load_rows(scale_rows, entry, length, MASK_ROWS, BLOCKS, BLOCK_D // BLOCK, BLOCK_N)
+        k_scale = load_rows(scale_rows, first, length, MASK_ROWS, BLOCKS, BLOCK_D // BLOCK, BLOCK_N)
     else:
         if USE_TMA:
-            k = desc.load([row.to(tl.int32) + entry, 0])
+            k = desc.load([row.to(tl.int32) + first, 0])
         else:
             STORED: tl.constexpr = D if FORM == "dequantized" else BLOCKS * BLOCK
             rows = Rows(base + row * STORED, STORED, 1)
-            k = load_rows(rows, entry, length, MASK_ROWS, STORED, BLOCK_D, BLOCK_N)
+            k = load_rows(rows, first, length, MASK_ROWS, STORED, BLOCK_D, BLOCK_N)
         k_scale = k
     return k, k_scale
 
 
 @triton.jit
 def load_values(
-    desc, rows, row, i_b, i_kv, entry, length, FORM: tl.constexpr, MASK_ROWS: tl.constexpr,
+    desc, rows, row, i_b, i_kv, first, length, FORM: tl.constexpr, MASK_ROWS: tl.constexpr,
     USE_TMA: tl.constexpr, USE_RAW_TMA: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Load values ``[BLOCK_N, BLOCK_DV]``, starting at row ``entry`` of a head; E4M3 in ``permute_keys`` order.
+    """Load values ``[BLOCK_N, BLOCK_DV]``, starting at row ``first`` of a head; E4M3 in ``permute_keys`` order.
 
     For E4M3, ``desc`` and ``rows`` are all values as a matrix, in which the head begins at ``row``. For 16 bits, they
-    are as in :func:`load_raw`.
+    are as in :func:`load_unquantized`.
     """
     if FORM == "e4m3":
-        tile_row = (entry >> TILE_SHIFT) * DV
-        column = entry & (TILE - 1)
+        tile_row = (first >> TILE_SHIFT) * DV
+        column = first & (TILE - 1)
         if USE_TMA:
             v = tl.trans(desc.load([row.to(tl.int32) + tile_row, column]))
         else:
@@ -108,7 +108,7 @@ def load_values(
             else:
                 v = tl.trans(tl.load(pointers, mask=(o_d < DV)[:, None], other=0.0))
     else:
-        v = load_raw(desc, rows, i_b, i_kv, entry, length, MASK_ROWS, USE_RAW_TMA, DV, BLOCK_DV, BLOCK_N)
+        v = load_unquantized(desc, rows, i_b, i_kv, first, length, MASK_ROWS, USE_RAW_TMA, DV, BLOCK_DV, BLOCK_N)
     return v
 
 
@@ -197,7 +197,7 @@ def logits(
 
 
 @triton.jit
-def attend(acc, l_i, m_i, s, scale, v, IS_SCALED: tl.constexpr, VALUE_FORM: tl.constexpr, IS_PV_FP8: tl.constexpr):
+def attend(acc, m_i, l_i, s, scale, v, IS_SCALED: tl.constexpr, VALUE_FORM: tl.constexpr, IS_PV_FP8: tl.constexpr):
     """Update the online softmax and the output ``[BM, DV]`` with scores ``[BM, BN]`` and values ``[BN, DV]``.
 
     ``scale`` ``[BM]`` converts scores to base-2 logits; if ``IS_SCALED``, they are logits already. With FP8
@@ -221,4 +221,4 @@ def attend(acc, l_i, m_i, s, scale, v, IS_SCALED: tl.constexpr, VALUE_FORM: tl.c
         if IS_PV_FP8 and VALUE_FORM == "dequantized":
             p = round_to_e4m3(p)
         acc = acc * alpha[:, None] + dot(p.to(v.dtype), v)
-    return acc, l_i, m_new
+    return acc, m_new, l_i

@@ -7,13 +7,16 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..numerics import formats
-from .arithmetic import hadamard, round_to_bfloat16
+from ..numerics import formats, tile_ranges
+from .arithmetic import IS_INTERPRETED, hadamard, round_to_bfloat16
 
 TILE = tl.constexpr(formats.TILE)
-TILE_SHIFT = tl.constexpr(formats.TILE.bit_length() - 1)
+TILE_SHIFT = tl.constexpr(formats.TILE_SHIFT)
 # Rows of the first tile loaded at a time; the reduction over rows comes last.
 _ROWS = tl.constexpr(32)
+# The interpreter runs plain Python as it is.
+attended_start = tile_ranges.attended_start if IS_INTERPRETED else triton.jit(tile_ranges.attended_start)
+attended_stop = tile_ranges.attended_stop if IS_INTERPRETED else triton.jit(tile_ranges.attended_stop)
 
 
 class Rows(NamedTuple):

@@ -31,6 +31,8 @@ from enum import StrEnum
 
 TILE = 128
 """Positions per tile. Part of the rule, and independent of the block sizes of kernels."""
+TILE_SHIFT = 7
+"""Binary logarithm of :data:`TILE`."""
 MAX_POSITION = 1 << 30
 """Largest magnitude of an offset, so that positions fit in int32."""
 MAX_BAND_TILES = 1 << 20

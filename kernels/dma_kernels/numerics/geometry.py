@@ -11,7 +11,8 @@ from torch import Tensor
 
 from .arguments import of_four_dimensions
 from .call import AttentionCall
-from .formats import MAX_POSITION, TILE
+from .formats import MAX_POSITION, TILE, TILE_SHIFT
+from .tile_ranges import attended_start, attended_stop, low_ranges
 
 LOG2_E = math.log2(math.e)
 SKIP_BLOCK = 64
@@ -101,13 +102,12 @@ class AttentionGeometry:
         if self.seq_info is not None:
             return None
         first_query, last_query = self.q_offset // TILE, (self.q_offset + q_len - 1) // TILE
-        start = self.kv_offset // TILE
-        first, last = max(start, sink_tiles), (self.kv_offset + self.kv_len - 1) // TILE
-        if self.window is not None:
-            reach = -(-(self.window - 1 if self.is_causal else self.window) // TILE)
-            first, last = max(first, first_query - reach), min(last, last_query + reach)
-        tiles = range(first, min(last, last_query - diagonal_tiles - 1) + 1)
-        if not self.is_causal:
-            after = range(max(first, first_query + diagonal_tiles + 1), last + 1)
-            tiles = range(tiles.start, after.stop) if tiles and after else tiles or after
-        return range(tiles.start - start, tiles.stop - start)
+        start = attended_start(first_query * TILE, self.kv_offset, self.window, self.is_causal)
+        stop = attended_stop((last_query + 1) * TILE - 1, self.kv_offset + self.kv_len, self.window, self.is_causal)
+        before_start, before_stop, after_start, after_stop = low_ranges(
+            first_query, last_query, start, stop, diagonal_tiles, sink_tiles, TILE_SHIFT, self.is_causal
+        )
+        before, after = range(before_start, before_stop), range(after_start, after_stop)
+        tiles = range(before_start, after_stop) if before and after else before or after
+        origin = self.kv_offset // TILE
+        return range(tiles.start - origin, tiles.stop - origin)

@@ -221,7 +221,7 @@ def split_kv_kernel(
             k = load_in_range(k_rows, k_pos, start, stop, D, BLOCK_D)
             s = logits(dot(q, tl.trans(k)), scale, scale, softcap, q_start + i_t, k_pos, visibility, True, True, False)
             v = load_in_range(v_rows, k_pos, start, stop, DV, BLOCK_DV)
-            acc, l_i, m_i = attend(acc, l_i, m_i, s, scale, v, True, "raw", False)
+            acc, m_i, l_i = attend(acc, m_i, l_i, s, scale, v, True, "raw", False)
         is_empty = l_i == 0.0
         l_i = tl.where(is_empty, 1.0, l_i)
         acc *= (1.0 / l_i)[:, None]

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from ..numerics.call import AttentionCall
-from ..numerics.formats import P_SCALE, TILE, UNQUANTIZED
+from ..numerics.formats import P_SCALE, TILE, TILE_SHIFT, UNQUANTIZED
 from ..numerics.geometry import SKIP_BLOCK, AttentionGeometry
 from ..numerics.quantize import to_e4m3
 from ..numerics.recipe import Recipe
+from ..numerics.tile_ranges import attended_start, attended_stop, high_ranges
 from .operands import PreparedOperands, prepare_operands
 from .skipping import is_high_tile, skip_tiles
 
@@ -234,17 +235,10 @@ def _positions(problem: _Problem, block: slice, columns: slice) -> tuple[Tensor,
 def _visible_columns(problem: _Problem, block: slice) -> slice:
     """Return the smallest slice of key indices that holds every key visible to these queries by position alone."""
     geometry = problem.geometry
-    low, high = 0, geometry.kv_len
     leads = [q - k for q, k in problem.host_offsets]  # index of the key at the position of query 0
     first, last = min(leads) + block.start, max(leads) + block.stop - 1
-    if geometry.is_causal:
-        high = min(high, last + 1)
-    elif geometry.window is not None:
-        high = min(high, last + geometry.window + 1)
-    if geometry.window is not None:
-        low = first - (geometry.window - 1 if geometry.is_causal else geometry.window)
-    low = min(max(low, 0), geometry.kv_len)
-    return slice(low, max(high, low))
+    low = min(attended_start(first, 0, geometry.window, geometry.is_causal), geometry.kv_len)
+    return slice(low, max(attended_stop(last, geometry.kv_len, geometry.window, geometry.is_causal), low))
 
 
 def _scores(problem: _Problem, block: slice, columns: slice, high: list[_HighPart]) -> Tensor:
@@ -274,12 +268,17 @@ def _high_parts(problem: _Problem, block: slice, columns: slice, q_pos: Tensor, 
 def _high_columns(problem: _Problem, block: slice, columns: slice) -> Iterator[slice]:
     """Yield disjoint slices of ``columns`` that hold every key that is high for some of these queries."""
     recipe = problem.recipe
-    ahead = 0 if problem.geometry.is_causal else recipe.diagonal_tiles
-    sinks_end = max(recipe.sink_tiles * TILE - k for _, k in problem.host_offsets)
-    band_start = min(((q + block.start) // TILE - recipe.diagonal_tiles) * TILE - k for q, k in problem.host_offsets)
-    band_end = max(((q + block.stop - 1) // TILE + ahead + 1) * TILE - k for q, k in problem.host_offsets)
+    ranges = []
+    for q, k in problem.host_offsets:
+        found = high_ranges(
+            (q + block.start) // TILE, (q + block.stop - 1) // TILE, columns.start + k, columns.stop + k,
+            recipe.diagonal_tiles, recipe.sink_tiles, 0, TILE_SHIFT, problem.geometry.is_causal,
+        )  # fmt: skip
+        ranges.append([position - k for position in found])
+    sinks_start, _, band_start, _ = map(min, zip(*ranges, strict=True))
+    _, sinks_stop, _, band_stop = map(max, zip(*ranges, strict=True))
     done = columns.start
-    for start, end in ((0, sinks_end), (band_start, band_end)):
+    for start, end in ((sinks_start, sinks_stop), (band_start, band_stop)):
         part = slice(max(start, done), min(end, columns.stop))
         if part.start < part.stop:
             yield part

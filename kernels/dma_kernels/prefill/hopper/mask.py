@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ...device.gluon import aggregate
-from .tile_range import BLOCK, ROWS, clamp
+from .tile_range import BLOCK, ROWS, attended_start, attended_stop, clamp
 
 
 @aggregate
@@ -26,22 +26,15 @@ class Mask:
     @gluon.jit
     def union_range(self, start, stop, first, last):
         """Return the part of the positions ``start..stop`` that any query at ``first..last`` attends to."""
-        return self._range_of_rows(last - 1, first, start, stop)
+        stop = attended_stop(last - 1, stop, self.window, self.IS_CAUSAL)
+        return attended_start(first, start, self.window, self.IS_CAUSAL), stop
 
     @gluon.jit
     def unmasked_range(self, first, last):
         """Return the positions of keys that all queries at ``first..last`` attend to."""
-        return self._range_of_rows(first, last - 1, self.visible_start, self.visible_end)
-
-    @gluon.jit
-    def _range_of_rows(self, first, last, start, stop):
-        if self.IS_CAUSAL:
-            stop = gl.minimum(stop, first + 1)
-        if self.window is not None:
-            start = gl.maximum(start, last - (self.window - 1 if self.IS_CAUSAL else self.window))
-            if not self.IS_CAUSAL:
-                stop = gl.minimum(stop, first + self.window + 1)
-        return start, stop
+        last_query = last - 1
+        stop = attended_stop(first, self.visible_end, self.window, self.IS_CAUSAL)
+        return attended_start(last_query, self.visible_start, self.window, self.IS_CAUSAL), stop
 
     @gluon.jit
     def apply(self, s, q_start, k_start):
@@ -54,7 +47,12 @@ class Mask:
         else:
             start = gl.zeros_like(q_pos) + self.visible_start
             stop = gl.zeros_like(q_pos) + self.visible_end
-            start, stop = self._range_of_rows(q_pos, q_pos, start, stop)
+            if self.IS_CAUSAL:
+                stop = gl.minimum(stop, q_pos + 1)
+            if self.window is not None:
+                start = gl.maximum(start, q_pos - (self.window - 1 if self.IS_CAUSAL else self.window))
+                if not self.IS_CAUSAL:
+                    stop = gl.minimum(stop, q_pos + self.window + 1)
             s = gl.where((k_pos >= start[:, None]) & (k_pos < stop[:, None]), s, float("-inf"))
         return s
 

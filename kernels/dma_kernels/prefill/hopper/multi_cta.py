@@ -28,16 +28,17 @@ from ...device.blocks import row_scale as _row_scale_triton
 from ...device.gluon import aggregate, reinterpret
 from ...device.gluon import barrier as _barrier
 from ...device.tiles import TILE, TILE_SHIFT
+from .attend import HighTiles, product_layout
+from .barriers import vote_barrier
 from .epilogue import count_tiles, narrow, row_indices, store_lse, store_output
 from .hadamard import ORDER, hadamard_matrix, rotate_by_mma
 from .mask import Mask, bitmask_pointers, zero_out_of_bounds
 from .mma import add_pv, inverse_power_of_two, is_16bit, issue_pv_mma, join_columns, split_columns, to_mma_operand
 from .pipeline import KVSource, copy, wait_for_operands
-from .skipping import init_vote, init_votes
+from .skipping import SkipVote, init_vote, init_votes
 from .softmax import finite_or_zero, init_softmax, modify_scores
-from .tile_range import BLOCK, ROWS, ROWS_SHIFT, BlockInfo, TileRange, bitmask_range, load_seq_info
+from .tile_range import BLOCK, ROWS, ROWS_SHIFT, BlockInfo, TileRange, bitmask_range, load_seq_info, schedule_grid
 
-_VOTE_BARRIER = gl.constexpr(15)  # a named barrier that the compiler does not use
 _row_scale = gluon.jit(_row_scale_triton.fn)
 _to_elements = gluon.jit(_to_elements_triton.fn)
 
@@ -86,7 +87,9 @@ class _Loads:
     k: _Ring  # stages of keys; 16-bit low keys take two loads per tile
     v: _Ring  # stages of values; 16-bit low values take two loads per tile
     blocks: TileRange  # high-precision range
+    n_high: Any  # its length: loads of high keys, and of high values
     tiles: TileRange  # low-precision range
+    n_low: Any  # its length
     D: Any  # channels, padded; a stage has ``128 * D`` bytes
 
     @gluon.jit
@@ -94,10 +97,9 @@ class _Loads:
         """Issue the ``i``-th load of keys, if there is one."""
         source = self.source
         LOADS: gl.constexpr = 2 if is_16bit(source.k_low_desc.dtype) else 1
-        n_high = self.blocks.count()
-        j = i - n_high
+        j = i - self.n_high
         barrier = self.k.barrier(i)
-        is_valid = j < LOADS * self.tiles.count()
+        is_valid = j < LOADS * self.n_low
         mbarrier.expect(barrier, TILE * self.D, pred=is_valid)
         if LOADS == 2:
             source.issue_tile_k(self.tiles.at(j >> 1), (j & 1) * BLOCK, barrier, self.k.stage(i), is_valid & (j >= 0))
@@ -109,7 +111,7 @@ class _Loads:
     @gluon.jit
     def issue_block_v(self, i):
         """Issue the ``i``-th load of values, if it belongs to a high tile."""
-        is_valid = i < self.blocks.count()
+        is_valid = i < self.n_high
         barrier = self.v.barrier(i)
         mbarrier.expect(barrier, TILE * self.D, pred=is_valid)
         self.source.issue_block_v(self.blocks.at(i), barrier, self.v.block(i, self.source.v_desc), is_valid)
@@ -122,10 +124,166 @@ class _Loads:
         """
         STAGES: gl.constexpr = self.v.smem.shape[0]
         if MAY_BE_IN_FLIGHT:
-            self.v.wait(i - STAGES, i - STAGES >= self.blocks.count())
+            self.v.wait(i - STAGES, i - STAGES >= self.n_high)
         barrier = self.v.barrier(i)
         mbarrier.expect(barrier, TILE * self.D)
         self.source.issue_tile_v(i_tile, half * BLOCK, barrier, self.v.stage(i))
+
+
+@gluon.jit
+def _attend_to_high(loads, high, softmax, acc, CHECKS_VALUES: gl.constexpr, IS_FRESH: gl.constexpr):
+    """Attend to the high tiles; ``IS_FRESH``: add to the output outside the MMA."""
+    source = loads.source
+    D: gl.constexpr = loads.D
+    O_LAYOUT: gl.constexpr = acc.type.layout
+    for i in range(loads.n_high):
+        k_start = loads.blocks.at(i) * BLOCK
+        words = None
+        if high.mask.bitmask_ptr is not None:
+            words = high.mask.load_bitmask(k_start >> TILE_SHIFT) >> (k_start & BLOCK) // 4
+        loads.k.wait(i)
+        k = loads.k.block(i, source.k_desc).reshape([BLOCK, D])
+        p, alpha, softmax = high.attend(k, k_start, words, softmax, source.v_desc.dtype)
+        v = loads.v.block(i, source.v_desc).reshape([BLOCK, D])
+        loads.v.wait(i)
+        if CHECKS_VALUES:
+            zero_out_of_bounds(v, k_start, high.mask, D)
+        if IS_FRESH:
+            # A fresh accumulator: one that MMAs add to is tied to registers that the other loop has no room for.
+            fresh = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
+            product = warpgroup_mma_wait(0, deps=[warpgroup_mma(p, v, fresh, use_acc=False, is_async=True)])
+            acc = add_pv(acc, product, alpha, True, O_LAYOUT)
+        else:
+            acc = warpgroup_mma_wait(0, deps=[issue_pv_mma(acc, p, alpha, v, O_LAYOUT)])
+        loads.issue_k(i + loads.k.smem.shape[0], True)
+        loads.issue_block_v(i + loads.v.smem.shape[0])
+    return softmax, acc
+
+
+@aggregate
+class _LowTiles:
+    """The queries in the loop over low tiles, and what turns their scores into probabilities."""
+
+    loads: _Loads  # loads of keys and values
+    q: Any  # queries ``[64, D]``
+    q_start: Any  # position of the first query
+    row_scale: Any  # converts scores, before the key descale, to base-2 logits, fp32 ``[64]``
+    k_descale_ptr: Any  # descale of keys, fp32, indexed by tile; or ``None``
+    qk_bias: Any  # added to logits before a softcap, fp32 ``[64]``
+    softcap: Any  # in base 2, or ``None``
+    mask: Mask  # masks of the queries
+    full_start: Any  # position of the first key that all queries attend to
+    full_stop: Any  # position after the last one
+    vote: SkipVote  # the predicate of tile skipping
+    CHECKS_VALUES: Any  # whether invisible values may be NaN
+    MASKS_LOW: Any  # whether a tile may be masked
+
+    @gluon.jit
+    def score(self, i, i_tile, i_v, S_LAYOUT: gl.constexpr):
+        """Return the scores of the ``i``-th tile; issue the ``i_v``-th load of values, and loads of later keys."""
+        loads = self.loads
+        K_DTYPE: gl.constexpr = loads.k.smem.dtype
+        MAY_BE_IN_FLIGHT: gl.constexpr = self.vote.bound is not None
+        if is_16bit(K_DTYPE):
+            zero = gl.zeros([ROWS, BLOCK], gl.float32, product_layout(BLOCK, 16))
+            i_k = loads.n_high + 2 * i
+            loads.k.wait(i_k)
+            s_0 = warpgroup_mma(self.q, loads.k.stage(i_k).permute([1, 0]), zero, use_acc=False, is_async=True)
+            loads.k.wait(i_k + 1)
+            s_1 = warpgroup_mma(self.q, loads.k.stage(i_k + 1).permute([1, 0]), zero, use_acc=False, is_async=True)
+            loads.issue_tile_v(i_v, i_tile, 0, MAY_BE_IN_FLIGHT)
+            s_0, s_1 = warpgroup_mma_wait(0, deps=[s_0, s_1])
+            loads.issue_k(i_k + 2, False)
+            loads.issue_k(i_k + 3, False)
+            s = join_columns(s_0, s_1, S_LAYOUT)
+        else:
+            S_DTYPE: gl.constexpr = gl.int32 if gl.int8 == K_DTYPE else gl.float32
+            zero = gl.zeros([ROWS, TILE], S_DTYPE, S_LAYOUT)
+            i_k = loads.n_high + i
+            loads.k.wait(i_k)
+            s = warpgroup_mma(self.q, loads.k.stage(i_k).permute([1, 0]), zero, use_acc=False, is_async=True)
+            loads.issue_tile_v(i_v, i_tile, 0, MAY_BE_IN_FLIGHT)
+            s = warpgroup_mma_wait(0, deps=[s])
+            loads.issue_k(i_k + loads.k.smem.shape[0], False)
+        return s
+
+    @gluon.jit
+    def add_values(self, p, alpha, softmax, acc, i_tile, i_v):
+        """Add a tile's probabilities to the row sums, and their products with the values; return the next load."""
+        loads = self.loads
+        V_DTYPE: gl.constexpr = loads.v.smem.dtype
+        IS_FP8: gl.constexpr = V_DTYPE == gl.float8e4nv  # noqa: SIM300 (a constexpr)
+        V_STAGES: gl.constexpr = loads.v.smem.shape[0]
+        O_LAYOUT: gl.constexpr = acc.type.layout
+        P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 4 if IS_FP8 else 2)
+        if IS_FP8:
+            softmax = softmax.update_row_sum(p, alpha)
+            operand = to_mma_operand(p, V_DTYPE, P_LAYOUT)
+            loads.v.wait(i_v)
+            v = loads.v.stage(i_v).permute([1, 0])
+            product = warpgroup_mma_wait(0, deps=[issue_pv_mma(acc, operand, alpha, v, O_LAYOUT)])
+            acc = add_pv(acc, product, alpha, True, O_LAYOUT)
+            i_v = i_v + 1
+        else:
+            halves = split_columns(p)
+            if V_STAGES > 1:
+                loads.issue_tile_v(i_v + 1, i_tile, 1, False)
+            for half in gl.static_range(2):
+                softmax = softmax.update_row_sum(halves[half], alpha)
+                operand = to_mma_operand(halves[half], V_DTYPE, P_LAYOUT)
+                loads.v.wait(i_v)
+                v = loads.v.stage(i_v).reshape([BLOCK, loads.D])
+                if self.CHECKS_VALUES:
+                    zero_out_of_bounds(v, i_tile * TILE + half * BLOCK, self.mask, loads.D)
+                acc = warpgroup_mma_wait(0, deps=[issue_pv_mma(acc, operand, alpha, v, O_LAYOUT)])
+                alpha = gl.zeros_like(alpha) + 1.0
+                i_v = i_v + 1
+                if half == 0 and V_STAGES == 1:
+                    loads.issue_tile_v(i_v, i_tile, 1, False)
+        return softmax, acc, i_v
+
+
+@gluon.jit
+def _attend_to_low(low, softmax, acc):
+    """Attend to the low tiles; return also the number of tiles that were not skipped."""
+    loads = low.loads
+    mask = low.mask
+    SKIPS: gl.constexpr = low.vote.bound is not None
+    S_LAYOUT: gl.constexpr = product_layout(TILE, 16 if is_16bit(loads.k.smem.dtype) else 8)
+    n_kept = 0
+    i_v = loads.n_high
+    for i in range(loads.n_low):
+        i_tile = loads.tiles.at(i)
+        k_start = i_tile * TILE
+        scale = low.row_scale
+        if low.k_descale_ptr is not None:
+            scale = low.row_scale * gl.load(low.k_descale_ptr + i_tile)
+        words = None
+        if mask.bitmask_ptr is not None:
+            words = mask.load_bitmask(i_tile)
+        s = low.score(i, i_tile, i_v, S_LAYOUT)
+        if low.MASKS_LOW:
+            s = s.to(gl.float32)
+        s, scale = modify_scores(
+            s, scale, low.qk_bias, low.softcap, mask,
+            ((k_start < low.full_start) | (k_start + TILE > low.full_stop)) if low.MASKS_LOW else False,
+            words, low.q_start, k_start, True,
+        )  # fmt: skip
+        keep = True
+        if SKIPS:
+            keep = low.vote.keeps(s, scale, i_tile)
+        if keep:
+            low.vote.announce(i_tile)
+            p, alpha, softmax = softmax.update(s, scale, gl.zeros_like(scale))
+            softmax, acc, i_v = low.add_values(p, alpha, softmax, acc, i_tile, i_v)
+            n_kept = n_kept + 1
+        else:
+            i_v = i_v + 1
+    if SKIPS:
+        # Wait for loads of skipped tiles' values, which must not outlive the CTA.
+        for before in gl.static_range(1, loads.v.smem.shape[0] + 1):
+            loads.v.wait(i_v - before, i_v - before >= loads.n_high)
+    return softmax, acc, n_kept
 
 
 @gluon.jit(
@@ -167,21 +325,15 @@ def prefill_multi_cta_kernel(
     IS_Q_QUANTIZED: gl.constexpr = q_low_desc is not None
     IS_LOW_16BIT: gl.constexpr = is_16bit(k_low_desc.dtype)
     IS_FP8: gl.constexpr = v_low_desc is not None
-    S_DTYPE: gl.constexpr = gl.int32 if k_low_desc.dtype == gl.int8 else gl.float32
-    H_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16 if IS_LOW_16BIT else 32])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 32 if IS_FP8 else 16])
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 4 if IS_FP8 else 2)
-    X_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])  # all channels; also the output
-    P_HIGH_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, X_LAYOUT, 2)
+    H_LAYOUT: gl.constexpr = product_layout(BLOCK, 16)
+    S_LAYOUT: gl.constexpr = product_layout(TILE, 16 if IS_LOW_16BIT else 8)
+    O_LAYOUT: gl.constexpr = product_layout(D, 8 if IS_FP8 else 16)
+    X_LAYOUT: gl.constexpr = product_layout(D, 16)  # all channels; also the output of high tiles
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     H_ROW: gl.constexpr = gl.SliceLayout(1, H_LAYOUT)
     X_ROW: gl.constexpr = gl.SliceLayout(1, X_LAYOUT)
 
-    # Same order as ``schedule``, but without divisions, which would delay the load of the queries.
-    i_row = gl.program_id(2) * swizzle_group + gl.program_id(0) // GROUP
-    i_group = gl.program_id(0) % GROUP
-    i_block = blocks - 1 - gl.program_id(1) if IS_CAUSAL else gl.program_id(1)
+    i_row, i_group, i_block = schedule_grid(blocks, swizzle_group, GROUP, IS_CAUSAL)
     if i_row >= kv_rows:
         return
     if skip_threshold is not None:
@@ -270,7 +422,7 @@ def prefill_multi_cta_kernel(
             HEAD_DIM=HEAD_DIM,
         ),
         k=_Ring(smem=k_smem, full=k_full), v=_Ring(smem=v_smem, full=v_full),
-        blocks=high_blocks, tiles=low_tiles, D=D,
+        blocks=high_blocks, n_high=n_high, tiles=low_tiles, n_low=n_low, D=D,
     )  # fmt: skip
     for i in gl.static_range(K_STAGES):
         loads.issue_k(i, True)
@@ -343,40 +495,14 @@ def prefill_multi_cta_kernel(
 
     # ---- high tiles
     bias = gl.convert_layout(bias, H_ROW, assert_trivial=True)
-    high_bias = bias if CONFIG.is_high_unquantized else gl.zeros_like(bias)
+    high = HighTiles(
+        q=q, q_start=start, logit_scale=logit_scale,
+        bias=bias if CONFIG.is_high_unquantized else gl.zeros_like(bias),
+        qk_bias=None if CONFIG.is_high_unquantized else qk_bias, softcap=softcap, mask=mask,
+        full_start=full_start, full_stop=full_stop, MASKS_LOW=MASKS_LOW, P_LAYOUT=gl.DotOperandLayout(0, X_LAYOUT, 2),
+    )  # fmt: skip
     acc = gl.zeros([ROWS, D], gl.float32, X_LAYOUT)
-    for i in range(n_high):
-        k_start = high_blocks.at(i) * BLOCK
-        words = None
-        if bitmask_ptr is not None:
-            words = mask.load_bitmask(k_start >> TILE_SHIFT) >> (k_start & BLOCK) // 4
-        loads.k.wait(i)
-        k = loads.k.block(i, k_desc).reshape([BLOCK, D])
-        s = gl.zeros([ROWS, BLOCK], gl.float32, H_LAYOUT)
-        s = warpgroup_mma(q, k.permute([1, 0]), s, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(0, deps=[s])
-        is_masked = k_start + BLOCK > full_stop
-        if MASKS_LOW:
-            is_masked = is_masked | (k_start < full_start)
-        scale = gl.full([ROWS], 0.0, gl.float32, H_ROW) + logit_scale
-        cap_bias = None if CONFIG.is_high_unquantized else gl.convert_layout(qk_bias, H_ROW, assert_trivial=True)
-        s, scale = modify_scores(s, scale, cap_bias, softcap, mask, is_masked, words, start, k_start, False)
-        p, alpha, softmax = softmax.update(s, scale, high_bias)
-        softmax = softmax.update_row_sum(p, alpha)
-        operand = to_mma_operand(p, V_DTYPE, P_HIGH_LAYOUT)
-        v = loads.v.block(i, v_desc).reshape([BLOCK, D])
-        loads.v.wait(i)
-        if CHECKS_VALUES:
-            zero_out_of_bounds(v, k_start, mask, D)
-        if IS_FP8 and skip_threshold is not None:
-            # A fresh accumulator: one that MMAs add to is tied to registers that the other loop has no room for.
-            fresh = gl.zeros([ROWS, D], gl.float32, X_LAYOUT)
-            product = warpgroup_mma_wait(0, deps=[warpgroup_mma(operand, v, fresh, use_acc=False, is_async=True)])
-            acc = add_pv(acc, product, alpha, True, X_LAYOUT)
-        else:
-            acc = warpgroup_mma_wait(0, deps=[issue_pv_mma(acc, operand, alpha, v, X_LAYOUT)])
-        loads.issue_k(i + K_STAGES, True)
-        loads.issue_block_v(i + V_STAGES)
+    softmax, acc = _attend_to_high(loads, high, softmax, acc, CHECKS_VALUES, IS_FP8 and skip_threshold is not None)
 
     # ---- low tiles
     if IS_LOW_16BIT:  # noqa: SIM102 (a constexpr branch)
@@ -389,85 +515,15 @@ def prefill_multi_cta_kernel(
             # Rescale the output to units of the E4M3 values; exact, because these are powers of two.
             acc *= inverse_power_of_two(descale_smem.load(gl.SliceLayout(0, X_LAYOUT)))[None, :]
     acc = gl.convert_layout(acc, O_LAYOUT, assert_trivial=True)
-    vote = init_vote(start, seq, softmax.row_max, skip_threshold, 0, _VOTE_BARRIER)
-    MAY_BE_IN_FLIGHT: gl.constexpr = skip_threshold is not None
-    n_kept = 0
-    i_v = n_high
-    for j in range(n_low):
-        i_tile = low_tiles.at(j)
-        k_start = i_tile * TILE
-        scale = row_scale
-        if k_descale_ptr is not None:
-            scale = row_scale * gl.load(k_descale_ptr + i_tile)
-        words = None
-        if bitmask_ptr is not None:
-            words = mask.load_bitmask(i_tile)
-        if IS_LOW_16BIT:
-            zero = gl.zeros([ROWS, BLOCK], gl.float32, H_LAYOUT)
-            i_k = n_high + 2 * j
-            loads.k.wait(i_k)
-            s_0 = warpgroup_mma(q_low, loads.k.stage(i_k).permute([1, 0]), zero, use_acc=False, is_async=True)
-            loads.k.wait(i_k + 1)
-            s_1 = warpgroup_mma(q_low, loads.k.stage(i_k + 1).permute([1, 0]), zero, use_acc=False, is_async=True)
-            loads.issue_tile_v(i_v, i_tile, 0, MAY_BE_IN_FLIGHT)
-            s_0, s_1 = warpgroup_mma_wait(0, deps=[s_0, s_1])
-            loads.issue_k(i_k + 2, False)
-            loads.issue_k(i_k + 3, False)
-            s = join_columns(s_0, s_1, S_LAYOUT)
-        else:
-            zero = gl.zeros([ROWS, TILE], S_DTYPE, S_LAYOUT)
-            i_k = n_high + j
-            loads.k.wait(i_k)
-            s = warpgroup_mma(q_low, loads.k.stage(i_k).permute([1, 0]), zero, use_acc=False, is_async=True)
-            loads.issue_tile_v(i_v, i_tile, 0, MAY_BE_IN_FLIGHT)
-            s = warpgroup_mma_wait(0, deps=[s])
-            loads.issue_k(i_k + K_STAGES, False)
-        if MASKS_LOW:
-            s = s.to(gl.float32)
-        s, scale = modify_scores(
-            s, scale, qk_bias, softcap, mask,
-            ((k_start < full_start) | (k_start + TILE > full_stop)) if MASKS_LOW else False,
-            words, start, k_start, True,
-        )  # fmt: skip
-        keep = True
-        if skip_threshold is not None:
-            keep = vote.keeps(s, scale, i_tile)
-        if keep:
-            vote.announce(i_tile)
-            p, alpha, softmax = softmax.update(s, scale, gl.zeros_like(scale))
-            if IS_FP8:
-                softmax = softmax.update_row_sum(p, alpha)
-                operand = to_mma_operand(p, v_smem.dtype, P_LAYOUT)
-                loads.v.wait(i_v)
-                v = loads.v.stage(i_v).permute([1, 0])
-                product = warpgroup_mma_wait(0, deps=[issue_pv_mma(acc, operand, alpha, v, O_LAYOUT)])
-                acc = add_pv(acc, product, alpha, True, O_LAYOUT)
-                i_v = i_v + 1
-            else:
-                halves = split_columns(p)
-                if V_STAGES > 1:
-                    loads.issue_tile_v(i_v + 1, i_tile, 1, False)
-                for half in gl.static_range(2):
-                    softmax = softmax.update_row_sum(halves[half], alpha)
-                    operand = to_mma_operand(halves[half], V_DTYPE, P_LAYOUT)
-                    loads.v.wait(i_v)
-                    v = loads.v.stage(i_v).reshape([BLOCK, D])
-                    if CHECKS_VALUES:
-                        zero_out_of_bounds(v, k_start + half * BLOCK, mask, D)
-                    acc = warpgroup_mma_wait(0, deps=[issue_pv_mma(acc, operand, alpha, v, O_LAYOUT)])
-                    alpha = gl.zeros_like(alpha) + 1.0
-                    i_v = i_v + 1
-                    if half == 0 and V_STAGES == 1:
-                        loads.issue_tile_v(i_v, i_tile, 1, False)
-            n_kept = n_kept + 1
-        else:
-            i_v = i_v + 1
-    if skip_threshold is not None:
-        # Wait for loads of skipped tiles' values, which must not outlive the CTA.
-        for before in gl.static_range(1, V_STAGES + 1):
-            loads.v.wait(i_v - before, i_v - before >= n_high)
+    low = _LowTiles(
+        loads=loads, q=q_low, q_start=start, row_scale=row_scale, k_descale_ptr=k_descale_ptr, qk_bias=qk_bias,
+        softcap=softcap, mask=mask, full_start=full_start, full_stop=full_stop,
+        vote=init_vote(start, seq, softmax.row_max, skip_threshold, 0, vote_barrier(0, 1)),
+        CHECKS_VALUES=CHECKS_VALUES, MASKS_LOW=MASKS_LOW,
+    )  # fmt: skip
+    softmax, acc, n_kept = _attend_to_low(low, softmax, acc)
     if tile_counts_ptr is not None:
-        count_tiles(tile_counts_ptr + 2 * i_h, vote, n_low, n_kept)
+        count_tiles(tile_counts_ptr + 2 * i_h, low.vote, n_low, n_kept)
     acc = gl.convert_layout(acc, X_LAYOUT, assert_trivial=True)
     if IS_FP8:  # noqa: SIM102 (a constexpr branch)
         if n_low > 0:

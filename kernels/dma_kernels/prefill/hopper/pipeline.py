@@ -10,15 +10,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ...device.gluon import aggregate, reinterpret
 from ...device.tiles import TILE
+from .barriers import STAGE_BARRIER
 from .mma import is_16bit
 from .tile_range import BLOCK
 
 # Renamed in Triton 3.9.
 copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-
-# Named barriers signal free stages. At an mbarrier one thread arrives, and Triton first synchronizes its warpgroup. At
-# a named barrier every warp arrives by itself, and none waits. Triton itself uses the lowest numbers.
-_FIRST_BARRIER = gl.constexpr(8)
 
 
 @gluon.jit
@@ -128,12 +125,12 @@ class KVPipeline:
     @gluon.jit
     def acquire(self, index):
         """As the producer, wait until all consumers have released a stage."""
-        bar_sync(_FIRST_BARRIER + index, 128 * self.WARPGROUPS + 32)
+        bar_sync(STAGE_BARRIER + index, 128 * self.WARPGROUPS + 32)
 
     @gluon.jit
     def release(self, index):
         """As a consumer, release a stage to the producer. Index ``STAGES`` stands for the queries."""
-        bar_arrive(_FIRST_BARRIER + index, 128 * self.WARPGROUPS + 32)
+        bar_arrive(STAGE_BARRIER + index, 128 * self.WARPGROUPS + 32)
 
     @gluon.jit
     def release_all(self):

@@ -10,10 +10,15 @@ from triton.experimental.gluon import language as gl
 from ...device.arithmetic import apply_softcap as _apply_softcap_triton
 from ...device.gluon import aggregate
 from ...device.operands import finite_or_zero as _finite_or_zero_triton
+from ...device.softmax import LOG2_E
+from ...device.softmax import add_sink as _add_sink_triton
+from ...device.softmax import log_sum_exp as _log_sum_exp_triton
 from .mask import apply_bitmask
 
 apply_softcap = gluon.jit(_apply_softcap_triton.fn)
 finite_or_zero = gluon.jit(_finite_or_zero_triton.fn)
+_add_sink = gluon.jit(_add_sink_triton.fn)
+_log_sum_exp = gluon.jit(_log_sum_exp_triton.fn)
 
 
 @gluon.jit
@@ -101,22 +106,16 @@ class Softmax:
     def finalize(self, bias, sinks_ptr):
         """Return the factor of the output, 0 in rows without a key, and the natural log of the denominator.
 
-        The sink logit comes last: earlier, it would scale FP8 probabilities down. ``bias``, fp32 ``[64]`` in base 2, is
-        what key smoothing subtracted from all logits of a row.
+        ``bias``, fp32 ``[64]`` in base 2, is what key smoothing subtracted from all logits of a row.
         """
         row_max = self.row_max
         row_sum = gl.convert_layout(gl.sum(self.row_sum, 1), row_max.type.layout, assert_trivial=True)
         alpha = gl.full(row_max.shape, 1.0, gl.float32, row_max.type.layout)
         if sinks_ptr is not None:
-            sink = gl.load(sinks_ptr).to(gl.float32) * 1.4426950408889634 - bias
-            new_max = gl.maximum(row_max, sink)
-            alpha = gl.exp2(row_max - new_max)
-            row_sum = row_sum * alpha + gl.exp2(sink - new_max + self.EXPONENT)
-            row_max = new_max
-        is_empty = row_sum == 0.0
-        scale = alpha / gl.where(is_empty, 1.0, row_sum)
-        lse = (row_max + gl.log2(row_sum) - self.EXPONENT + bias) * 0.6931471805599453
-        return scale, gl.where(is_empty, float("-inf"), lse)
+            sink_logit = gl.load(sinks_ptr).to(gl.float32) * LOG2_E - bias
+            row_max, row_sum, alpha = _add_sink(row_max, row_sum, sink_logit, self.EXPONENT)
+        scale = alpha / gl.where(row_sum == 0.0, 1.0, row_sum)
+        return scale, _log_sum_exp(row_max, row_sum, bias, self.EXPONENT)
 
 
 @gluon.jit

@@ -11,16 +11,23 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...device.gluon import aggregate
+from ...device.schedule import schedule as _schedule_triton
+from ...device.schedule import schedule_grid as _schedule_grid_triton
 from ...device.tiles import TILE, TILE_SHIFT
 from ...device.tiles import load_positions as _load_positions_triton
+from ...numerics import tile_ranges
 from .. import config
-from ..kernel import schedule as _schedule_triton
 
 ROWS = gl.constexpr(config.ROWS)
 ROWS_SHIFT = gl.constexpr(config.ROWS.bit_length() - 1)
 BLOCK = gl.constexpr(TILE // 2)  # keys of a high-precision block: as many bytes in 16 bits as a tile in 8
 _BLOCK_SHIFT = gl.constexpr(TILE_SHIFT - 1)
 schedule = gluon.jit(_schedule_triton.fn)
+schedule_grid = gluon.jit(_schedule_grid_triton.fn)
+attended_start = gluon.jit(tile_ranges.attended_start)
+attended_stop = gluon.jit(tile_ranges.attended_stop)
+_high_ranges = gluon.jit(tile_ranges.high_ranges)
+_low_ranges = gluon.jit(tile_ranges.low_ranges)
 _load_positions = gluon.jit(_load_positions_triton.fn)
 
 
@@ -84,24 +91,19 @@ class BlockInfo:
     @gluon.jit
     def high_precision_range(self):
         """Return the blocks of 64 keys in high tiles: those of the sinks, then those of the band."""
-        last = (self.kv_stop + BLOCK - 1) >> _BLOCK_SHIFT
-        reach = 0 if self.IS_CAUSAL else self.diagonal_tiles
-        start = self.kv_start >> _BLOCK_SHIFT
-        stop = gl.maximum(gl.minimum(2 * self.sink_tiles, last), start)
-        start_2 = gl.maximum(gl.maximum(2 * (self.q_tile - self.diagonal_tiles), 2 * self.sink_tiles), start)
-        stop_2 = gl.maximum(gl.minimum(2 * (self.last_q_tile + reach + 1), last), start_2)
+        start, stop, start_2, stop_2 = _high_ranges(
+            self.q_tile, self.last_q_tile, self.kv_start, self.kv_stop, self.diagonal_tiles, self.sink_tiles,
+            _BLOCK_SHIFT, TILE_SHIFT, self.IS_CAUSAL,
+        )  # fmt: skip
         return TileRange(start=start, stop=stop, start_2=start_2, stop_2=stop_2, HAS_SECOND=True)
 
     @gluon.jit
     def low_precision_range(self):
         """Return the low tiles: those before the band, then those after it."""
-        last = (self.kv_stop + TILE - 1) >> TILE_SHIFT
-        start = gl.maximum(self.kv_start >> TILE_SHIFT, self.sink_tiles)
-        stop = gl.maximum(gl.minimum(self.last_q_tile - self.diagonal_tiles, last), start)
-        start_2, stop_2 = stop, stop
-        if not self.IS_CAUSAL:
-            start_2 = gl.maximum(self.q_tile + self.diagonal_tiles + 1, start)
-            stop_2 = gl.maximum(last, start_2)
+        start, stop, start_2, stop_2 = _low_ranges(
+            self.q_tile, self.last_q_tile, self.kv_start, self.kv_stop, self.diagonal_tiles, self.sink_tiles,
+            TILE_SHIFT, self.IS_CAUSAL,
+        )  # fmt: skip
         return TileRange(start=start, stop=stop, start_2=start_2, stop_2=stop_2, HAS_SECOND=not self.IS_CAUSAL)
 
 

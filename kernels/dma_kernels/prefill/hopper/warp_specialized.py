@@ -26,6 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...device.gluon import aggregate, reinterpret
 from ...device.tiles import TILE, TILE_SHIFT
+from .attend import HighTiles, product_layout
+from .barriers import vote_barrier
 from .epilogue import count_tiles, narrow, row_indices, store_lse, store_output
 from .mask import Mask, bitmask_pointers, zero_out_of_bounds
 from .mma import column_chunks, finish_pv, inverse_power_of_two, is_16bit, issue_pv_mma, to_mma_operand, value_chunk
@@ -190,6 +192,150 @@ class _LowTiles:
         return softmax, accs, n_kept
 
 
+@aggregate
+class _Queries:
+    """The 64 queries of a consumer warpgroup, and their keys as positions."""
+
+    start: Any  # position of the first query
+    first: Any  # its index; may be negative
+    tile: Any  # its tile
+    are_present: Any  # whether the call holds one of the queries
+    reach: Any  # high tiles after a query's own
+    mask: Mask  # masks of the queries
+    kv_start: Any  # union range: keys that some query attends to
+    kv_stop: Any
+    full_start: Any  # unmasked range: keys that all of them attend to
+    full_stop: Any
+
+
+@aggregate
+class _LowRange:
+    """Low tiles ``start..stop`` of a warpgroup, of which ``full_start..full_stop`` are not masked."""
+
+    start: Any
+    full_start: Any
+    full_stop: Any
+    stop: Any
+
+
+@gluon.jit
+def _low_ranges(params, queries, tiles):
+    """Return the low tiles of a warpgroup before the band and after it, of the ``tiles`` that the CTA loads."""
+    diagonal_tiles = params.block.diagonal_tiles
+    stop = gl.where(
+        queries.are_present, gl.maximum(gl.minimum(tiles.stop, queries.tile - diagonal_tiles), tiles.start), tiles.start
+    )
+    start_2 = gl.where(
+        queries.are_present,
+        gl.minimum(gl.maximum(tiles.start_2, queries.tile + queries.reach + 1), tiles.stop_2), tiles.stop_2,
+    )  # fmt: skip
+    before = _LowRange(start=tiles.start, full_start=tiles.start, full_stop=stop, stop=stop)
+    after = _LowRange(start=start_2, full_start=start_2, full_stop=tiles.stop_2, stop=tiles.stop_2)
+    if params.CONFIG.masks_low:
+        full_start, full_stop = (queries.full_start + TILE - 1) >> TILE_SHIFT, queries.full_stop >> TILE_SHIFT
+        before = _clamp_range(clamp(queries.kv_start >> TILE_SHIFT, tiles.start, stop), full_start, full_stop, stop)
+        stop_2 = tiles.stop_2
+        if queries.mask.window is not None:
+            stop_2 = clamp((queries.kv_stop + TILE - 1) >> TILE_SHIFT, start_2, tiles.stop_2)
+        after = _clamp_range(start_2, full_start, full_stop, stop_2)
+    return before, after
+
+
+@gluon.jit
+def _clamp_range(start, full_start, full_stop, stop):
+    full_start = clamp(full_start, start, stop)
+    return _LowRange(start=start, full_start=full_start, full_stop=clamp(full_stop, full_start, stop), stop=stop)
+
+
+@gluon.jit
+def _attend_to_high(params, queries, high, softmax, acc):
+    """Attend to the high tiles; return also the stage after them. Skip tiles that are high for other warpgroups."""
+    pipe = params.pipe
+    block = params.block
+    mask = queries.mask
+    D: gl.constexpr = pipe.k_smem.shape[2]
+    DV: gl.constexpr = acc.shape[1]
+    V_DTYPE: gl.constexpr = params.out_ptr.dtype.element_ty
+    O_LAYOUT: gl.constexpr = acc.type.layout
+    blocks = block.high_precision_range()
+    stage = first_stage()
+    for t in range(blocks.count()):
+        i_block = blocks.at(t)
+        i_tile = i_block >> 1
+        k_start = i_block * BLOCK
+        is_band = (i_tile >= queries.tile - block.diagonal_tiles) & (i_tile <= queries.tile + queries.reach)
+        pipe.wait(stage)
+        is_near = k_start < queries.kv_stop
+        if mask.window is not None:
+            is_near = is_near & (k_start + BLOCK > queries.kv_start)
+        if queries.are_present & is_near & ((i_tile < block.sink_tiles) | is_band):
+            v = block_view(pipe.v_smem.index(stage.index), params.source.v_desc).reshape([BLOCK, DV])
+            if params.CHECKS_VALUES:
+                zero_out_of_bounds(v, k_start, mask, DV)
+            words = None
+            if mask.bitmask_ptr is not None:
+                words = mask.load_bitmask(i_tile) >> (i_block & 1) * 16
+            k = block_view(pipe.k_smem.index(stage.index), params.source.k_desc).reshape([BLOCK, D])
+            p, alpha, softmax = high.attend(k, k_start, words, softmax, V_DTYPE)
+            acc = warpgroup_mma_wait(0, deps=[issue_pv_mma(acc, p, alpha, v, O_LAYOUT)])
+        stage = pipe.release_and_advance(stage)
+    return softmax, acc, stage
+
+
+@gluon.jit
+def _attend_to_low(low, before, after, tiles, softmax, stage, accs):
+    """Attend to the low tiles; return also the number of tiles that were not skipped."""
+    pipe = low.params.pipe
+    IS_CAUSAL: gl.constexpr = low.params.block.IS_CAUSAL
+    MASKS_LOW: gl.constexpr = low.params.CONFIG.masks_low
+    n_kept = gl.to_tensor(0)
+    n_between = tiles.stop - before.stop + after.start - tiles.start_2
+    n_after = tiles.stop - before.stop if IS_CAUSAL else tiles.stop_2 - after.stop
+    stage = pipe.skip(stage, before.start - tiles.start)
+    # A range is two runs: masked tiles and the full ones after them, then the masked tiles at its end.
+    RUNS: gl.constexpr = (2 if IS_CAUSAL else 4) if MASKS_LOW else 1
+    for run in range(RUNS):
+        full_start, stop = before.full_start, before.full_stop
+        if MASKS_LOW:
+            start = before.start
+            if run == 1:
+                start, full_start, stop = before.full_stop, before.stop, before.stop
+            if not IS_CAUSAL:
+                if run == 2:
+                    stage = pipe.skip(stage, n_between)
+                    start, full_start, stop = after.start, after.full_start, after.full_stop
+                if run == 3:
+                    start, full_start, stop = after.full_stop, after.stop, after.stop
+            for i_tile in range(start, full_start):
+                pipe.wait(stage)
+                softmax, accs, n_kept = low.attend(i_tile, stage, softmax, accs, n_kept, True)
+                stage = pipe.release_and_advance(stage)
+        pipe.wait(stage, full_start < stop)
+        for i_tile in range(full_start, stop):
+            softmax, accs, n_kept = low.attend(i_tile, stage, softmax, accs, n_kept, False)
+            stage = pipe.release_and_advance(stage)
+            pipe.wait(stage, i_tile + 1 < stop)
+    pipe.skip(stage, n_after)
+    return softmax, accs, n_kept
+
+
+@gluon.jit
+def _store(params, queries, accs, scale, lse):
+    """Store the output, ``accs`` times ``scale``, and the log of the denominator."""
+    WIDTH: gl.constexpr = accs[0].shape[1]
+    O_LAYOUT: gl.constexpr = accs[0].type.layout
+    HEAD_DIM: gl.constexpr = params.CONFIG.head_dim
+    scale = gl.convert_layout(scale, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)
+    for chunk in gl.static_range(len(accs)):
+        result = accs[chunk] * scale[:, None]
+        if params.v_descale_ptr is not None:
+            o_d = chunk * WIDTH + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, O_LAYOUT))
+            result = result * gl.load(params.v_descale_ptr + o_d, mask=o_d < HEAD_DIM, other=0.0)[None, :]
+        result = narrow(result, params.out_ptr.dtype.element_ty)
+        store_output(params.out_ptr, result, queries.first, params.seq.q_len, params.stride_ot, chunk * WIDTH, HEAD_DIM)
+    store_lse(params.lse_ptr, lse, queries.first, params.seq.q_len)
+
+
 @gluon.jit
 def _consume(params, G: gl.constexpr):
     """Compute the output of the ``G``-th 64 query positions of the CTA."""
@@ -198,35 +344,28 @@ def _consume(params, G: gl.constexpr):
     seq = params.seq
     pipe.release_all()
     softcap = params.softcap
-    logit_scale = params.logit_scale
-    IS_CAUSAL: gl.constexpr = block.IS_CAUSAL
-    MASKS_LOW: gl.constexpr = params.CONFIG.masks_low
-    STAGES: gl.constexpr = pipe.k_smem.shape[0]
-    V_DTYPE: gl.constexpr = params.out_ptr.dtype.element_ty  # of values in high tiles
     IS_FP8: gl.constexpr = pipe.v_smem.dtype == gl.float8e4nv
     D: gl.constexpr = pipe.k_smem.shape[2]
     DV: gl.constexpr = pipe.v_smem.shape[1 if IS_FP8 else 4]
     IS_LOW_16BIT: gl.constexpr = is_16bit(pipe.k_smem.dtype)
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16 if IS_LOW_16BIT else 32])
-    H_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    S_LAYOUT: gl.constexpr = product_layout(TILE, 16 if IS_LOW_16BIT else 8)
     WIDTH: gl.constexpr = min(DV, 128) if IS_FP8 else DV  # of a product, with its own accumulator in FP8
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32 if IS_FP8 else 16])
-    O_HIGH_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
-    P_HIGH_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_HIGH_LAYOUT, 2)
+    O_LAYOUT: gl.constexpr = product_layout(WIDTH, 8 if IS_FP8 else 16)
+    O_HIGH_LAYOUT: gl.constexpr = product_layout(DV, 16)
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    H_ROW: gl.constexpr = gl.SliceLayout(1, H_LAYOUT)
+    H_ROW: gl.constexpr = gl.SliceLayout(1, product_layout(BLOCK, 16))
 
+    # ---- the queries and their keys
     start = params.start + G * ROWS
     q_tile = start >> TILE_SHIFT
-    has_queries = start < seq.q_offset + seq.q_len
-    row = start - seq.q_offset
-    reach = 0 if IS_CAUSAL else block.diagonal_tiles
+    are_present = start < seq.q_offset + seq.q_len
+    first = start - seq.q_offset
     mask = params.mask
     kv_start, kv_stop = mask.union_range(block.kv_start, block.kv_stop, start, start + ROWS)
     full_start, full_stop = mask.unmasked_range(start, start + ROWS)
     if mask.bitmask_ptr is not None:
         full_stop = full_start
-    rows, m_row = row_indices(row, seq.q_len, ROW)
+    rows, m_row = row_indices(first, seq.q_len, ROW)
     row_scale = gl.load(params.q_descale_ptr + rows, mask=m_row, other=1.0)
     softmax = init_softmax(S_LAYOUT, 8.0 if IS_FP8 else 0.0)
     # Smoothing subtracts a constant from a row's logits. A plain softmax is invariant to it, so it is only added back
@@ -236,7 +375,12 @@ def _consume(params, G: gl.constexpr):
         qk_bias = finite_or_zero(params.load_mean_logits(rows, m_row))
     if mask.bitmask_ptr is not None:
         WORDS: gl.constexpr = softmax.row_sum.type.layout
-        mask = mask.with_bitmask(bitmask_pointers(mask.bitmask_ptr, row, seq.q_len, params.storage_tiles, WORDS))
+        mask = mask.with_bitmask(bitmask_pointers(mask.bitmask_ptr, first, seq.q_len, params.storage_tiles, WORDS))
+    queries = _Queries(
+        start=start, first=first, tile=q_tile, are_present=are_present,
+        reach=0 if block.IS_CAUSAL else block.diagonal_tiles, mask=mask, kv_start=kv_start, kv_stop=kv_stop,
+        full_start=full_start, full_stop=full_stop,
+    )  # fmt: skip
     acc = gl.zeros([ROWS, DV], gl.float32, O_HIGH_LAYOUT)
     mbarrier.wait(params.q_full, 0)
 
@@ -244,44 +388,15 @@ def _consume(params, G: gl.constexpr):
     q = params.q_smem.index(G).reshape([ROWS, D])
     high_bias = gl.zeros([ROWS], gl.float32, H_ROW)
     if params.CONFIG.has_mean and params.CONFIG.is_high_unquantized and softcap is None:
-        h_rows, m_h_row = row_indices(row, seq.q_len, H_ROW)
+        h_rows, m_h_row = row_indices(first, seq.q_len, H_ROW)
         high_bias = params.load_mean_logits(h_rows, m_h_row)
-    blocks = block.high_precision_range()
-    stage = first_stage()
-    for t in range(blocks.count()):
-        i_block = blocks.at(t)
-        i_tile = i_block >> 1
-        k_start = i_block * BLOCK
-        is_band = (i_tile >= q_tile - block.diagonal_tiles) & (i_tile <= q_tile + reach)
-        pipe.wait(stage)
-        is_near = k_start < kv_stop
-        if mask.window is not None:
-            is_near = is_near & (k_start + BLOCK > kv_start)
-        if has_queries & is_near & ((i_tile < block.sink_tiles) | is_band):
-            v = block_view(pipe.v_smem.index(stage.index), params.source.v_desc).reshape([BLOCK, DV])
-            if params.CHECKS_VALUES:
-                zero_out_of_bounds(v, k_start, mask, DV)
-            words = None
-            if mask.bitmask_ptr is not None:
-                words = mask.load_bitmask(i_tile) >> (i_block & 1) * 16
-            k = block_view(pipe.k_smem.index(stage.index), params.source.k_desc).reshape([BLOCK, D])
-            s = gl.zeros([ROWS, BLOCK], gl.float32, H_LAYOUT)
-            s = warpgroup_mma(q, k.permute([1, 0]), s, use_acc=False, is_async=True)
-            s = warpgroup_mma_wait(0, deps=[s])
-            is_masked = k_start + BLOCK > full_stop
-            if MASKS_LOW:
-                is_masked = is_masked | (k_start < full_start)
-            scale = gl.full([ROWS], 0.0, gl.float32, H_ROW) + logit_scale
-            cap_bias = (
-                None if params.CONFIG.is_high_unquantized else gl.convert_layout(qk_bias, H_ROW, assert_trivial=True)
-            )
-            s, scale = modify_scores(s, scale, cap_bias, softcap, mask, is_masked, words, start, k_start, False)
-            p, alpha, softmax = softmax.update(s, scale, high_bias)
-            softmax = softmax.update_row_sum(p, alpha)
-            operand = to_mma_operand(p, V_DTYPE, P_HIGH_LAYOUT)
-            product = issue_pv_mma(acc, operand, alpha, v, O_HIGH_LAYOUT)
-            acc = warpgroup_mma_wait(0, deps=[product])
-        stage = pipe.release_and_advance(stage)
+    high = HighTiles(
+        q=q, q_start=start, logit_scale=params.logit_scale, bias=high_bias,
+        qk_bias=None if params.CONFIG.is_high_unquantized else qk_bias, softcap=softcap, mask=mask,
+        full_start=full_start, full_stop=full_stop, MASKS_LOW=params.CONFIG.masks_low,
+        P_LAYOUT=gl.DotOperandLayout(0, O_HIGH_LAYOUT, 2),
+    )  # fmt: skip
+    softmax, acc, stage = _attend_to_high(params, queries, high, softmax, acc)
 
     # ---- low tiles
     if params.v_descale_ptr is not None:
@@ -292,73 +407,23 @@ def _consume(params, G: gl.constexpr):
     # With 256 padded channels, drop chunks past the head dimension from here on.
     accs = column_chunks(acc, WIDTH, O_LAYOUT)[: (params.CONFIG.head_dim + WIDTH - 1) // WIDTH]
     tiles = block.low_precision_range()
-    # The CTA loads tiles.start..tiles.stop and tiles.start_2..tiles.stop_2. The warpgroup computes c_0..c_3 and
-    # d_0..d_3, of which c_1..c_2 and d_1..d_2 are unmasked, and skips the stages of the others.
-    c_3 = gl.where(
-        has_queries, gl.maximum(gl.minimum(tiles.stop, q_tile - block.diagonal_tiles), tiles.start), tiles.start
-    )
-    d_0 = gl.where(has_queries, gl.minimum(gl.maximum(tiles.start_2, q_tile + reach + 1), tiles.stop_2), tiles.stop_2)
-    c_0, c_1, c_2, d_1, d_2, d_3 = tiles.start, tiles.start, c_3, d_0, tiles.stop_2, tiles.stop_2
-    if MASKS_LOW:
-        full_first, full_last = (full_start + TILE - 1) >> TILE_SHIFT, full_stop >> TILE_SHIFT
-        c_0 = clamp(kv_start >> TILE_SHIFT, tiles.start, c_3)
-        c_1 = clamp(full_first, c_0, c_3)
-        c_2 = clamp(full_last, c_1, c_3)
-        if mask.window is not None:
-            d_3 = clamp((kv_stop + TILE - 1) >> TILE_SHIFT, d_0, tiles.stop_2)
-        d_1 = clamp(full_first, d_0, d_3)
-        d_2 = clamp(full_last, d_1, d_3)
+    before, after = _low_ranges(params, queries, tiles)
     if IS_LOW_16BIT:
-        pipe.release(STAGES)
+        pipe.release(pipe.k_smem.shape[0])
         mbarrier.wait(params.q_full, 1)
-    vote = init_vote(start, seq, softmax.row_max, params.skip_threshold, G, 16 - pipe.WARPGROUPS + G)
+    vote = init_vote(start, seq, softmax.row_max, params.skip_threshold, G, vote_barrier(G, pipe.WARPGROUPS))
     low = _LowTiles(
         params=params, q=params.q_low_smem.index(G).reshape([ROWS, D]), start=start, row_scale=row_scale,
         qk_bias=qk_bias, mask=mask, vote=vote, S_LAYOUT=S_LAYOUT, O_LAYOUT=O_LAYOUT,
     )  # fmt: skip
-    n_kept = gl.to_tensor(0)
-    n_between, n_after = tiles.stop - c_3 + d_0 - tiles.start_2, (tiles.stop - c_3 if IS_CAUSAL else tiles.stop_2 - d_3)
-    stage = pipe.skip(stage, c_0 - tiles.start)
-    LEGS: gl.constexpr = (2 if IS_CAUSAL else 4) if MASKS_LOW else 1
-    for leg in range(LEGS):
-        # Each iteration is a range of masked tiles, then one of full tiles: c_0..c_1..c_2, c_2..c_3, and the same after
-        # the band.
-        full_tile, stop = c_1, c_2
-        if MASKS_LOW:
-            masked_tile = c_0
-            if leg == 1:
-                masked_tile, full_tile, stop = c_2, c_3, c_3
-            if not IS_CAUSAL:
-                if leg == 2:
-                    stage = pipe.skip(stage, n_between)
-                    masked_tile, full_tile, stop = d_0, d_1, d_2
-                if leg == 3:
-                    masked_tile, full_tile, stop = d_2, d_3, d_3
-            for i_tile in range(masked_tile, full_tile):
-                pipe.wait(stage)
-                softmax, accs, n_kept = low.attend(i_tile, stage, softmax, accs, n_kept, True)
-                stage = pipe.release_and_advance(stage)
-        pipe.wait(stage, full_tile < stop)
-        for i_tile in range(full_tile, stop):
-            softmax, accs, n_kept = low.attend(i_tile, stage, softmax, accs, n_kept, False)
-            stage = pipe.release_and_advance(stage)
-            pipe.wait(stage, i_tile + 1 < stop)
-    stage = pipe.skip(stage, n_after)
+    softmax, accs, n_kept = _attend_to_low(low, before, after, tiles, softmax, stage, accs)
 
-    count_tiles(params.tile_counts_ptr, vote, c_3 - c_0 + d_3 - d_0, n_kept)
+    count_tiles(params.tile_counts_ptr, vote, before.stop - before.start + after.stop - after.start, n_kept)
     bias = gl.zeros([ROWS], gl.float32, ROW)
     if params.CONFIG.has_mean and softcap is None:
         bias = finite_or_zero(params.load_mean_logits(rows, m_row))
     scale, lse = softmax.finalize(bias, params.sinks_ptr)
-    scale = gl.convert_layout(scale, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)
-    for chunk in gl.static_range(len(accs)):
-        result = accs[chunk] * scale[:, None]
-        if params.v_descale_ptr is not None:
-            o_d = chunk * WIDTH + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, O_LAYOUT))
-            result = result * gl.load(params.v_descale_ptr + o_d, mask=o_d < params.CONFIG.head_dim, other=0.0)[None, :]
-        result = narrow(result, V_DTYPE)
-        store_output(params.out_ptr, result, row, seq.q_len, params.stride_ot, chunk * WIDTH, params.CONFIG.head_dim)
-    store_lse(params.lse_ptr, lse, row, seq.q_len)
+    _store(params, queries, accs, scale, lse)
 
 
 @gluon.jit(

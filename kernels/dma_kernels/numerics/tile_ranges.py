@@ -1,0 +1,73 @@
+"""The tiles that a block of queries visits. All ranges are half-open.
+
+The reference calls these functions, and Triton and Gluon compile the same source. So they use only arithmetic, ``min``
+and ``max``, sizes are arguments, and types are comments.
+"""
+
+from __future__ import annotations
+
+
+def attended_start(query, start, window, is_causal):
+    # type: (int, int, int | None, bool) -> int
+    """Return the first of the positions from ``start`` on that a query attends to.
+
+    A block of queries has two ranges. The union range, to whose keys at least one attends, is from the start of the
+    first query to the stop of the last. The unmasked range, to which all attend, is the other way round.
+    """
+    if window is not None:
+        start = max(start, query - (window - 1 if is_causal else window))
+    return start
+
+
+def attended_stop(query, stop, window, is_causal):
+    # type: (int, int, int | None, bool) -> int
+    """Return the position after the last one before ``stop`` that a query attends to."""
+    if is_causal:
+        stop = min(stop, query + 1)
+    elif window is not None:
+        stop = min(stop, query + window + 1)
+    return stop
+
+
+def high_ranges(q_tile, last_q_tile, start, stop, diagonal_tiles, sink_tiles, shift, tile_shift, is_causal):
+    # type: (int, int, int, int, int, int, int, int, bool) -> tuple[int, int, int, int]
+    """Return the blocks of ``2 ** shift`` keys in tiles that are high for some query: the sinks, then the band.
+
+    Args:
+        q_tile: Tile of the first query.
+        last_q_tile: Tile of the last one.
+        start: First position of the union range of the queries.
+        stop: Position after the last one.
+        diagonal_tiles: High tiles on each side of the query's own.
+        sink_tiles: High tiles at the start of the sequence.
+        shift: Binary logarithm of the keys of a block.
+        tile_shift: Binary logarithm of the keys of a tile.
+        is_causal: Whether the band ends at the query's own tile.
+
+    Returns:
+        Start and stop of the sinks, start and stop of the band.
+    """
+    last = (stop + (1 << shift) - 1) >> shift
+    reach = 0 if is_causal else diagonal_tiles
+    blocks = 1 << (tile_shift - shift)
+    sinks_start = start >> shift
+    sinks_stop = max(min(blocks * sink_tiles, last), sinks_start)
+    band_start = max(max(blocks * (q_tile - diagonal_tiles), blocks * sink_tiles), sinks_start)
+    band_stop = max(min(blocks * (last_q_tile + reach + 1), last), band_start)
+    return sinks_start, sinks_stop, band_start, band_stop
+
+
+def low_ranges(q_tile, last_q_tile, start, stop, diagonal_tiles, sink_tiles, tile_shift, is_causal):
+    # type: (int, int, int, int, int, int, int, bool) -> tuple[int, int, int, int]
+    """Return the tiles that are low for some query: start and stop before the band, then after it.
+
+    Arguments are those of :func:`high_ranges`.
+    """
+    last = (stop + (1 << tile_shift) - 1) >> tile_shift
+    before_start = max(start >> tile_shift, sink_tiles)
+    before_stop = max(min(last_q_tile - diagonal_tiles, last), before_start)
+    after_start, after_stop = before_stop, before_stop
+    if not is_causal:
+        after_start = max(q_tile + diagonal_tiles + 1, before_start)
+        after_stop = max(last, after_start)
+    return before_start, before_stop, after_start, after_stop
