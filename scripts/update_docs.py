@@ -336,18 +336,16 @@ def continuations(folder: str) -> pd.DataFrame:
 
 
 def results() -> pd.DataFrame:
-    """Prefill, short prompts, decoding, generation, memory, serving twice, and loss."""
+    """Prefill, short prompts, decoding, generation, memory, serving, and loss."""
     prefills, decodes = load("prefill-h200"), load("decode-h200")
     prefill, isolated = (times_faster(prefills, "fa3", key)[BALANCED] for key in ("ms", "sustained_milliseconds"))
     size = pivot(decodes, "bytes_ratio")[INT4]
-    served = load("serve-h200", "serve-packed-h200").drop_duplicates("label", keep="last")
-    speed, peers = (each.set_index("label")["tokens_per_second"] for each in (served, load("serve-vllm-h200")))
+    peers = load("serve-vllm-h200").set_index("label")["tokens_per_second"]
     loss = by_twin(losses(*SHORT), "change_percent")[UNCHANGED]
     flash, plain, ours = "FlashAttention-3, bf16", "SDPA, 16-bit cache", "`balanced+int4`"
     long = f"{prefill['32K']:.2f}x as fast; isolated {isolated['32K']:.2f}x"
     step = "; ".join(f"{times_faster(decodes, peer)[INT4]['128K']:.2f}x" for peer in ("fa3:fp8", "sdpa"))
     compared = "; ".join(f"{peers[INT4] / peers[peer]:.2f}x" for peer in ("vllm:fp8", "vllm"))
-    serving = f"{speed[INT4] / speed['sdpa']:.1f}x the tokens/s"
     changes = ", ".join(number(loss[label], "+.2f", " %") for label in (BALANCED, INT4))
     rows = [
         ["Prefill of 32K tokens", "prefill", "`balanced`", flash, long],
@@ -356,7 +354,6 @@ def results() -> pd.DataFrame:
         *([typed_token()] if (BENCHMARKS / f"{TYPED}.json").exists() else []),
         ["Cache size at 32K tokens", "decode", ours, plain, f"{size['32K']:.2f}x"],
         [f"{REQUESTS}, compiled", "serving", ours, "vLLM 0.26, FP8 cache; bf16 cache", f"{compared} the tokens/s"],
-        ["The same requests, not compiled", "serving", ours, "SDPA in `generate_batch`", serving],
         ["Perplexity", "quality", f"`balanced`, {ours}", "SDPA", changes],
     ]
     linked = [[f"[{what}](benchmarks/{page}.md)", *others] for what, page, *others in rows]
