@@ -185,8 +185,10 @@ def _kind_of(module: nn.Module, pages: Any, kinds: list[str]) -> str:
 
     Layers that share the keys of another one (Gemma 3n) have a kind too, although they do not update the cache.
     """
-    kind: str = kinds[0] if len(kinds) == 1 else pages.layer_to_allocator[module.layer_idx].layer_type
-    return kind
+    if len(kinds) == 1:
+        return kinds[0]
+    allocator = pages.layer_to_allocator[module.layer_idx]
+    return next(kind for kind, each in pages.cache_allocators.items() if each is allocator)
 
 
 def _attend_requests(
