@@ -144,7 +144,7 @@ def test_it_computes_packed_documents_alone(hub, kernel):
 def test_it_computes_what_the_installed_package_computes(hub, preset, padding):
     """To the bit, in left-padded rows too, where the tiles depend on what the mask function says of positions."""
     installed, ours = DECODERS["llama"].build("dma_mxfp"), DECODERS["llama"].build(HUB)
-    installed.config.dma_mxfp = ours.config.dma_mxfp = {"cache": format}
+    installed.config.dma_mxfp = ours.config.dma_mxfp = preset
     ids = _ids(2, LENGTH)
     mask = _left_padded(ids, padding)
     assert torch.equal(ours(ids, attention_mask=mask).logits, installed(ids, attention_mask=mask).logits)

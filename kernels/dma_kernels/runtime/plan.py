@@ -270,7 +270,7 @@ class LaunchPlan:
             for shape, strides, dtype in self._results:
                 results.append(torch.empty_strided(shape, strides, dtype=dtype, device=device))
             workspace = None
-            if self._workspace_bytes:
+            if self._allocated:
                 workspace = torch.empty(self._workspace_bytes, dtype=torch.uint8, device=device)
                 if self._zeroed_bytes:
                     workspace[: self._zeroed_bytes].zero_()

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from dma_kernels import Recipe, attention, attention_with_lse
-from dma_kernels.api import _attention_backward
 from dma_kernels.reference import attention as reference
 from dma_kernels.testing import random_qkv
 from torch import Tensor
@@ -194,7 +193,7 @@ def test_the_backward_operator_passes_opcheck(call: str, is_transposed: bool) ->
         query, key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key, value))
     grad_out = torch.randn(2, Q_HEADS, Q_LEN, 24)
     arguments = (0, 0, None, None, None, None, sinks[0] if sinks else None, True, None, 0.25, None)
-    torch.library.opcheck(_attention_backward, (grad_out, query, key, value, *arguments))
+    torch.library.opcheck(torch.ops.dma_kernels.attention_backward.default, (grad_out, query, key, value, *arguments))
 
 
 def test_compiled_gradient_equals_eager() -> None:
