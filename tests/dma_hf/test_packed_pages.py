@@ -89,6 +89,7 @@ def test_requests_offloaded_to_the_cpu_resume(families, parts, monkeypatch):
     assert_as_alone(model, outputs, parts)
 
 
+@pytest.mark.slow
 def test_padded_batches_equal_isolated_requests(families, parts):
     """CUDA graphs and compiled models append padding rows to the batch."""
     model = families["llama"].build(dma_hf.NAME)
