@@ -188,7 +188,8 @@ def _kind_of(module: nn.Module, pages: Any, kinds: list[str]) -> str:
     if len(kinds) == 1:
         return kinds[0]
     allocator = pages.layer_to_allocator[module.layer_idx]
-    return next(kind for kind, each in pages.cache_allocators.items() if each is allocator)
+    kind: str = next(kind for kind, each in pages.cache_allocators.items() if each is allocator)
+    return kind
 
 
 def _attend_requests(
