@@ -121,7 +121,9 @@ class MaskGeometry:
 
 def has_no_values(tensor: Tensor) -> bool:
     """Return whether the host cannot read a tensor: it is traced, captured or fake."""
-    is_traced = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or tensor.is_meta
+    if torch.compiler.is_compiling():  # a graph cannot hold the question whether the stream is being captured
+        return True
+    is_traced = torch._C._get_tracing_state() is not None or tensor.is_meta
     is_captured = tensor.is_cuda and torch.cuda.is_current_stream_capturing()
     return is_traced or is_captured or isinstance(tensor, (FakeTensor, Proxy))
 
