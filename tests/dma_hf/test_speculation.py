@@ -22,8 +22,6 @@ MODELS = {"qwen2": {}, "mistral": {"sliding_window": 150}, "gemma3": {"sliding_w
 WAYS = ("assistant", "prompt lookup")
 IN_CI = [("qwen2", "assistant", "int8"), ("mistral", "prompt lookup", "int4"), ("gemma3", "assistant", "int4")]
 
-formats = pytest.mark.parametrize("format", CACHE_FORMATS)
-
 
 def _model(families, name, seed=0):
     model = families[name].build("dma_mxfp", seed=seed, **MODELS[name]).double()
