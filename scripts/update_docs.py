@@ -28,8 +28,8 @@ TYPED = "generate-h100"
 """Result of ``dma-hf bench`` with its default runs. Without it the README has no such row."""
 TYPED_PEERS = {
     "sdpa+static": "SDPA, static cache, compiled",
-    "sdpa+dynamic": "SDPA",
-    "flash_attention_3+dynamic": "FlashAttention-3",
+    "sdpa+dynamic": "SDPA, eager",
+    "flash_attention_3+dynamic": "FlashAttention-3, eager",
 }
 """Runs that the README compares with, the strongest first."""
 REQUESTS = "32 requests of 2,048 + 64 tokens, 8B model"
