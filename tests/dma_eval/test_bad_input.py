@@ -24,27 +24,13 @@ class TestCommandLine:
         [
             (["--attm", "sdpa"], "No such option: --attm"),
             (["--attn"], "Option '--attn' requires an argument (try: dma-hf ppl --help)"),
-            (["--attn", "--stride", 64], "Option '--attn' requires an argument (try: dma-hf ppl --help)"),
-            (["--stride", "--attn=sdpa"], "Option '--stride' requires an argument (try: dma-hf ppl --help)"),
             (["--spread=1"], "Option '--spread' does not take a value (try: dma-hf ppl --help)"),
-            (["--context=many"], "unable to parse string as an integer, got 'many'"),
-            (
-                ["--context", "many"],
-                "valid integer, unable to parse string as an integer, got 'many'",
-            ),
+            (["--context", "many"], "valid integer, unable to parse string as an integer, got 'many'"),
             (["--seed", "-1"], "'--seed': Input should be greater than or equal to 0, got '-1'"),
-            (
-                ["--seed", 2**32],
-                "'--seed': Input should be less than or equal to 4294967295, got '4294967296'",
-            ),
+            (["--seed", 2**32], "'--seed': Input should be less than or equal to 4294967295, got '4294967296'"),
             (["stray"], "unexpected extra argument(s) (stray) (try: dma-hf ppl --help)"),
             (["--yarn", "nan"], "--yarn: expected a finite number, got nan"),
-            (["--yarn", "inf"], "--yarn: expected a finite number, got inf"),
             (["--yarn", "1"], "--yarn: expected a factor above 1"),
-            (
-                ["--yarn", "much"],
-                "valid number, unable to parse string as a number, got 'much'",
-            ),
         ],
     )
     def test_ppl(self, ppl: Run, refused: Refused, arguments: list[str], message: str) -> None:
@@ -127,28 +113,12 @@ class TestWindows:
         [
             (["--context", 100_000], "takes 512 positions, got 100,000; lower it"),  # also if the text is shorter
             (["--context", 513], "takes 512 positions, got 513; lower it, or extend the positions with --yarn 2"),
-            (
-                ["--context", 1],
-                "'--context' / '-c': Input should be greater than or equal to 2, got '1'",
-            ),
-            (
-                ["--context", 0],
-                "'--context' / '-c': Input should be greater than or equal to 2, got '0'",
-            ),
+            (["--context", 1], "'--context' / '-c': Input should be greater than or equal to 2, got '1'"),
             (["--stride", 0], "'--stride': Input should be greater than or equal to 1, got '0'"),
             (["--stride", 129], "--stride must be from 1 to the context, 128, got 129"),
-            (
-                ["--batch-size", 0],
-                "'--batch-size': Input should be greater than or equal to 1, got '0'",
-            ),
-            (
-                ["--max-windows", 0],
-                "'--max-windows': Input should be greater than or equal to 1, got '0'",
-            ),
-            (
-                ["--skip-windows", -1],
-                "'--skip-windows': Input should be greater than or equal to 0, got '-1'",
-            ),
+            (["--batch-size", 0], "'--batch-size': Input should be greater than or equal to 1, got '0'"),
+            (["--max-windows", 0], "'--max-windows': Input should be greater than or equal to 1, got '0'"),
+            (["--skip-windows", -1], "'--skip-windows': Input should be greater than or equal to 0, got '-1'"),
         ],
     )
     def test_out_of_range(self, ppl: Run, refused: Refused, arguments: list[Any], message: str) -> None:
