@@ -1,6 +1,7 @@
 """A warning if 4 bits cannot represent the queries and keys of a model.
 
-A layer is checked once for each recipe, in its first prompt of at least 128 tokens that runs eagerly without gradients.
+A layer is checked once for each recipe, in its first prompt of at least 128 tokens that runs eagerly without gradients,
+also in continuous batching.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from .masks.arguments import Call
-from .masks.geometry import MaskGeometry
 
 LARGEST_ERROR = 4.0
 """RMS error of a head's logits, in nats, that triggers the warning.
@@ -31,7 +31,9 @@ _checked: weakref.WeakKeyDictionary[nn.Module, Recipe] = weakref.WeakKeyDictiona
 _warned: list[tuple[weakref.ref[PreTrainedConfig], Recipe]] = []
 
 
-def check_first_prompt(module: nn.Module, call: Call, query: Tensor, key: Tensor, geometry: MaskGeometry) -> bool:
+def check_first_prompt(
+    module: nn.Module, call: Call, query: Tensor, key: Tensor, kv_range: Tensor | None = None
+) -> bool:
     """Warn if 4 bits cannot represent a layer's queries and keys, once for each model and recipe.
 
     The check reads the first 128 keys of the longest row, and its last 128 queries. It waits for the device.
@@ -41,20 +43,20 @@ def check_first_prompt(module: nn.Module, call: Call, query: Tensor, key: Tensor
         call: Keyword arguments of its call.
         query: ``[B, Hq, Tq, D]``.
         key: ``[B, Hkv, Tk, D]``, from the first token on.
-        geometry: Geometry of the mask.
+        kv_range: The visible keys of each row, integer ``[B, 2]``, or ``None`` for all.
 
     Returns:
         Whether this call was the one that was checked.
     """
-    if not _may_wait(query) or min(query.shape[2], key.shape[2]) < TILE or geometry.two_sequences:
+    if not _may_wait(query) or min(query.shape[2], key.shape[2]) < TILE:
         return False
     recipe = call.settings.recipe
     if not (recipe.query_low in FOUR_BITS or recipe.key_low in FOUR_BITS) or _checked.get(module) == recipe:
         return False
     row, first = 0, 0
-    if geometry.kv_range is not None:
-        row = int(geometry.kv_range.diff().argmax())
-        first = int(geometry.kv_range[row, 0])
+    if kv_range is not None:
+        row = int(kv_range.diff().argmax())
+        first = int(kv_range[row, 0])
     keys, queries = key[row : row + 1, :, first : first + TILE], query[row : row + 1, :, -TILE:]
     if keys.shape[2] < TILE:
         return False
