@@ -19,7 +19,7 @@ from dma_kernels.api import PreparedAttention
 from dma_kernels.cache.api import cache_options, repeat_attention
 from torch import Tensor, nn
 
-from .cache_layers import DECODED_AT_ONCE, DMALayer
+from .cache_layers import DMALayer
 from .cached_states import Step
 from .config import settings_of
 from .masks.arguments import HARMLESS, OF_GENERATION, Call
@@ -130,7 +130,7 @@ def repeat(
     return repeated.compute(module, layer, step, query, key, value, None if sinks is None else sinks.reshape(-1))
 
 
-def may_repeat(mask: Any) -> bool:
+def is_repeatable(mask: Any) -> bool:
     """Return whether layers with this mask may repeat a call: it is causal, and hides nothing else but a window."""
     if type(mask) is not CompactMask or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
@@ -151,7 +151,7 @@ def let_repeat(
     arguments: Mapping[str, Any],
     compute: Compute,
 ) -> None:
-    """Let the next layers with the same mask, see :func:`may_repeat`, repeat a call."""
+    """Let the next layers with the same mask, see :func:`is_repeatable`, repeat a call."""
     others = {name: value for name, value in arguments.items() if name not in HARMLESS and name not in OF_GENERATION}
     if any(isinstance(value, Tensor) for name, value in others.items() if name != "s_aux"):
         return
@@ -166,7 +166,7 @@ def let_repeat(
 def cached_step(call: Call, kernel: str, query: Tensor, window: int | None) -> Compute:
     """Return what computes a decoding step over a cache, as ``kernel`` did for an earlier layer."""
     settings = call.settings
-    known = cache_options(query, window=window, **call.numbers)
+    known = cache_options(query, window=window, scale=call.scaling, softcap=call.softcap, sinks=call.sinks)
 
     def compute(module: Any, layer: Any, step: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Any) -> Tensor:
         options = known if sinks is None else known._replace(sinks=sinks)
@@ -198,8 +198,3 @@ def prompt(call: Call, query: Tensor, key: Tensor, value: Tensor, recipe: Recipe
         return out.transpose(1, 2).contiguous()
 
     return compute
-
-
-def is_step(step: Step) -> bool:
-    """Return whether an update is a decoding step, not a prompt or a later chunk of one."""
-    return not step.is_first and step.key.shape[2] <= DECODED_AT_ONCE

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from ..config import NAME, PAGED_NAME, is_dma
+from ..logit_check import check_first_prompt
 from ..masks.arguments import WAY_OUT, Call, Refusal, find_unsupported
 from ..stats import counted
 from .attention_name import attention_name, decoder_attention, rename, restore_names
@@ -153,12 +154,11 @@ def dma_paged_attention_forward(
     if sliding_window is None:  # Moshi leaves the window to the mask
         sliding_window = _window_of(module, pages.config)
     options = {"window": sliding_window, "is_causal": True, **call.options}
-    recipe = call.settings.recipe
     if cache is not None:
         key, value = _update(cache, module, key, value, kwargs)
     if hasattr(pages, "attend"):  # packed pages
         offsets = batch["block_table"], batch["cu_seq_lens_q"], batch["position_ids"]
-        packed = (module, query, key, value, offsets, recipe)
+        packed = (module, call, query, key, value, offsets)
         format = str(call.settings.config.cache)
         return counted(module, call.settings.name, format, lambda: pages.attend(*packed, **options))[0], None
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -170,7 +170,7 @@ def dma_paged_attention_forward(
     if isinstance(starts, dict):
         starts = starts[_kind_of(module, pages, list(starts))]
     requests = (query, key, value, starts, batch["cu_seq_lens_q"], batch["position_ids"])
-    return counted(module, call.settings.name, "pages", _attend_requests, *requests, recipe, options)[0], None
+    return counted(module, call.settings.name, "pages", _attend_requests, module, call, *requests, options)[0], None
 
 
 def _window_of(module: nn.Module, config: PreTrainedConfig) -> int | None:
@@ -193,13 +193,14 @@ def _kind_of(module: nn.Module, pages: Any, kinds: list[str]) -> str:
 
 
 def _attend_requests(
+    module: nn.Module,
+    call: Call,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     key_starts: Tensor,
     cu_seq_lens_q: Tensor,
     position_ids: Tensor,
-    recipe: Recipe,
     options: dict[str, Any],
 ) -> Tensor:
     """Compute the attention of every request, ``[1, tokens, Hq, Dv]``, over unpacked keys."""
@@ -213,17 +214,15 @@ def _attend_requests(
             "to what the paged cache returned, so generate_batch cannot run this model"
         )
     decoding = [request for request in requests if request[1] - request[0] == 1]
+    recipe = call.settings.recipe
     for start, stop, key_start, key_stop, end in requests:
         if stop - start > 1:
-            out[:, start:stop] = attention(
-                query[:, :, start:stop],
-                key[:, :, key_start:key_stop],
-                value[:, :, key_start:key_stop],
-                recipe,
-                q_offset=end - (stop - start),
-                kv_offset=end - (key_stop - key_start),
-                **options,
-            ).transpose(1, 2)
+            new, seen, first = slice(start, stop), slice(key_start, key_stop), end - (key_stop - key_start)
+            states = query[:, :, new], key[:, :, seen], value[:, :, seen]
+            if first == 0:
+                check_first_prompt(module, call, *states[:2])
+            part = attention(*states, recipe, q_offset=end - (stop - start), kv_offset=first, **options)
+            out[:, new] = part.transpose(1, 2)
     if decoding:
         rows = [start for start, *_ in decoding]
         out[0, rows] = _decode(query, key, value, torch.tensor(decoding, device=query.device), recipe, options)

@@ -58,14 +58,10 @@ class Call:
         return cls(settings, scaling, dropout, softcap or None, sinks, position_bias, others)
 
     @property
-    def numbers(self) -> dict[str, Any]:
-        """The scale, softcap and sink logits as arguments of :func:`dma_kernels.attention`."""
-        return {"scale": self.scaling, "softcap": self.softcap, "sinks": self.sinks}
-
-    @property
     def options(self) -> dict[str, Any]:
         """The corresponding arguments of :func:`dma_kernels.attention`."""
-        return self.numbers | {"backend": self.settings.config.backend}
+        backend = self.settings.config.backend
+        return {"scale": self.scaling, "softcap": self.softcap, "sinks": self.sinks, "backend": backend}
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:

@@ -79,16 +79,22 @@ def _adopt(geometry: MaskGeometry, module: nn.Module, query: Tensor, kv_len: int
     return geometry.adapted(query.device, batch, two_sequences=geometry.two_sequences or is_cross)
 
 
-def select_keys(geometry: MaskGeometry, indices: Tensor, query: Tensor, key: Tensor) -> MaskGeometry:
-    """Return the geometry without the keys that a sparse-attention indexer left out."""
+def select_keys(
+    geometry: MaskGeometry, bias: Tensor | None, indices: Tensor, query: Tensor, key: Tensor
+) -> tuple[MaskGeometry, Tensor | None]:
+    """Return the result of :func:`layer_geometry` without the keys that a sparse-attention indexer left out."""
     batch, q_len, kv_len = query.shape[0], query.shape[2], key.shape[2]
     if indices.ndim != 3 or indices.shape[:2] != (batch, q_len):
         raise ValueError(f"indices must be [{batch}, {q_len}, k], got {list(indices.shape)}")
     if indices.shape[-1] >= kv_len:  # all of them
-        return geometry
+        return geometry, bias
     chosen = torch.zeros((batch, q_len, kv_len), dtype=torch.bool, device=query.device)
     chosen = chosen.scatter(-1, indices.long(), True)[:, None]
-    return replace(geometry, pattern=chosen if geometry.pattern is None else chosen & geometry.pattern)
+    if geometry.pattern is not None:
+        chosen = chosen & geometry.pattern
+    if bias is not None:
+        bias = bias.masked_fill(~chosen, torch.finfo(bias.dtype).min)
+    return replace(geometry, pattern=chosen), bias
 
 
 def _is_cross_attention(module: nn.Module, is_causal: bool) -> bool:
