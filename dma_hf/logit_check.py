@@ -1,7 +1,7 @@
 """A warning if 4 bits cannot represent the queries and keys of a model.
 
-A layer is checked once for each recipe and choice of high layers, in its first prompt of at least 128 tokens that runs
-eagerly without gradients, also in continuous batching.
+A layer is checked once for each recipe and choice of high layers. The check needs a prompt of at least 128 tokens that
+runs eagerly without gradients, also in continuous batching.
 """
 
 from __future__ import annotations
