@@ -96,7 +96,7 @@ def attend_high(
     D: tl.constexpr = CONFIG.D
     DV: tl.constexpr = CONFIG.DV
     BLOCK_D: tl.constexpr = CONFIG.BLOCK_D
-    G: tl.constexpr = CONFIG.BLOCK_DV // 64
+    G: tl.constexpr = CONFIG.GROUPS
     W: tl.constexpr = CONFIG.W
     MMA: tl.constexpr = mma_layout(W)
     KEYS: tl.constexpr = unquantized_keys_layout(W, BLOCK_D)
@@ -358,13 +358,13 @@ def attend_low(q, cache, page_table, i_kv, first, last, q_pos, sizes, softcap, l
     D: tl.constexpr = CONFIG.D
     DV: tl.constexpr = CONFIG.DV
     BLOCK_D: tl.constexpr = CONFIG.BLOCK_D
-    G: tl.constexpr = CONFIG.BLOCK_DV // 64
+    G: tl.constexpr = CONFIG.GROUPS
     W: tl.constexpr = CONFIG.W
-    BITS: tl.constexpr = CONFIG.BITS
+    BITS: tl.constexpr = CONFIG.LAYOUT.format.bits
     STAGES: tl.constexpr = CONFIG.STAGES
     STEPS: tl.constexpr = CONFIG.STEPS
     STEP: tl.constexpr = _TILE // STEPS
-    IS_ROTATED: tl.constexpr = CONFIG.KEY_HADAMARD > 1
+    IS_ROTATED: tl.constexpr = CONFIG.LAYOUT.key_hadamard > 1
     MMA: tl.constexpr = mma_layout(W)
     SUMS: tl.constexpr = scores_layout(W)
     KEYS: tl.constexpr = codes_layout(W, 3)

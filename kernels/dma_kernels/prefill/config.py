@@ -87,7 +87,6 @@ class PortableConfig:
     high_block_n: int = 64  # keys of a step in the loop over high tiles; divides 128
     high_stages: int = 1  # pipeline stages of that loop
     stage_queries: bool = False  # whether the queries of low tiles pass through memory, see the kernel
-    use_tma: bool = False  # whether tiles are loaded by TMA
 
 
 @dataclass(frozen=True)
@@ -231,7 +230,6 @@ def _is_loadable(shape: PrefillShape, path: ComputePath) -> bool:
     )
 
 
-@functools.cache
 def portable_config(
     arch: int, path: ComputePath, head_dim: int, value_dim: int, *, has_softcap: bool = False
 ) -> PortableConfig:
@@ -239,11 +237,7 @@ def portable_config(
 
     A softcap takes registers.
     """
-    config = _portable_config(arch, path, padded_channels(max(head_dim, value_dim)), has_softcap)
-    return replace(config, use_tma=arch >= 90)
-
-
-def _portable_config(arch: int, path: ComputePath, widest: int, has_softcap: bool) -> PortableConfig:
+    widest = padded_channels(max(head_dim, value_dim))
     is_hopper = arch == 90
     is_packed = path.is_block_scaled
     are_keys_8bit = path.low_key not in (None, DEQUANTIZED)
