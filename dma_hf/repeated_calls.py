@@ -20,7 +20,7 @@ from dma_kernels.cache.api import cache_options, repeat_attention
 from torch import Tensor, nn
 
 from .cache_layers import DMALayer
-from .cached_states import Step
+from .cached_states import Step, Update
 from .masks.arguments import HARMLESS, OF_GENERATION, Call
 from .masks.compact_mask import CompactMask
 from .masks.geometry import MaskGeometry
@@ -94,7 +94,7 @@ def repeat(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    update: tuple[DMALayer, Step] | None,
+    update: Update | None,
     mask: CompactMask,
     is_causal: bool | None,
     sliding_window: int | None,
@@ -134,7 +134,7 @@ def let_repeat(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    update: tuple[DMALayer, Step] | None,
+    update: Update | None,
     mask: Any,
     is_causal: bool | None,
     sliding_window: int | None,
