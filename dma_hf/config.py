@@ -21,6 +21,7 @@ from dma_kernels import Recipe
 from dma_kernels.cache.formats import CACHE_FORMATS, CacheFormat, cache_format
 from dma_kernels.numerics.recipe import RECIPE_FIELDS
 from dma_kernels.runtime.chip import BACKENDS
+from torch import nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from .integrations.attention_name import attention_name, decoder_attention
@@ -57,13 +58,15 @@ class DMAConfig(Recipe):
         DMAConfig.from_preset("fp4", cache="int8")
         DMAConfig.from_toml("my.toml")
 
-    The fields of :class:`~dma_kernels.Recipe` choose the precision of each tile. They and ``cache`` are saved with a
-    model. ``backend`` and ``on_unsupported`` are not. :func:`dataclasses.replace` changes fields.
+    The fields of :class:`~dma_kernels.Recipe` choose the precision of each tile. They, ``cache`` and ``high_layers``
+    are saved with a model. ``backend`` and ``on_unsupported`` are not. :func:`dataclasses.replace` changes fields.
 
     Attributes:
         backend: ``auto`` (Triton on CUDA, the reference elsewhere), ``reference`` or ``triton``.
         cache: Format of the KV cache that ``generate`` uses: ``int8``, ``int4``, or ``None`` for Transformers' 16-bit
             cache. It does not depend on the precisions, which apply to prompts.
+        high_layers: Layers in which every tile is high. They count from 0 as in Transformers' caches (``layer_idx`` of
+            an attention layer). Layers without a number, as in vision encoders, are never among them.
         on_unsupported: What happens to a call that the backend cannot compute. ``error`` raises. ``sdpa`` runs
             Transformers' SDPA attention, warns once and counts the call (:func:`dma_hf.stats`).
 
@@ -79,6 +82,7 @@ class DMAConfig(Recipe):
     backend: str = "auto"
     on_unsupported: str = "error"
     cache: str | None = None
+    high_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Check every field."""
@@ -89,6 +93,13 @@ class DMAConfig(Recipe):
                 raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
         if self.cache not in (None, *CACHE_FORMATS):
             raise ValueError(f"cache must be one of {', '.join(CACHE_FORMATS)}, or None; got {self.cache!r}")
+        layers: Any = self.high_layers
+        is_valid = isinstance(layers, (list, tuple, range)) and all(
+            type(index) is int and index >= 0 for index in layers
+        )
+        if not is_valid:
+            raise ValueError(f"high_layers must list indices of layers, which count from 0; got {layers!r}")
+        object.__setattr__(self, "high_layers", tuple(sorted(set(layers))))  # TOML and JSON have lists
 
     @property
     def recipe(self) -> Recipe:
@@ -134,7 +145,8 @@ class DMAConfig(Recipe):
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as plain JSON values."""
-        return {name: getattr(self, name) for name in FIELDS}
+        values = {name: getattr(self, name) for name in FIELDS}
+        return values | {"high_layers": list(self.high_layers)}
 
     def to_section(self) -> Section:
         """Return the section of a model's configuration that holds these settings."""
@@ -174,7 +186,8 @@ PRESETS: Mapping[str, DMAConfig] = MappingProxyType(
         # Rotated: without it, outlier key channels cost more (benchmarks/README.md).
         "balanced": DMAConfig(),
         # Searched scales and 16-bit high tiles: benchmarks/README.md has the results without each of them.
-        "fp4": DMAConfig(low="nvfp4", scale_rounding="search", shared_scale="block"),
+        # Layer 0 of Qwen2.5 has key biases that 4 bits cannot represent: benchmarks/quality.md.
+        "fp4": DMAConfig(low="nvfp4", scale_rounding="search", shared_scale="block", high_layers=(0,)),
         "paper": DMAConfig(
             low="mxfp4",
             high="mxfp8",
@@ -254,19 +267,26 @@ class Settings:
         cross_recipe: Numerics of cross-attention. Every tile is in high precision, because two sequences have no
             diagonal.
         name: The preset with these numerics, or ``custom``.
+        high: Settings of the layers in ``config.high_layers``, or ``None`` in these settings themselves.
     """
 
     config: DMAConfig
     recipe: Recipe
     cross_recipe: Recipe
     name: str
+    high: Settings | None = None
 
     @classmethod
     def of(cls, config: DMAConfig) -> Settings:
         """Return the settings of a configuration."""
-        recipe = config.recipe
-        name = next((name for name, preset in PRESETS.items() if preset.recipe == recipe), "custom")
-        return cls(config, recipe, replace(recipe, diagonal_tiles=EVERY_TILE), name)
+        numerics = config.recipe, config.high_layers
+        name = next((name for name, each in PRESETS.items() if (each.recipe, each.high_layers) == numerics), "custom")
+        every_tile = replace(config.recipe, diagonal_tiles=EVERY_TILE)
+        return cls(config, config.recipe, every_tile, name, high=cls(config, every_tile, every_tile, name))
+
+    def of_layer(self, layer_idx: int | None) -> Settings:
+        """Return the settings of a layer by its number."""
+        return self.high if self.high is not None and layer_idx in self.config.high_layers else self
 
 
 _DEFAULT = Settings.of(DMAConfig())
@@ -305,8 +325,8 @@ def split_name(implementation: str) -> tuple[str, str, str]:
     return name, preset, cache
 
 
-def settings_of(config: PreTrainedConfig) -> Settings:
-    """Return the settings in a model's configuration. The default is ``balanced``.
+def settings_of(config: PreTrainedConfig, layer: nn.Module | None = None) -> Settings:
+    """Return the settings in a model's configuration, or those of one of its layers. The default is ``balanced``.
 
     A preset in the name of its attention implementation (``dma_mxfp:fp4``) overrides the ``dma_mxfp`` section. A cache
     without a preset (``dma_mxfp+int4``) overrides that of the section.
@@ -324,7 +344,9 @@ def settings_of(config: PreTrainedConfig) -> Settings:
         return _DEFAULT
     runtime = tuple(getattr(section, "runtime", {}).items())
     items = tuple(section.items()) if isinstance(section, dict) else section
-    settings: Settings = _settings(items, runtime, cache)
+    if isinstance(section, dict) and isinstance(layers := section.get("high_layers"), list):
+        items = tuple({**section, "high_layers": tuple(layers)}.items())  # JSON has no tuples
+    settings: Settings = _settings(items, runtime, cache, getattr(layer, "layer_idx", None))
     return settings
 
 
@@ -380,9 +402,10 @@ def _parse(section: Any, runtime: tuple[tuple[str, str], ...], cache: str) -> Se
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _settings(section: Any, runtime: tuple[tuple[str, str], ...], cache: str) -> Settings:
+def _settings(section: Any, runtime: tuple[tuple[str, str], ...], cache: str, layer_idx: int | None) -> Settings:
     """Parse a section or recall it; ``torch.compile`` does so while tracing, guarded by it."""
     try:
-        return _parse(section, runtime, cache)
+        settings = _parse(section, runtime, cache)
     except TypeError:  # an unhashable value: the section is invalid, and parsing it says how
-        return _parse.__wrapped__(section, runtime, cache)
+        settings = _parse.__wrapped__(section, runtime, cache)
+    return settings.of_layer(layer_idx)

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .cache import DMACache
-from .config import IMPLEMENTATIONS, NAME, DMAConfig, config_of, is_dma, settings_of
+from .config import IMPLEMENTATIONS, NAME, DMAConfig, Settings, config_of, is_dma, settings_of
 from .decoding import release
 from .integrations.attention_name import attention_name, decoder_attention, distinct_configs, rename
 from .masks.architectures import has_attention, has_built_in_attention, refuse_model
@@ -57,7 +57,7 @@ def configure(
         OSError: The file cannot be read.
         TypeError: ``setting`` or ``model`` has the wrong type.
         ValueError: The preset, a key or a value is invalid; no part of the model can run ``dma_mxfp``; or the model
-            cannot use a packed cache. The message has the reason, for example that another implementation is set.
+            has no layer of ``high_layers``, or cannot use a packed cache. The message has the reason.
     """
     chosen = {"cache": cache, "backend": backend, "on_unsupported": on_unsupported}
     changes = numerics | {name: value for name, value in chosen.items() if value is not ...}
@@ -91,6 +91,7 @@ def configure(
             f"{type(models[0]).__name__} runs attention {', '.join(map(repr, running))}, not {NAME}; load it with "
             f"attn_implementation={NAME!r}, or pass activate=True"
         )
+    _check_layers(model, config)
     if config.cache is not None and models[0].can_generate() and is_dma(decoder_attention(models[0])):
         DMACache(models[0].config, config.cache)  # raises if the model cannot use it
     for each in configs:
@@ -99,3 +100,12 @@ def configure(
     rename(model, lambda name: NAME if name in IMPLEMENTATIONS else name)
     release(model)
     return config
+
+
+def _check_layers(model: nn.Module, config: DMAConfig) -> None:
+    """Raise if a model lacks a layer of ``high_layers``. A preset also suits models whose layers have no numbers."""
+    numbers = {index for module in model.modules() if isinstance(index := getattr(module, "layer_idx", None), int)}
+    missing = sorted(set(config.high_layers) - numbers)
+    if missing and (numbers or Settings.of(config).name == "custom"):
+        known = f"its layers are {min(numbers)} to {max(numbers)}" if numbers else "its layers have no numbers"
+        raise ValueError(f"high_layers: {type(model).__name__} has no layer {', '.join(map(str, missing))}; {known}")

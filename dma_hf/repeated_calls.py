@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from .cache_layers import DMALayer
 from .cached_states import Step, Update
+from .config import settings_of
 from .masks.arguments import HARMLESS, OF_GENERATION, Call
 from .masks.compact_mask import CompactMask
 from .masks.geometry import MaskGeometry
@@ -36,6 +37,8 @@ class RepeatedCall:
 
     Attributes:
         config: Configuration of the layer's model.
+        high_layers: The setting :attr:`dma_hf.DMAConfig.high_layers`.
+        is_high: Whether the layer is one of them.
         is_causal: The argument of :func:`dma_hf.attention.dma_attention_forward`.
         kinds: Shape, dtype and device of queries, and of plain keys and values. A cache compares its own.
         kv_len: Keys that the mask covers.
@@ -45,6 +48,8 @@ class RepeatedCall:
     """
 
     config: Any
+    high_layers: tuple[int, ...]
+    is_high: bool
     is_causal: bool | None
     kinds: tuple[Any, ...]
     kv_len: int
@@ -64,6 +69,7 @@ class RepeatedCall:
         if not (
             kv_len == self.kv_len
             and module.config is self.config
+            and _is_one_of(self.high_layers, module) is self.is_high
             and is_causal is self.is_causal
             and arguments.keys() == self.names
         ):
@@ -76,6 +82,10 @@ class RepeatedCall:
             if other is not value and not _is_alike(value, other):
                 return False
         return True
+
+
+def _is_one_of(layers: tuple[int, ...], module: nn.Module) -> bool:
+    return bool(layers) and getattr(module, "layer_idx", None) in layers
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
@@ -147,7 +157,9 @@ def let_repeat(
         return
     states, kv_len = ((query, key, value), key.shape[2]) if update is None else ((query,), update[1].kv_len)
     kinds = tuple(map(_kind, states))
-    repeated = RepeatedCall(module.config, is_causal, kinds, kv_len, frozenset(arguments), others, compute)
+    high_layers = settings_of(module.config).config.high_layers
+    is_high, names = _is_one_of(high_layers, module), frozenset(arguments)
+    repeated = RepeatedCall(module.config, high_layers, is_high, is_causal, kinds, kv_len, names, others, compute)
     mask.dma_calls[sliding_window, update is None] = repeated
 
 

@@ -28,8 +28,8 @@ TYPED = "generate-h100"
 """Result of ``dma-hf bench`` with its default runs. Without it the README has no such row."""
 TYPED_PEERS = {
     "sdpa+static": "SDPA, static cache, compiled",
-    "sdpa+dynamic": "SDPA",
-    "flash_attention_3+dynamic": "FlashAttention-3",
+    "sdpa+dynamic": "SDPA, eager",
+    "flash_attention_3+dynamic": "FlashAttention-3, eager",
 }
 """Runs that the README compares with, the strongest first."""
 REQUESTS = "32 requests of 2,048 + 64 tokens, 8B model"
@@ -46,6 +46,15 @@ SHORT = ("smollm2-4096-fp32", "smollm2-4096-cpu-fp32", "smollm2-int4-4096-cpu-fp
 """Runs on windows of 4,096 tokens; ``int4`` of the last one is newer."""
 LONG = ("smollm2-8192-fp32", "smollm2-int4-8192-cpu-fp32")
 """Runs on windows of 8,192 tokens; the last one is newer, too."""
+MODELS = {
+    "SmolLM2-135M": "smollm2",
+    "Gemma 3 270M": "gemma3-270m",
+    "Qwen2.5-Coder-0.5B": "qwen2.5-coder-0.5b",
+    "Qwen2.5-Coder-1.5B": "qwen2.5-coder-1.5b",
+}
+"""Models that are compared, and how the folders of their runs begin."""
+FP4, LOW_FP4 = "dma_mxfp:fp4", "dma_mxfp:all-low"
+"""The preset, and as it was before it had a layer in high precision."""
 NAMES = {
     "sdpa": "SDPA",
     "sim_sage": "SageAttention 1 (simulated)",
@@ -54,6 +63,7 @@ NAMES = {
     "sdpa+fp8": "FP8, Transformers",
     **{f"sdpa+hqq{bits}": f"HQQ, {bits} bits" for bits in (8, 4, 2)},
     **{f"sdpa+quanto{bits}": f"quanto, {bits} bits" for bits in (4, 2)},
+    LOW_FP4: "`fp4`, `high_layers = []`",
     "dma_mxfp:off": "`balanced`, nothing skipped",
     "dma_mxfp:block": "`balanced`, scales of blocks",
     "dma_mxfp:pv16": "`balanced`, 16-bit P·V",
@@ -62,7 +72,7 @@ NAMES = {
     "dma_mxfp:block-unrotated": "`balanced`, scales of blocks, not rotated",
     "dma_mxfp:paper-no-sink": "`paper` without a sink",
 }
-ORDER = [BALANCED, "dma_mxfp:fp4", "dma_mxfp:paper", INT8, INT4, *NAMES]
+ORDER = [BALANCED, FP4, LOW_FP4, "dma_mxfp:paper", INT8, INT4, *NAMES]
 
 
 def name(label: str) -> str:
@@ -243,6 +253,11 @@ def sections(kind: str, *folders: str) -> list[Any]:
     return [each for folder in folders for each in getattr(read_report(BENCHMARKS / "quality" / folder), kind)]
 
 
+def label_of(result: Any) -> str:
+    """Return the label of a result. Before it had ``high_layers``, the preset ``fp4`` was another one."""
+    return LOW_FP4 if result.label == FP4 and "high_layers" not in result.config else result.label
+
+
 def losses(*folders: str) -> pd.DataFrame:
     """Return what each backend loses on each twin: numbers, and the cells ``kl`` and ``change``.
 
@@ -250,7 +265,12 @@ def losses(*folders: str) -> pd.DataFrame:
     """
     compared = [(UNCHANGED, each) for each in sections("perplexity", *folders)]
     compared += [(each.name, each.tokens) for stress in sections("stress", *folders) for each in stress.twins]
-    rows = [vars(result) | {"twin": twin} for twin, section in compared if section for result in section.backends]
+    rows = [
+        vars(result) | {"twin": twin, "label": label_of(result)}
+        for twin, section in compared
+        if section
+        for result in section.backends
+    ]
     frame = pd.DataFrame(rows)
     frame["kl"] = frame["kl_mean"].map(format_kl).where(frame["failure"].isna(), "failed")
     percent = frame["change_percent"]
@@ -270,6 +290,16 @@ def kl_table(frame: pd.DataFrame) -> pd.DataFrame:
     cells = by_twin(frame[frame["label"] != "sdpa"], "kl")
     ordered = sorted(cells.index, key=lambda label: ORDER.index(label) if label in ORDER else len(ORDER))
     return named(cells.loc[ordered])
+
+
+def quality_models(run: str) -> pd.DataFrame:
+    """KL per token, change of the perplexity and share of equal most likely tokens, for each model."""
+    cells = {}
+    for model, folder in MODELS.items():
+        frame = losses(f"{folder}-{run}").set_index("label")
+        loss = frame["kl"] + ", " + frame["change"] + ", " + show(100 * frame["top1_agreement"], ".1f", " %")
+        cells[model] = loss.where(frame["kl"] != "", frame["change"])
+    return named(pd.DataFrame(cells)).rename(index={"SDPA": "SDPA, perplexity"})
 
 
 def quality_twins() -> pd.DataFrame:
@@ -319,7 +349,7 @@ def needles() -> pd.DataFrame:
     for folder in ("smollm2-needles-bf16", "smollm2-needles-caches-bf16"):
         for backend in (each for section in sections("retrieval", folder) for each in section.backends):
             note = " (questions of the caches)" if "caches" in folder and backend.label == "sdpa" else ""
-            rows += [vars(cell) | {"label": name(backend.label) + note} for cell in backend.cells]
+            rows += [vars(cell) | {"label": name(label_of(backend)) + note} for cell in backend.cells]
     sums = pd.DataFrame(rows).groupby(["label", "length"], sort=False)[["correct", "samples"]].sum().astype(str)
     cells = (sums["correct"] + "/" + sums["samples"]).rename("found").reset_index()
     return pivot(cells, "found", "label", "length").rename(columns="{:,}".format)
@@ -394,10 +424,11 @@ def retired_at(command: str) -> str | None:
     return next((commit for commit, gone in RETIRED.items() if command.startswith(gone)), None)
 
 
-QUALITY = (quality, quality_twins, quality_variants, quality_long, quality_positions, needles, continuations)
+QUALITY = (quality_models, quality, quality_twins, quality_variants, quality_long, quality_positions)
+ANSWERS = (needles, continuations)
 SPEED = (prefill, prefill_errors, prefill_real, decode, triton_versions, generate, first_token)
 TABLES: dict[str, Callable[..., pd.DataFrame]] = {
-    each.__name__.replace("_", "-"): each for each in (results, *SPEED, *QUALITY, files)
+    each.__name__.replace("_", "-"): each for each in (results, *SPEED, *QUALITY, *ANSWERS, files)
 }
 
 

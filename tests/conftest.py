@@ -44,8 +44,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--nan-memory", action="store_true", help="Fill what torch.empty returns with NaN, or all ones.")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Take the pages first, and skip what needs a CUDA device where there is none."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Select exhaustive tests only if asked for, take the pages first, and skip what needs a missing CUDA device."""
+    if "exhaustive" not in config.option.markexpr and not any("::" in argument for argument in config.args):
+        config.hook.pytest_deselected(items=[item for item in items if "exhaustive" in item.keywords])
+        items[:] = [item for item in items if "exhaustive" not in item.keywords]
     items.sort(
         key=lambda item: item.path.parent.name != "docs"
     )  # the longest, for which no worker shall wait at the end

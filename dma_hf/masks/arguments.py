@@ -24,7 +24,7 @@ class Call:
     """Keyword arguments of an attention call, without the mask.
 
     Attributes:
-        settings: Settings of the layer's model.
+        settings: Settings of the layer.
         scaling: Factor of the scores. The default is ``D ** -0.5``.
         dropout: Dropout probability. Only 0 is supported.
         softcap: Cap of the scores. 0 means none, as in FlashAttention.
@@ -54,7 +54,8 @@ class Call:
     ) -> Call:
         """Read the keyword arguments that Transformers passes to the attention function of a layer."""
         sinks = None if s_aux is None else s_aux.reshape(-1)
-        return cls(settings_of(module.config), scaling, dropout, softcap or None, sinks, position_bias, others)
+        settings = settings_of(module.config, module)
+        return cls(settings, scaling, dropout, softcap or None, sinks, position_bias, others)
 
     @property
     def options(self) -> dict[str, Any]:

@@ -1,12 +1,9 @@
-"""Other packages' attention in benchmarks: what they are called with, seen through a module that stands for theirs."""
+"""FlashAttention-3 in benchmarks, seen through a module that stands for it, and the quantizer for its FP8."""
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -50,39 +47,17 @@ def attend(
 
 @pytest.fixture(autouse=True)
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put modules that compute on the CPU in the place of FlashAttention and SageAttention."""
-    stand_ins: dict[str, dict[str, Any]] = {
-        peers.MODULE: {"flash_attn_func": attend, "flash_attn_with_kvcache": attend},
-        peers.FLASH_4_MODULE: {"flash_attn_func": lambda *given, **options: (attend(*given, **options), None)},
-        peers.DSL_MODULE: {"DSLBaseError": OSError},
-        peers.SAGE_MODULE: {
-            "sageattn": lambda q, k, v, is_causal, sm_scale: exact(Inputs(q, k, v, sm_scale, is_causal))
-        },
-    }
-    for name, content in stand_ins.items():
-        module = ModuleType(name)
-        vars(module).update(content)
-        monkeypatch.setitem(sys.modules, name, module)
+    """Put a module that computes on the CPU in the place of FlashAttention-3."""
+    module = SimpleNamespace(flash_attn_func=attend, flash_attn_with_kvcache=attend)
+    monkeypatch.setitem(sys.modules, peers.MODULE, module)
 
 
-@pytest.mark.parametrize(
-    ("call", "limit"),
-    [
-        (lambda inputs: peers.flash_attention_3("fa3", inputs), 1e-6),
-        (lambda inputs: peers.flash_attention_3("fa3:fp8", inputs), 0.2),
-        (lambda inputs: peers.flash_attention_3(f"fa3:fp8{PREQUANTIZED}", inputs), 0.2),
-        (peers.flash_attention_4, 1e-6),
-        (peers.sage_attention, 1e-6),
-    ],
-    ids=["fa3", "fa3:fp8", "fa3:fp8:prequantized", "fa4", "sage"],
-)
+@pytest.mark.parametrize(("name", "limit"), [("fa3", 1e-6), ("fa3:fp8", 0.2), (f"fa3:fp8{PREQUANTIZED}", 0.2)])
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_prefill_is_attention_to_the_precision_of_the_numbers(
-    call: Callable[[Inputs], peers.Prepared], limit: float, is_causal: bool
-) -> None:
+def test_prefill_is_attention_to_the_precision_of_the_numbers(name: str, limit: float, is_causal: bool) -> None:
     query, key, value = tensors(50, 50)
     inputs = Inputs(query, 8.0 * key, value, 0.1, is_causal)
-    prepared = call(inputs)
+    prepared = peers.flash_attention_3(name, inputs)
     out, expected = prepared.read(prepared.run()), exact(inputs)
     assert out.shape == query.shape
     assert (out - expected).norm() / expected.norm() < limit
@@ -95,56 +70,6 @@ def test_a_step_is_attention_and_reads_what_is_stored(name: str) -> None:
     expected = F.scaled_dot_product_attention(query, key, 8.0 * value, enable_gqa=True)
     assert (run() - expected).norm() / expected.norm() < (0.1 if FLASH_3[name] else 1e-6)
     assert stored == (1 if FLASH_3[name] else 4) * (key.numel() + value.numel())
-
-
-def test_what_flash_attention_4_cannot_compile_is_a_failure_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object, **__: object) -> None:
-        raise OSError("no such tile")
-
-    monkeypatch.setattr(sys.modules[peers.FLASH_4_MODULE], "flash_attn_func", fails)
-    with pytest.raises(RuntimeError, match="no such tile"):
-        peers.flash_attention_4(Inputs(*tensors(50, 50), 0.1)).run()
-
-
-@pytest.mark.parametrize("threshold", [None, 6.0])
-def test_flashinfer_takes_the_threshold_as_a_factor_over_the_length(
-    threshold: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def prefill(qkv: Any, layout: str, workspace: Tensor, seq_lens: Tensor, *sizes: Any, **options: Any) -> Tensor:
-        max_q_len, _, scale, _, batch, q_ends, kv_ends = sizes
-        assert seq_lens.tolist() == [50, 50]
-        assert q_ends.tolist() == kv_ends.tolist() == [0, 50, 100]
-        factor = options["skip_softmax_threshold_scale_factor"]
-        assert factor == (0.0 if threshold is None else pytest.approx(50 * math.exp(-6.0)))
-        query, key, value = (x.unflatten(0, (batch, max_q_len)) for x in qkv)
-        return attend(query, key, value, causal=options["mask_mode"] == "causal", softmax_scale=scale).flatten(0, 1)
-
-    module: Any = ModuleType(peers.FLASHINFER_MODULE)
-    module.trtllm_fmha_v2_prefill = prefill
-    monkeypatch.setitem(sys.modules, peers.FLASHINFER_MODULE, module)
-    inputs = Inputs(*tensors(50, 50), 0.1)
-    torch.testing.assert_close(peers.flashinfer(threshold, inputs).run(), exact(inputs))
-
-
-@pytest.mark.parametrize("name", ["cudnn:fp8", f"cudnn:fp8{PREQUANTIZED}"])
-def test_cudnn_is_given_operands_and_scales_that_make_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan, cuDNN's own, is replaced by what it computes."""
-
-    def execute(q: Tensor, k: Tensor, v: Tensor, o: Tensor, scale_o: Tensor, **descales: Tensor) -> None:
-        wide = (x.float() * descales[f"descale_{name}"].flatten() for name, x in zip("qkv", (q, k, v), strict=True))
-        scaled = attend(*wide, causal=True, softmax_scale=0.1) * scale_o.flatten()
-        assert scaled.abs().max() <= 448.0
-        o.copy_(scaled.to(torch.float8_e4m3fn))
-
-    monkeypatch.setitem(sys.modules, peers.CUDNN_MODULE, SimpleNamespace(cudnnGraphNotSupportedError=OSError))
-    monkeypatch.setattr(peers, "_cudnn_plan", lambda *_, **__: execute)
-    query, key, value = (x.bfloat16() for x in tensors(50, 50))
-    inputs = Inputs(query, key, 0.1 * value, 0.1)
-    call, expected = peers.cudnn_fp8(name, inputs), exact(inputs)
-    out = call.read(call.run())
-    assert out.dtype == torch.bfloat16
-    assert (out.float() - expected).norm() / expected.norm() < 0.05
-    assert (call.quantize is None) == name.endswith(PREQUANTIZED)
 
 
 class TestQuantizer:

@@ -173,9 +173,7 @@ class TestOthersResults:
 
 
 class TestEnvironment:
-    @pytest.mark.parametrize(
-        "change", [{"commit": "edited"}, {"gpus": ["Another GPU"]}, {"threads": 77}, {"cpu": "Another CPU"}]
-    )
+    @pytest.mark.parametrize("change", [{"commit": "edited"}, {"gpus": ["Another GPU"]}])
     def test_another_one_measures_anew(
         self, measure: Run, machine: Callable[..., None], out: Path, change: dict[str, Any]
     ) -> None:

@@ -15,6 +15,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.error import HTTPError
@@ -27,6 +28,7 @@ from dma_eval.commands.serve import ServeOptions, load
 from dma_eval.errors import UserError
 from dma_eval.load.backends import activate, parse_backends
 from dma_eval.load.models import load_model
+from sampling import sampled
 
 pytest.importorskip("transformers.generation.continuous_batching.cache_allocators", reason="before Transformers 5.23")
 
@@ -414,10 +416,16 @@ def test_the_openai_client(client, expected, question):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("batched", [(), ("--continuous-batching", "--cache-gib", 0.1)], ids=["generate", "batched"])
-def test_the_server_stops_whatever_runs(folder, stop, batched):
+@pytest.mark.parametrize(
+    ("stop", "is_batched"),
+    sampled(
+        product((signal.SIGINT, signal.SIGTERM), (False, True)),
+        lambda stop, is_batched: is_batched == (stop is signal.SIGTERM),
+    ),
+)
+def test_the_server_stops_whatever_runs(folder, stop, is_batched):
     """Within a long prompt, and with more requests waiting."""
+    batched = ("--continuous-batching", "--cache-gib", 0.1) if is_batched else ()
     with _serving(*_arguments(folder, "+int4"), *batched, "--max-requests", 2, stop=stop) as client:
         answers = []
 
@@ -510,7 +518,7 @@ def test_the_model_stays_after_a_reset(client, expected, asked):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("suffix", ["", "+int4"])
+@pytest.mark.parametrize("suffix", sampled(["", "+int4"], "+int4".__eq__))
 def test_continuous_batching(suffix, folder, expected, question):
     arguments = (*_arguments(folder, suffix), "--continuous-batching", "--cache-gib", 0.1)
     with _serving(*arguments) as client, ThreadPoolExecutor() as pool:

@@ -353,6 +353,7 @@ class TestRun:
         assert (result.exit_code, "taken from" in result.stderr) == (0, False)
 
     @pytest.mark.slow
+    @pytest.mark.exhaustive  # tests/dma_eval/test_tasks.py does so for one part
     def test_two_processes_give_the_numbers_of_one(
         self,
         suite: Run,

@@ -26,6 +26,7 @@ def test_presets_have_the_designed_settings():
     fp4 = PRESETS["fp4"]
     assert (fp4.low, fp4.high, fp4.diagonal_tiles, fp4.sink_tiles) == ("nvfp4", "bf16", 1, 1)
     assert (fp4.scale_rounding, fp4.smooth_k, fp4.rotate, fp4.pv) == ("search", True, True, "fp8")
+    assert (balanced.high_layers, fp4.high_layers, PRESETS["paper"].high_layers) == ((), (0,), ())
     paper = PRESETS["paper"]
     assert (paper.low, paper.high, paper.scale_rounding) == ("mxfp4", "mxfp8", "floor")
     assert (paper.diagonal_tiles, paper.sink_tiles, paper.smooth_k, paper.rotate, paper.pv) == (
@@ -58,7 +59,7 @@ def test_configurations_round_trip(name, tmp_path):
 
 def test_a_preset_sets_only_numerics():
     for preset in PRESETS.values():
-        assert preset == DMAConfig(**dataclasses.asdict(preset.recipe))
+        assert preset == DMAConfig(**dataclasses.asdict(preset.recipe), high_layers=preset.high_layers)
         assert (preset.cache, preset.backend, preset.on_unsupported) == (None, "auto", "error")
     for path in CONFIGS.glob("*.toml"):
         assert not {"cache", "backend", "on_unsupported"} & tomllib.loads(path.read_text()).keys()

@@ -37,7 +37,7 @@ def test_presets_of_4_bits_warn_once_and_name_the_layer_and_the_way_out(qwen, to
     (message,) = warnings_of(qwen, token_ids(1, 130))
     assert message.startswith(f"the preset '{preset}' cannot represent the keys")
     assert "attention logits of layer 1 are off by" in message
-    assert "Use the preset 'balanced'. `dma-hf equalize` makes the channels alike, which lowers the error" in message
+    assert "Use the preset 'balanced', or add the layer to high_layers. `dma-hf equalize` makes " in message
     assert warnings_of(qwen, token_ids(1, 130)) == []
 
 
@@ -113,3 +113,18 @@ def test_layers_repeat_the_call_of_the_first_layer_once_they_are_checked(qwen, t
     assert len(seen) == 2
     qwen(token_ids(1, 130))
     assert len(seen) == 3
+
+
+def test_high_layers_are_not_checked(qwen, token_ids):
+    dma_hf.configure(qwen, "paper")
+    assert len(warnings_of(qwen, token_ids(1, 130))) == 1
+    dma_hf.configure(qwen, "paper", high_layers=(1,))
+    assert warnings_of(qwen, token_ids(1, 130)) == []
+
+
+def test_a_layer_that_is_off_besides_the_high_ones_is_named(qwen, token_ids):
+    qwen.model.layers[0].self_attn.load_state_dict(qwen.model.layers[1].self_attn.state_dict())
+    for layers, first in (((), 0), ((0,), 1)):
+        dma_hf.configure(qwen, "paper", high_layers=layers)
+        (message,) = warnings_of(qwen, token_ids(1, 130))
+        assert f"layer {first} are off" in message

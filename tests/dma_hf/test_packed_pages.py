@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from batched_parts import assert_as_alone, note_parts
+from sampling import sampled
 from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 
 import dma_hf
 
 pytest.importorskip("transformers.generation.continuous_batching.cache_allocators", reason="before Transformers 5.23")
-formats = pytest.mark.parametrize("format", ["int8", "int4"])
 LENGTHS = (5, 300, 17, 140, 300, 128)  # less than a tile, whole tiles, more than two
 
 
@@ -34,8 +36,13 @@ def _generate(model, prompts, new_tokens, **options):
     return outputs
 
 
-@formats
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("format", "family"),
+    sampled(
+        product(("int8", "int4"), ("llama", "gemma3", "gpt_oss")),
+        lambda *case: case in (("int4", "gemma3"), ("int8", "gpt_oss")),
+    ),
+)
 def test_requests_of_many_lengths_equal_isolated_ones(format, family, families, parts):
     """Prompts and decode steps share batches; later batches have decode steps only and use block tables."""
     model = families[family].build(dma_hf.NAME)
@@ -55,7 +62,7 @@ def test_requests_of_an_equalized_model_equal_isolated_ones(families, parts):
     assert_as_alone(model, outputs, parts)
 
 
-@pytest.mark.parametrize("tiles", [0, 1, 2])
+@pytest.mark.parametrize("tiles", sampled([0, 1, 2], lambda tiles: tiles != 1))
 def test_prompts_in_chunks_equal_isolated_ones(tiles, families, parts):
     """Few prompts fit into a batch of 100 tokens; later chunks attend to the cache."""
     model = families["llama"].build(dma_hf.NAME)
@@ -216,9 +223,9 @@ def test_requests_finish_after_a_non_blocking_stop(families, parts):
 
 
 @pytest.mark.slow
-def test_many_short_requests_leave_no_pages_in_use(families, parts):
+@pytest.mark.parametrize("count", sampled([200, 1000], lambda count: count == 200))
+def test_many_short_requests_leave_no_pages_in_use(count, families, parts):
     """With cancellations and evictions; all tokens are correct."""
-    count = 1000
     model = families["llama"].build(dma_hf.NAME, num_hidden_layers=1)
     dma_hf.configure(model, "balanced", cache="int4")
     generator = torch.Generator().manual_seed(0)

@@ -9,7 +9,7 @@ import tomllib
 import pytest
 from dma_kernels.prefill.config import select_compute_path
 from dma_kernels.runtime.operand_formats import DEQUANTIZED, E4M3, E4M3_VALUES, E5M2, INT8, PACKED
-from messages import as_template, quoted_messages, source_messages
+from messages import quoted_messages, source_messages
 from script_files import load_script
 from snippets import PAGES, ROOT
 
@@ -134,18 +134,3 @@ def test_quoted_messages_are_in_the_sources(message, sources):
 def sources():
     """Every string of the sources."""
     return source_messages()
-
-
-@pytest.mark.parametrize(
-    ("source", "template"),
-    [
-        ('"plain"', "plain"),
-        ('f"got {x!r}, expected {y}"', "got …, expected …"),
-        ('f"{a}{b}: one " f"text"', "…: one text"),
-        ("1 + 2", ""),
-    ],
-)
-def test_gaps_of_a_message(source, template):
-    import ast
-
-    assert as_template(ast.parse(source, mode="eval").body) == template

@@ -9,8 +9,11 @@ import torch
 from dma_eval.equalization import equalize
 from hf_architectures import architectures
 from hf_outcomes import find_pair
+from hf_page import PAGE, sample
 from hf_shrink import CannotShrink
+from sampling import sampled
 
+DECODERS = [each for each in architectures() if each.kind == "decoder"]
 QUERIES_AND_KEYS = re.compile(r"(^|[._])(q|k|qkv|query|key|wqkv|c_attn|kv)", re.IGNORECASE)
 REFUSALS = re.compile(
     "has no rotary embedding|not what linear layers or norms of its own|layers share its weights"
@@ -30,9 +33,7 @@ def _unbalance(model):
             parameter.mul_(factors.view(-1, *[1] * (parameter.dim() - 1))).copy_(parameter.bfloat16())
 
 
-@pytest.mark.parametrize(
-    "architecture", [each for each in architectures() if each.kind == "decoder"], ids=lambda each: each.model_type
-)
+@pytest.mark.parametrize("architecture", sampled(DECODERS, sample(PAGE.read_text())), ids=lambda each: each.model_type)
 @torch.no_grad()
 def test_logits_are_bit_identical_or_the_model_is_rejected(architecture):
     try:

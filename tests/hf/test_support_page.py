@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import transformers
 from hf_architectures import Architecture, architectures
 from hf_outcomes import FAILS, FALLBACK, REFUSED, UPSTREAM, WORKS, Outcome, Record
-from hf_page import KIND_TITLES, OF_CACHES, cells_of, cells_on, key_of, page
-
-PAGE = Path(__file__).parents[2] / "docs" / "support.md"
+from hf_page import KIND_TITLES, OF_CACHES, PAGE, cells_of, cells_on, key_of, page
 
 WORKING_AT_LEAST = {"decoder": 153, "encoder-decoder": 30, "multimodal": 74, "encoder": 28, "tower": 96}
 """Architectures with only equal cells, by kind. Fewer is a regression."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
+from hf_architectures import Architecture
 from hf_outcomes import FALLBACK, REFUSED, UPSTREAM, WORKS, Outcome, Record
 
+PAGE = Path(__file__).parents[2] / "docs" / "support.md"
 KIND_TITLES = {
     "decoder": "Causal language models",
     "encoder-decoder": "Encoder-decoders",
@@ -32,6 +35,14 @@ REASONS: tuple[tuple[str, str], ...] = (
     ("an attention_mask of its own", "passes a mask of its own in `generate_batch`"),
     ("as eager attention", "equals eager attention; SDPA differs from it"),
 )
+
+FAMILIES = (
+    *("llama", "mistral", "qwen2", "qwen3_moe", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "gpt2"),
+    *("gpt_bigcode", "phi3", "cohere2", "exaone4", "smollm3", "llama4_text", "qwen3_next", "jamba", "nemotron_h"),
+    *("deepseek_v3", "opt", "whisper", "t5gemma", "bert", "modernbert", "qwen2_5_vl", "llava", "mllama"),
+    *("clip", "vit", "wav2vec2"),
+)
+"""Popular architectures, which continuous integration tests even if others have the same cells."""
 
 HEADER = """# Tested architectures
 
@@ -97,6 +108,22 @@ def cells_on(text: str) -> dict[tuple[str, str], dict[str, str]]:
             parts = [cell.strip() for cell in line.split("|")]
             found[title, parts[1] + parts[2]] = dict(zip(names, parts[3:], strict=False))
     return found
+
+
+def sample(text: str) -> Callable[[Architecture], bool]:
+    """Return whether an architecture is in the sample: a popular one, or the first with its cells and reasons."""
+    found: set[tuple[str, str]] = set()
+    chosen = set()
+    for table in text.split("\n## ")[1:]:
+        title, *lines = table.splitlines()
+        for line in lines:
+            if line.startswith("| `"):
+                _, model_type, _, name, cells = line.split("`", 4)
+                row = title, cells.replace(name, "")
+                if row not in found:
+                    chosen.add((title, model_type))
+                found.add(row)
+    return lambda each: each.model_type in FAMILIES or (KIND_TITLES[each.kind], each.model_type) in chosen
 
 
 def cells_of(record: Record) -> dict[str, str]:

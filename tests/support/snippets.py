@@ -20,7 +20,6 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SHELLS = ("sh", "bash")
-HEADING = re.compile(r"^## (.+)$", re.MULTILINE)
 FENCE = re.compile(
     r"^(?:<!-- not run: (?P<reason>.+?) -->\n+)?```(?P<language>\w*)[^\n]*\n(?P<source>.*?)^```$",
     re.DOTALL | re.MULTILINE,
@@ -33,7 +32,6 @@ class Block:
 
     Attributes:
         page: Path of its page from the root of the repository.
-        section: The second-level heading above it; empty before the first.
         line: Zero-based line of its first line of code.
         language: The language of the fence; empty for plain text.
         source: The code.
@@ -41,7 +39,6 @@ class Block:
     """
 
     page: str
-    section: str
     line: int
     language: str
     source: str
@@ -108,6 +105,5 @@ def find_blocks(page: Path) -> Iterator[Block]:
     text = page.read_text(encoding="utf-8")
     for match in FENCE.finditer(text):
         line = text.count("\n", 0, match.start("source"))
-        section = ["", *HEADING.findall(text, 0, match.start())][-1]
         name = page.relative_to(ROOT).as_posix() if page.is_relative_to(ROOT) else page.name
-        yield Block(name, section, line, match["language"], match["source"], match["reason"])
+        yield Block(name, line, match["language"], match["source"], match["reason"])

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 from compiled_calls import CompiledCalls
+from sampling import sampled
 
 pytestmark = pytest.mark.slow
 
@@ -128,6 +129,19 @@ UNITS = {
     "int8:120:128:skip": [r"mma.sync.*s8\.s8"],
 }
 
+IN_CI = {
+    *("paper:80:128", "int8:80:128:skip", "int8:89:128", "paper:89:128"),
+    *("int8:90:128", "int8:90:64:padded", "int8:90:64:mask", "int8:90:64:softcap", "int8:90:128:skip"),
+    *("int8-pv16:90:128", "paper:90:64", "fp4:90:128:padded", "nvfp4-keys:90:64", "int8:90:128:short"),
+    *("int8:90:80", "nvfp4-keys:90:80"),
+    *("int8:90:128:long", "int8:90:256:long-mask", "paper:90:128:long", "int8:90:64:long-skip", "fp4:90:128:long-skip"),
+    *("int8:100:128", "identity:100:128", "paper:100:128", "paper:100:256", "fp4:100:128:skip"),
+    *("int8:120:128", "paper:120:128", "fp4:120:128"),
+    *("balanced:80:64:decode-options", "balanced:90:128:decode"),
+    *("balanced:100:128:decode-63", "balanced:120:64:decode"),
+}
+"""Every compute path of a chip, each kernel on Hopper, and each option that changes the loop over low tiles."""
+
 LONG = [call for call in UNITS if ":long" in call]
 """Calls of the warp-specialized kernel."""
 
@@ -180,12 +194,16 @@ SPILLS = {
 """
 
 
+def calls(names: Iterable[str]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("call", sampled(names, IN_CI.__contains__))
+
+
 @pytest.fixture(scope="module")
 def compiled(compiled_by: Callable[[str], CompiledCalls]) -> CompiledCalls:
     return compiled_by("aot.py")
 
 
-@pytest.mark.parametrize("call", UNITS)
+@calls(UNITS)
 def test_products_use_the_matrix_instructions_of_the_chip(call: str, compiled: CompiledCalls) -> None:
     attention = compiled[call][-1]
     kind = "warp_specialized_kernel" if call in LONG else "multi_cta_kernel" if call in SHORT else "kernel"
@@ -194,19 +212,19 @@ def test_products_use_the_matrix_instructions_of_the_chip(call: str, compiled: C
         assert re.search(unit, attention["ptx"]), f"no {unit} in the PTX"
 
 
-@pytest.mark.parametrize("call", UNITS)
+@calls(UNITS)
 def test_shared_memory_stays_within_the_limit_of_the_chip(call: str, compiled: CompiledCalls) -> None:
     for kernel in compiled[call]:
         assert kernel["shared"] <= SHARED_MEMORY[int(call.split(":")[1])], kernel["name"]
 
 
-@pytest.mark.parametrize("call", UNITS)
+@calls(UNITS)
 def test_the_loop_over_low_tiles_spills_no_tile(call: str, compiled: CompiledCalls) -> None:
     # One or two scalars may be spilled among some 550 instructions; a spilled tile would take 32 reads and writes.
     assert compiled[call][-1]["loop_spills"] <= SPILLS.get(call, 2)
 
 
-@pytest.mark.parametrize("call", UNITS)
+@calls(UNITS)
 def test_ctas_launched_early_write_nothing_before_they_wait(call: str, compiled: CompiledCalls) -> None:
     names = [kernel["name"] for kernel in compiled[call]]
     use_pdl = int(call.split(":")[1]) >= 90 and "quantize_kernel" in names and "query_global_scale_kernel" not in names
@@ -223,7 +241,7 @@ def test_ctas_launched_early_write_nothing_before_they_wait(call: str, compiled:
         assert not after or before.count("cp.async.bulk") == is_asked, name
 
 
-@pytest.mark.parametrize("call", [*SHORT, "int8:90:80"])
+@calls([*SHORT, "int8:90:80"])
 def test_three_ctas_share_a_hopper_sm(call: str, compiled: CompiledCalls) -> None:
     kernel = compiled[call][-1]
     ctas = 4 if call.split(":")[2] == "64" else 3
@@ -239,7 +257,7 @@ def test_two_ctas_with_16_bit_operands_share_a_hopper_sm(
     assert 2 * (kernel["shared"] + 1024) <= 233_472
 
 
-@pytest.mark.parametrize("call", ["nvfp4-keys:90:64", "nvfp4-keys:90:128", "nvfp4:90:128"])
+@calls(["nvfp4-keys:90:64", "nvfp4-keys:90:128", "nvfp4:90:128"])
 def test_quantizers_of_block_formats_fill_a_hopper_sm(call: str, compiled: CompiledCalls) -> None:
     (kernel,) = [kernel for kernel in compiled[call] if kernel["name"] == "quantize_kernel"]
     # Two CTAs of 8 warps fit without spills. With a whole tile per CTA only one fitted, and it spilled.
@@ -247,7 +265,7 @@ def test_quantizers_of_block_formats_fill_a_hopper_sm(call: str, compiled: Compi
     assert kernel["stack"] == 0
 
 
-@pytest.mark.parametrize("call", LONG)
+@calls(LONG)
 def test_the_warp_specialized_kernel_loads_by_tma_and_divides_the_registers(call: str, compiled: CompiledCalls) -> None:
     kernel = compiled[call][-1]
     assert "cp.async.bulk.tensor" in kernel["ptx"]
@@ -260,14 +278,14 @@ def test_the_warp_specialized_kernel_loads_by_tma_and_divides_the_registers(call
         assert re.search(rf"setmaxnreg\.\w+\.sync\.aligned\.u32\s+{registers};", kernel["ptx"])
 
 
-@pytest.mark.parametrize("call", LONG + SHORT)
+@calls(LONG + SHORT)
 def test_each_product_is_waited_for_once(call: str, compiled: CompiledCalls) -> None:
     """With too few registers, the assembler makes every instruction of a product wait for the previous one."""
     kernel = compiled[call][-1]
     assert 0 < 2 * kernel["loop_waits"] <= kernel["loop_products"]
 
 
-@pytest.mark.parametrize("call", [call for call in LONG if call.endswith("skip")])
+@calls(call for call in LONG if call.endswith("skip"))
 def test_the_warps_of_a_warpgroup_meet_between_two_votes(call: str, compiled: CompiledCalls) -> None:
     """Every wait for a stage has a barrier of the warpgroup before it; those for the queries precede the votes."""
     lines = [line.strip() for line in compiled[call][-1]["ptx"].splitlines()]
@@ -280,7 +298,7 @@ def test_the_warps_of_a_warpgroup_meet_between_two_votes(call: str, compiled: Co
     assert len(waits) > len(apart)
 
 
-@pytest.mark.parametrize("call", LONG)
+@calls(LONG)
 def test_no_store_overlaps_a_barrier(call: str, compiled: CompiledCalls) -> None:
     """A CTA with an overwritten barrier faults when the GPU switches to another process and back."""
     kernel = compiled[call][-1]
@@ -308,7 +326,7 @@ DECODE = [
 ]
 
 
-@pytest.mark.parametrize("call", DECODE)
+@calls(DECODE)
 def test_a_short_call_fits_in_shared_memory_and_spills_nothing(call: str, compiled: CompiledCalls) -> None:
     """One kernel attends; the other, by programmatic dependent launch, combines splits."""
     split, combine = compiled[call]
@@ -321,7 +339,7 @@ def test_a_short_call_fits_in_shared_memory_and_spills_nothing(call: str, compil
         assert (f"griddepcontrol.{early}" in kernel["ptx"]) == (arch >= 90)
 
 
-@pytest.mark.parametrize("call", [call for call in DECODE if call.endswith(":decode")])
+@calls(call for call in DECODE if call.endswith(":decode"))
 def test_keys_and_values_of_a_short_call_are_copied_asynchronously_in_16_bytes(
     call: str, compiled: CompiledCalls
 ) -> None:

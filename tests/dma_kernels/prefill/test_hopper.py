@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import gluon_emulator
@@ -55,6 +56,7 @@ from prefill_cases import (
     assert_skips_as_the_reference,
 )
 from quantized_operands import expected_operands
+from sampling import sampled
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs these")
@@ -409,6 +411,10 @@ CASES = {
         **HEADS,
     ),
 }
+OF_OTHER_RECIPES = ("few-queries", "left-padded", "softcap-and-sinks", "window-chunk")
+"""Cases that continuous integration runs with recipes that share the code of masks, which it tests with one recipe."""
+MASKS_OF_OTHER_RECIPES = ("heads", "inside-a-tile", "packed-left-padded", "window-softcap-sinks")
+"""The same for masks."""
 WIDE_RECIPES = ("int8", "e4m3-rotated", "int8-mxfp8")
 """Recipes that the kernels support with 256 channels."""
 
@@ -506,16 +512,19 @@ def test_emulated_other_head_dims_match_the_reference(recipe: str, head_dim: int
 
 @pytest.mark.parametrize(
     ("case", "recipe", "head_dim"),
-    [
-        *((name, recipe, 128) for recipe in ("int8", "int8-mxfp8", "nvfp4-keys") for name in CASES),
-        *((name, "int8", 64) for name in CASES if "window" not in name),
-    ],
+    sampled(
+        [
+            *((name, recipe, 128) for recipe in ("int8", "int8-mxfp8", "nvfp4-keys") for name in CASES),
+            *((name, "int8", 64) for name in CASES if "window" not in name),
+        ],
+        lambda case, recipe, head_dim: (recipe, head_dim) == ("int8", 128) or case in OF_OTHER_RECIPES,
+    ),
 )
 def test_emulated_cases_match_the_reference(case: str, recipe: str, head_dim: int, emulated: None) -> None:
     assert_matches_reference(replace(CASES[case], head_dim=head_dim), RECIPES[recipe], torch.bfloat16, "cpu")
 
 
-@pytest.mark.parametrize("case", MASKED)
+@pytest.mark.parametrize("case", sampled(MASKED, MASKS_OF_OTHER_RECIPES.__contains__))
 def test_emulated_masks_match_the_reference(case: str, emulated: None) -> None:
     assert_matches_reference(replace(MASKED[case], head_dim=256), RECIPES["int8"], torch.bfloat16, "cpu")
 
@@ -531,10 +540,15 @@ def test_emulated_diagonal_and_sink_tiles_match_the_reference(
 
 
 @pytest.mark.parametrize(
-    ("recipe", "is_short"),
-    [("int8", False), ("int8-pv16", False), ("nvfp4-keys", False), ("int8", True), ("int8-pv16", True)],
+    ("recipe", "is_short", "is_causal"),
+    [
+        ("int8", False, True),
+        ("int8-pv16", False, False),
+        ("nvfp4-keys", False, True),
+        ("int8", True, False),
+        ("int8-pv16", True, True),
+    ],
 )
-@pytest.mark.parametrize("is_causal", [True, False])
 def test_emulated_masked_keys_may_hold_any_value(recipe: str, is_causal: bool, emulated: None) -> None:
     query, key, value = random_qkv(batch=2, q_len=430, kv_len=430, **HEADS, dtype=torch.bfloat16)
     starts, ends = torch.tensor([145, 0]), torch.tensor([430, 290])
@@ -553,39 +567,28 @@ def test_emulated_masked_keys_may_hold_any_value(recipe: str, is_causal: bool, e
 
 @pytest.mark.parametrize("is_short", [True])
 @pytest.mark.parametrize(
-    ("case", "recipe", "head_dim"),
+    ("recipe", "head_dim"),
     [
-        *(
-            (case, recipe, head_dim)
-            for case in ("causal", "few-queries", "batch")
-            for recipe in ("balanced", "int8", "e4m3-rotated", "int8-pv16")
-            for head_dim in (64, 96, 128)
-        ),
-        *(
-            ("causal", recipe, head_dim)
-            for recipe in ("paper", "mxfp4-row", "int8-mxfp8", "fp4", "nvfp4", "mixed", "nvfp4-keys")
-            for head_dim in (64, 128)
-        ),
-        ("causal", "fp4", 96),
+        *product(("balanced", *RECIPES_TAKEN), (64, 128)),
+        *((recipe, 96) for recipe in ("balanced", "e4m3-rotated", "int8-pv16", "fp4")),
     ],
 )
-def test_emulated_short_calls_match_the_reference(case: str, recipe: str, head_dim: int, emulated: None) -> None:
-    assert_matches_reference(replace(CASES[case], head_dim=head_dim), RECIPES[recipe], torch.bfloat16, "cpu")
+def test_emulated_short_calls_match_the_reference(recipe: str, head_dim: int, emulated: None) -> None:
+    assert_matches_reference(replace(CASES["causal"], head_dim=head_dim), RECIPES[recipe], torch.bfloat16, "cpu")
 
 
 @pytest.mark.parametrize("is_short", [True])
 @pytest.mark.parametrize(
-    ("head_dim", "recipe"),
-    [
-        (64, "balanced"),
-        (96, "int8"),
-        (128, "balanced"),
-        (128, "int8-pv16"),
-        (128, "paper"),
-        (128, "nvfp4"),
-    ],
+    ("case", "recipe", "head_dim"),
+    sampled(
+        [
+            *((case, "int8", 96) for case in CASES),
+            *((case, "balanced", head_dim) for case in CASES for head_dim in (64, 128)),
+            *((case, recipe, 128) for case in CASES for recipe in ("int8-pv16", "paper", "nvfp4")),
+        ],
+        lambda case, recipe, head_dim: (recipe, head_dim) == ("balanced", 64) or case in OF_OTHER_RECIPES,
+    ),
 )
-@pytest.mark.parametrize("case", CASES)
 def test_emulated_masked_tiles_of_short_calls_match_the_reference(
     case: str, recipe: str, head_dim: int, emulated: None
 ) -> None:
@@ -594,10 +597,12 @@ def test_emulated_masked_tiles_of_short_calls_match_the_reference(
 
 @pytest.mark.parametrize("is_short", [True])
 @pytest.mark.parametrize(
-    ("recipe", "head_dim"),
-    [("balanced", 64), ("int8-pv16", 128), ("nvfp4", 128)],
+    ("case", "recipe", "head_dim"),
+    sampled(
+        [(case, *of) for case in MASKED for of in (("balanced", 64), ("int8-pv16", 128), ("nvfp4", 128))],
+        lambda case, recipe, head_dim: recipe == "balanced" or case in MASKS_OF_OTHER_RECIPES,
+    ),
 )
-@pytest.mark.parametrize("case", MASKED)
 def test_emulated_masks_of_short_calls_match_the_reference(
     case: str, recipe: str, head_dim: int, emulated: None
 ) -> None:
@@ -619,9 +624,18 @@ def test_emulated_swizzle_groups_need_not_divide_the_heads(emulated: None, monke
     assert_matches_reference(CASES["batch"], RECIPES["balanced"], torch.bfloat16, "cpu")
 
 
-@pytest.mark.parametrize("is_short", [False, True])
-@pytest.mark.parametrize("recipe", ["balanced", "fp4"])
-@pytest.mark.parametrize("case", SPARSE)
+@pytest.mark.parametrize(
+    ("case", "recipe", "is_short"),
+    sampled(
+        product(SPARSE, ("balanced", "fp4"), (False, True)),
+        lambda case, recipe, is_short: (
+            case == "inside-a-tile"
+            or (recipe == "balanced" and case in ("inside-a-block", "bidirectional", "window", "left-padded", "mask"))
+            or (case, recipe, is_short) in (("gqa", "fp4", True), ("sinks", "balanced", True))
+            or (case, recipe, is_short) in (("softcap", "balanced", False), ("right-padded", "balanced", False))
+        ),
+    ),
+)
 def test_emulated_kernels_skip_the_tiles_that_the_reference_skips(case: str, recipe: str, emulated: None) -> None:
     assert_skips_as_the_reference(SPARSE[case], RECIPES[recipe], torch.bfloat16, "cpu")
 
