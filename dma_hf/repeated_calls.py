@@ -69,7 +69,7 @@ class RepeatedCall:
         if not (
             kv_len == self.kv_len
             and module.config is self.config
-            and _is_one_of(self.high_layers, module) is self.is_high
+            and (not self.high_layers or (getattr(module, "layer_idx", None) in self.high_layers) is self.is_high)
             and is_causal is self.is_causal
             and arguments.keys() == self.names
         ):
@@ -82,10 +82,6 @@ class RepeatedCall:
             if other is not value and not _is_alike(value, other):
                 return False
         return True
-
-
-def _is_one_of(layers: tuple[int, ...], module: nn.Module) -> bool:
-    return bool(layers) and getattr(module, "layer_idx", None) in layers
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
@@ -158,7 +154,7 @@ def let_repeat(
     states, kv_len = ((query, key, value), key.shape[2]) if update is None else ((query,), update[1].kv_len)
     kinds = tuple(map(_kind, states))
     high_layers = settings_of(module.config).config.high_layers
-    is_high, names = _is_one_of(high_layers, module), frozenset(arguments)
+    is_high, names = getattr(module, "layer_idx", None) in high_layers, frozenset(arguments)
     repeated = RepeatedCall(module.config, high_layers, is_high, is_causal, kinds, kv_len, names, others, compute)
     mask.dma_calls[sliding_window, update is None] = repeated
 
