@@ -95,25 +95,25 @@ def dma_attention_forward(
     geometry = separate_documents(
         module, geometry, call.others, is_cached=update is not None, is_users_mask=is_users_mask
     )
+    states = query, key, value
     refusal = find_unsupported(call, query, value, bias)
     if refusal is not None:
-        return _fall_back(module, call, refusal, (query, key, value), geometry, bias), None
+        return _fall_back(module, call, refusal, states, geometry, bias), None
     is_checked = False
     if not geometry.two_sequences and (update is None or update[1].is_first):
         start = key if update is None else update[1].key
         is_checked = check_first_prompt(module, call, query, start, geometry.kv_range)
     if geometry.documents is not None:
-        return _attend_documents(module, call, (query, key, value), geometry), None
+        return _attend_documents(module, call, states, geometry), None
     may_repeat = indices is None and not is_checked and is_repeatable(attention_mask)
-    if update is None or geometry.two_sequences:
-        if update is not None:
-            key, value = update[0].dense(update[1])
-            update = None
-        out, compute = _attend_plain(module, call, (query, key, value), geometry, may_repeat)
+    if update is not None and geometry.two_sequences:
+        states, update = (query, *update[0].dense(update[1])), None
+    if update is None:
+        out, compute = _attend_plain(module, call, states, geometry, may_repeat)
     else:
         out, compute = _attend_cached(module, call, query, update, geometry, may_repeat)
     if compute is not None:
-        let_repeat(module, query, key, value, update, attention_mask, is_causal, sliding_window, kwargs, compute)
+        let_repeat(module, call, *states, update, attention_mask, is_causal, sliding_window, kwargs, compute)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from .cache_layers import DMALayer
 from .cached_states import Step, Update
-from .config import settings_of
 from .masks.arguments import HARMLESS, OF_GENERATION, Call
 from .masks.compact_mask import CompactMask
 from .masks.geometry import MaskGeometry
@@ -137,6 +136,7 @@ def is_repeatable(mask: Any) -> bool:
 
 def let_repeat(
     module: nn.Module,
+    call: Call,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -153,7 +153,7 @@ def let_repeat(
         return
     states, kv_len = ((query, key, value), key.shape[2]) if update is None else ((query,), update[1].kv_len)
     kinds = tuple(map(_kind, states))
-    high_layers = settings_of(module.config).config.high_layers
+    high_layers = call.settings.config.high_layers
     is_high, names = getattr(module, "layer_idx", None) in high_layers, frozenset(arguments)
     repeated = RepeatedCall(module.config, high_layers, is_high, is_causal, kinds, kv_len, names, others, compute)
     mask.dma_calls[sliding_window, update is None] = repeated
