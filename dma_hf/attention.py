@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from .cache_layers import DECODED_AT_ONCE, DMALayer
-from .cached_states import Step, update_of
+from .cached_states import Step, Update, update_of
 from .logit_check import check_first_prompt
 from .masks.arguments import Call, Refusal, autocast_dtype, find_unsupported, note_other_cache
 from .masks.compact_mask import CompactMask
@@ -95,87 +95,67 @@ def dma_attention_forward(
     geometry = separate_documents(
         module, geometry, call.others, is_cached=update is not None, is_users_mask=is_users_mask
     )
+    states = query, key, value
     refusal = find_unsupported(call, query, value, bias)
     if refusal is not None:
-        return _fall_back(module, call, refusal, query, key, value, geometry, bias), None
+        return _fall_back(module, call, refusal, states, geometry, bias), None
     is_checked = False
     if not geometry.two_sequences and (update is None or update[1].is_first):
         start = key if update is None else update[1].key
         is_checked = check_first_prompt(module, call, query, start, geometry.kv_range)
     if geometry.documents is not None:
-        return _attend_documents(module, call, query, key, value, geometry), None
+        return _attend_documents(module, call, states, geometry), None
     may_repeat = indices is None and not is_checked and is_repeatable(attention_mask)
-    if update is None or geometry.two_sequences:
-        if update is not None:
-            key, value = update[0].dense(update[1])
-            update = None
-        out, compute = _attend_plain(module, call, query, key, value, geometry, may_repeat)
+    if update is not None and geometry.two_sequences:
+        states, update = (query, *update[0].dense(update[1])), None
+    if update is None:
+        out, compute = _attend_plain(module, call, states, geometry, may_repeat)
     else:
-        out, compute = _attend_cached(module, call, query, *update, geometry, may_repeat)
+        out, compute = _attend_cached(module, call, query, update, geometry, may_repeat)
     if compute is not None:
-        let_repeat(module, query, key, value, update, attention_mask, is_causal, sliding_window, kwargs, compute)
+        let_repeat(module, call, *states, update, attention_mask, is_causal, sliding_window, kwargs, compute)
     return out.transpose(1, 2).contiguous(), None
 
 
+States = tuple[Tensor, Tensor, Tensor]
+"""Queries ``[B, Hq, Tq, D]``, keys ``[B, Hkv, Tk, D]`` and values ``[B, Hkv, Tk, Dv]``."""
+
+
 def _fall_back(
-    module: nn.Module,
-    call: Call,
-    refusal: Refusal,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    geometry: MaskGeometry,
-    bias: Tensor | None,
+    module: nn.Module, call: Call, refusal: Refusal, states: States, geometry: MaskGeometry, bias: Tensor | None
 ) -> Tensor:
     """Run Transformers' SDPA attention for an unsupported call if the settings allow it, or else raise the error."""
     if call.settings.config.on_unsupported != "sdpa" or not refusal.sdpa_can:
         raise refusal.error()
     count_fallback(module, refusal.option, refusal.asked)
     sdpa: Callable[..., tuple[Tensor, None]] = AttentionInterface()["sdpa"]
-    mask = geometry.dense(query.device) if bias is None or geometry.documents is not None else bias
+    mask = geometry.dense(states[0].device) if bias is None or geometry.documents is not None else bias
     options = {"dropout": call.dropout, "scaling": call.scaling, "position_bias": call.position_bias}
-    return sdpa(module, query, key, value, mask, is_causal=False, **options)[0]
+    return sdpa(module, *states, mask, is_causal=False, **options)[0]
 
 
 def _attend_plain(
-    module: nn.Module,
-    call: Call,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    geometry: MaskGeometry,
-    may_repeat: bool,
+    module: nn.Module, call: Call, states: States, geometry: MaskGeometry, may_repeat: bool
 ) -> tuple[Tensor, Compute | None]:
     """Compute a call over plain keys and values. Returns ``[B, Hq, T, Dv]``, and what repeats the call, if anything."""
     settings = call.settings
-    if settings.config.cache is not None and geometry.is_causal and query.shape[2] < key.shape[2]:
+    if settings.config.cache is not None and geometry.is_causal and geometry.q_len < geometry.kv_len:
         note_other_cache(module, settings.config.cache)
     recipe = settings.cross_recipe if geometry.two_sequences else settings.recipe
-    seen = {
-        "is_causal": geometry.is_causal,
-        "window": geometry.window,
-        "q_offset": geometry.q_offset,
-        "kv_offset": geometry.kv_offset,
-    }
-    counts = tile_counts_of(module, query, recipe)
+    seen: dict[str, Any] = {"is_causal": geometry.is_causal, "window": geometry.window}
+    seen |= {"q_offset": geometry.q_offset, "kv_offset": geometry.kv_offset}
+    counts = tile_counts_of(module, states[0], recipe)
     hidden = {"kv_range": geometry.kv_range, "mask": geometry.pattern, "tile_counts": counts}
-    named: dict[str, Any] = seen | hidden | call.options
-    out, _ = counted(module, settings.name, "none", attention, query, key, value, recipe, **named)
-    may_repeat = may_repeat and counts is None
-    return out, prompt(call, query, key, value, recipe, **seen) if may_repeat else None
+    named = seen | hidden | call.options
+    out, _ = counted(module, settings.name, "none", attention, *states, recipe, **named)
+    return out, prompt(call, *states, recipe, **seen) if may_repeat and counts is None else None
 
 
 def _attend_cached(
-    module: nn.Module,
-    call: Call,
-    query: Tensor,
-    layer: DMALayer,
-    step: Step,
-    geometry: MaskGeometry,
-    may_repeat: bool,
+    module: nn.Module, call: Call, query: Tensor, update: Update, geometry: MaskGeometry, may_repeat: bool
 ) -> tuple[Tensor, Compute | None]:
     """Compute a call over a cache layer. Returns ``[B, Hq, T, Dv]``, and what repeats the call, if anything."""
-    recipe = call.settings.recipe
+    (layer, step), recipe = update, call.settings.recipe
     counts = tile_counts_of(module, query, recipe)
     stored = (layer, step, query, geometry, recipe, counts)
     out, kernel = counted(module, call.settings.name, layer.cache, attend, *stored, **call.options)
@@ -183,7 +163,7 @@ def _attend_cached(
         return out, None
     window = geometry.window
     if not step.is_first:  # a later chunk of a prompt may wait for the device
-        is_step = query.shape[2] <= DECODED_AT_ONCE
+        is_step = step.key.shape[2] <= DECODED_AT_ONCE
         return out, cached_step(call, kernel, query, window or layer.window) if is_step else None
     if layer.owner.prompt_length is not None:
         return out, None
@@ -191,26 +171,21 @@ def _attend_cached(
     return out, prompt(call, query, step.key, step.value, recipe, kv_offset=geometry.kv_offset, **seen)
 
 
-def _attend_documents(
-    module: nn.Module, call: Call, query: Tensor, key: Tensor, value: Tensor, geometry: MaskGeometry
-) -> Tensor:
+def _attend_documents(module: nn.Module, call: Call, states: States, geometry: MaskGeometry) -> Tensor:
     """Compute the attention of packed rows, ``[B, T, Hq, Dv]``."""
     recipe = call.settings.recipe
     options = {"is_causal": geometry.is_causal, "window": geometry.window, **call.options}
-    options["tile_counts"] = tile_counts_of(module, query, recipe)
-    packed = (query, key, value, geometry, recipe)
-    return counted(module, call.settings.name, "none", _documents_apart, *packed, **options)[0]
+    options["tile_counts"] = tile_counts_of(module, states[0], recipe)
+    return counted(module, call.settings.name, "none", _documents_apart, states, geometry, recipe, **options)[0]
 
 
-def _documents_apart(
-    query: Tensor, key: Tensor, value: Tensor, geometry: MaskGeometry, recipe: Recipe, **options: Any
-) -> Tensor:
+def _documents_apart(states: States, geometry: MaskGeometry, recipe: Recipe, **options: Any) -> Tensor:
     """Attend within each document."""
     documents = geometry.documents
     assert documents is not None
-    batch, _, length, _ = query.shape
+    batch, _, length, _ = states[0].shape
     if geometry.pattern is None:
-        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in states)
         tokens = batch * length
         out: Tensor = attention_varlen(q, k, v, documents, documents, tokens, tokens, recipe, **options)
         return out.view(batch, length, *out.shape[1:])
@@ -220,7 +195,7 @@ def _documents_apart(
     for start, stop in pairwise(sorted(set(documents.tolist()))):  # without empty documents
         row = slice(start // length, start // length + 1)
         own = slice(start % length, start % length + stop - start)
-        q, k, v = (x[row, :, own] for x in (query, key, value))
+        q, k, v = (x[row, :, own] for x in states)
         part = attention(q, k, v, recipe, mask=pattern[row, :, own, own], **options)
         parts.append(part.transpose(1, 2)[0])
     return torch.cat(parts).view(batch, length, *parts[0].shape[1:])

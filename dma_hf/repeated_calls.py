@@ -20,8 +20,7 @@ from dma_kernels.cache.api import cache_options, repeat_attention
 from torch import Tensor, nn
 
 from .cache_layers import DMALayer
-from .cached_states import Step
-from .config import settings_of
+from .cached_states import Step, Update
 from .masks.arguments import HARMLESS, OF_GENERATION, Call
 from .masks.compact_mask import CompactMask
 from .masks.geometry import MaskGeometry
@@ -69,7 +68,7 @@ class RepeatedCall:
         if not (
             kv_len == self.kv_len
             and module.config is self.config
-            and _is_one_of(self.high_layers, module) is self.is_high
+            and (not self.high_layers or (getattr(module, "layer_idx", None) in self.high_layers) is self.is_high)
             and is_causal is self.is_causal
             and arguments.keys() == self.names
         ):
@@ -82,10 +81,6 @@ class RepeatedCall:
             if other is not value and not _is_alike(value, other):
                 return False
         return True
-
-
-def _is_one_of(layers: tuple[int, ...], module: nn.Module) -> bool:
-    return bool(layers) and getattr(module, "layer_idx", None) in layers
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
@@ -104,7 +99,7 @@ def repeat(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    update: tuple[DMALayer, Step] | None,
+    update: Update | None,
     mask: CompactMask,
     is_causal: bool | None,
     sliding_window: int | None,
@@ -141,10 +136,11 @@ def is_repeatable(mask: Any) -> bool:
 
 def let_repeat(
     module: nn.Module,
+    call: Call,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    update: tuple[DMALayer, Step] | None,
+    update: Update | None,
     mask: Any,
     is_causal: bool | None,
     sliding_window: int | None,
@@ -157,8 +153,8 @@ def let_repeat(
         return
     states, kv_len = ((query, key, value), key.shape[2]) if update is None else ((query,), update[1].kv_len)
     kinds = tuple(map(_kind, states))
-    high_layers = settings_of(module.config).config.high_layers
-    is_high, names = _is_one_of(high_layers, module), frozenset(arguments)
+    high_layers = call.settings.config.high_layers
+    is_high, names = getattr(module, "layer_idx", None) in high_layers, frozenset(arguments)
     repeated = RepeatedCall(module.config, high_layers, is_high, is_causal, kinds, kv_len, names, others, compute)
     mask.dma_calls[sliding_window, update is None] = repeated
 

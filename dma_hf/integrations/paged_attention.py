@@ -127,8 +127,8 @@ def dma_paged_attention_forward(
         attention_mask: ``None``, because the lengths imply it.
         sliding_window: Window of the layer. The default is that of the configuration.
         cache: The paged cache, or ``None`` if the layer has updated it and ``key`` and ``value`` come from it.
-        kwargs: Further arguments, see :meth:`dma_hf.masks.arguments.Call.of`. Those that describe the batch are
-            ignored. The arguments of the model's forward pass have them for every layer.
+        kwargs: Further arguments, see :meth:`dma_hf.masks.arguments.Call.of`. The description of the batch is that of
+            the model's forward pass.
 
     Returns:
         ``[1, tokens, Hq, Dv]``, and ``None`` in place of attention weights.
@@ -169,8 +169,8 @@ def dma_paged_attention_forward(
     starts = batch["cu_seq_lens_k"]
     if isinstance(starts, dict):
         starts = starts[_kind_of(module, pages, list(starts))]
-    requests = (query, key, value, starts, batch["cu_seq_lens_q"], batch["position_ids"])
-    return counted(module, call.settings.name, "pages", _attend_requests, module, call, *requests, options)[0], None
+    requests = (module, call, (query, key, value), starts, batch, options)
+    return counted(module, call.settings.name, "pages", _attend_requests, *requests)[0], None
 
 
 def _window_of(module: nn.Module, config: PreTrainedConfig) -> int | None:
@@ -195,18 +195,17 @@ def _kind_of(module: nn.Module, pages: Any, kinds: list[str]) -> str:
 def _attend_requests(
     module: nn.Module,
     call: Call,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    states: tuple[Tensor, Tensor, Tensor],
     key_starts: Tensor,
-    cu_seq_lens_q: Tensor,
-    position_ids: Tensor,
+    batch: dict[str, Any],
     options: dict[str, Any],
 ) -> Tensor:
     """Compute the attention of every request, ``[1, tokens, Hq, Dv]``, over unpacked keys."""
+    query, key, value = states
+    recipe, cu_seq_lens_q = call.settings.recipe, batch["cu_seq_lens_q"]
     out = query.new_zeros((1, query.shape[2], query.shape[1], value.shape[-1]))
     last = cu_seq_lens_q[1:].long() - 1
-    ends = position_ids.reshape(-1)[last.clamp(min=0)] + 1  # tokens of each request so far
+    ends = batch["position_ids"].reshape(-1)[last.clamp(min=0)] + 1  # tokens of each request so far
     requests = torch.stack((cu_seq_lens_q[:-1], cu_seq_lens_q[1:], key_starts[:-1], key_starts[1:], ends)).T.tolist()
     if key.shape[2] < requests[-1][3]:
         raise ValueError(
@@ -214,14 +213,13 @@ def _attend_requests(
             "to what the paged cache returned, so generate_batch cannot run this model"
         )
     decoding = [request for request in requests if request[1] - request[0] == 1]
-    recipe = call.settings.recipe
     for start, stop, key_start, key_stop, end in requests:
         if stop - start > 1:
             new, seen, first = slice(start, stop), slice(key_start, key_stop), end - (key_stop - key_start)
-            states = query[:, :, new], key[:, :, seen], value[:, :, seen]
+            request = query[:, :, new], key[:, :, seen], value[:, :, seen]
             if first == 0:
-                check_first_prompt(module, call, *states[:2])
-            part = attention(*states, recipe, q_offset=end - (stop - start), kv_offset=first, **options)
+                check_first_prompt(module, call, *request[:2])
+            part = attention(*request, recipe, q_offset=end - (stop - start), kv_offset=first, **options)
             out[:, new] = part.transpose(1, 2)
     if decoding:
         rows = [start for start, *_ in decoding]

@@ -63,8 +63,6 @@ class _Allocator(FullAttentionCacheAllocator):  # type: ignore[misc]
     ``None``, it gets a single block.
     """
 
-    supports_block_sharing = False
-
     def __init__(
         self, index: int, layers: int, bytes_per_page: int, tokens_per_block: int | None, blocks_spared: int = 0
     ) -> None:
@@ -257,17 +255,8 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
     ) -> Tensor:
         """Compute the attention of the new tokens of a batch, and store their keys and values.
 
-        Args:
-            module: The layer.
-            call: Its keyword arguments.
-            query: ``[1, Hq, tokens, D]``.
-            key: ``[1, Hkv, tokens, D]``, what :meth:`update` returned.
-            value: ``[1, Hkv, tokens, D]``, what :meth:`update` returned.
-            batch: Block table, offsets and position ids.
-            options: Further arguments of :func:`dma_kernels.attention`.
-
-        Returns:
-            ``[1, tokens, Hq, D]``.
+        Queries, keys and values are ``[1, H, tokens, D]``, the latter two as :meth:`update` returned them. The result
+        is ``[1, tokens, Hq, D]``.
 
         Raises:
             ValueError: The layer did not update the cache, has attended to it before, or has changed keys or values.

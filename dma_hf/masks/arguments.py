@@ -122,11 +122,7 @@ class Refusal:
 def find_unsupported(call: Call, query: Tensor, value: Tensor, bias: Tensor | None = None) -> Refusal | None:
     """Return why a call cannot be computed, or ``None`` if it can.
 
-    Args:
-        call: Its keyword arguments.
-        query: ``[B, Hq, Tq, D]``.
-        value: ``[B, Hkv, Tk, Dv]``.
-        bias: The mask, if it has other values than zeros and large negative numbers.
+    ``bias`` is the mask, if it has other values than zeros and large negative numbers.
     """
     can = call.softcap is None and call.sinks is None
     refusal = _find_argument(call.others)
