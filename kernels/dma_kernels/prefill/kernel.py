@@ -9,8 +9,6 @@ high tiles (sinks and band), masked low tiles, and full low tiles, which take mo
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
@@ -31,79 +29,9 @@ from ..device.tiles import (
 )
 from ..numerics.geometry import SKIP_BLOCK
 from .channel_chunks import load_chunks, quantize_row_chunks, store_chunks
+from .key_ranges import QueryBlock, high_ranges, low_ranges
 
 _SKIP_BLOCK = tl.constexpr(SKIP_BLOCK)
-
-
-class _Block(NamedTuple):
-    """The queries of a CTA and their keys; all ranges are positions."""
-
-    i_b: Any  # batch row
-    i_kv: Any  # kv head
-    i_h: Any  # query head
-    i_head: Any  # kv head, counted over all batch rows
-    q_pos: Any  # query positions, int32 ``[BLOCK_M]``
-    start: Any  # union range: keys that some query attends to
-    end: Any
-    full_start: Any  # unmasked range: keys that all of them attend to
-    full_end: Any
-    sink_end: Any  # end of the sink tiles
-    band_start: Any  # the band
-    band_end: Any
-    k_start: Any  # position of key 0, in row 0 of the caller's keys
-    aligned_start: Any  # position of row 0 of tile-padded storage
-    visibility: Any  # :class:`~..device.scores.Visibility`
-
-
-class _LowRange(NamedTuple):
-    """Blocks of low tiles ``first..last``, of which ``full_first..full_last`` are not masked."""
-
-    first: Any
-    full_first: Any
-    full_last: Any
-    last: Any
-
-
-@triton.jit
-def _block_range(start, end, SHIFT: tl.constexpr):
-    """Return the first block of a range of positions and the one past its last; equal for an empty range."""
-    first = start >> SHIFT
-    return first, tl.where(end > start, (end + (1 << SHIFT) - 1) >> SHIFT, first)
-
-
-@triton.jit
-def _low_range(start, end, block, SHIFT: tl.constexpr):
-    """Return the :class:`_LowRange` of a range of positions."""
-    first, last = _block_range(start, end, SHIFT)
-    full_first = tl.minimum(tl.maximum(first, (block.full_start + (1 << SHIFT) - 1) >> SHIFT), last)
-    return _LowRange(first, full_first, tl.maximum(tl.minimum(last, block.full_end >> SHIFT), full_first), last)
-
-
-@triton.jit
-def _high_ranges(block, HAS_LOW: tl.constexpr, SHIFT: tl.constexpr):
-    """Return the first and last blocks of the sinks and of the band; all blocks if there are no low tiles."""
-    if HAS_LOW:
-        sinks_first, sinks_last = _block_range(block.start, tl.minimum(block.end, block.sink_end), SHIFT)
-        band_first, band_last = _block_range(
-            tl.maximum(tl.maximum(block.start, block.band_start), block.sink_end),
-            tl.minimum(block.end, block.band_end), SHIFT,
-        )  # fmt: skip
-    else:
-        sinks_first, sinks_last = _block_range(block.start, block.end, SHIFT)
-        band_first, band_last = sinks_last, sinks_last
-    return sinks_first, sinks_last, band_first, band_last
-
-
-@triton.jit
-def _low_ranges(block, IS_CAUSAL: tl.constexpr, SHIFT: tl.constexpr):
-    """Return the low blocks before the band and those after it."""
-    before = _low_range(tl.maximum(block.start, block.sink_end), tl.minimum(block.end, block.band_start), block, SHIFT)
-    if IS_CAUSAL:
-        after = _LowRange(before.last, before.last, before.last, before.last)
-    else:
-        start = tl.maximum(tl.maximum(block.start, block.band_end), block.sink_end)
-        after = _low_range(start, block.end, block, SHIFT)
-    return before, after
 
 
 @triton.jit
@@ -178,7 +106,7 @@ def _attend_to_high(
     FORM: tl.constexpr = CONFIG.high_form
     FORMAT: tl.constexpr = CONFIG.high_format
     i_b, i_kv = block.i_b, block.i_kv
-    sinks_first, sinks_last, band_first, band_last = _high_ranges(block, CONFIG.has_low, BLOCK_H.bit_length() - 1)
+    sinks_first, sinks_last, band_first, band_last = high_ranges(block, CONFIG.has_low, BLOCK_H.bit_length() - 1)
     count = sinks_last - sinks_first
     for t in tl.range(0, count + band_last - band_first, num_stages=CONFIG.tuning.high_stages):
         position = tl.where(t < count, sinks_first + t, band_first + t - count) * BLOCK_H
@@ -228,7 +156,7 @@ def _attend_to_low(
     IS_CAUSAL: tl.constexpr = CONFIG.is_causal
     SKIPS: tl.constexpr = skip_threshold is not None
     i_head, q_pos, visibility = block.i_head, block.q_pos, block.visibility
-    before, after = _low_ranges(block, IS_CAUSAL, N_SHIFT)
+    before, after = low_ranges(block, IS_CAUSAL, N_SHIFT)
     # The masked blocks: two ranges before the band, then two after it. ``n_...`` counts those up to a range's end.
     n_1 = before.full_first - before.first
     n_2 = n_1 + before.last - before.full_last
@@ -488,7 +416,7 @@ def prefill_kernel(
     visibility = Visibility(
         visible_start, visible_end, window, mask_base, mask.stride_t, mask.stride_d, q_start, q_end, k_start
     )
-    block = _Block(
+    block = QueryBlock(
         i_b, i_kv, i_h, i_head, q_pos, start, end, full_start, full_end, sink_end, band_start, band_end, k_start,
         aligned_start, visibility,
     )  # fmt: skip
@@ -516,7 +444,7 @@ def prefill_kernel(
         STAGED: tl.constexpr = k_low_ptr.dtype.element_ty
         staged = (out.ptr + i_b * out.stride_b + i_h * out.stride_h).to(tl.pointer_type(STAGED))
         # A row of the output has room for two 8-bit elements per channel, or one of 16 bits.
-        PER_CHANNEL: tl.constexpr = 1 if CONFIG.low_form == "dequantized" else 2
+        PER_CHANNEL: tl.constexpr = 1 if LOW_FORM == "dequantized" else 2
         staged_row = queries.to(tl.int64) * (PER_CHANNEL * out.stride_t)
         m_staged = m_q[:, None] & (o_d < D)[None, :]
         low_row_scale = _stage_queries(
