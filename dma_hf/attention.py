@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from .cache_layers import DECODED_AT_ONCE, DMALayer
-from .cached_states import Step, update_of
+from .cached_states import Step, Update, update_of
 from .logit_check import check_first_prompt
-from .masks.arguments import Call, autocast_dtype, find_unsupported, note_other_cache
+from .masks.arguments import Call, Refusal, autocast_dtype, find_unsupported, note_other_cache
 from .masks.compact_mask import CompactMask
 from .masks.documents import separate_documents
 from .masks.geometry import GEOMETRY, MaskGeometry
 from .masks.layer_geometry import layer_geometry, select_keys
-from .repeated_calls import cached_step, is_step, let_repeat, may_repeat, prompt, repeat
+from .repeated_calls import Compute, cached_step, is_repeatable, let_repeat, prompt, repeat
 from .stats import count_fallback, counted, tile_counts_of
 
 
@@ -81,100 +81,111 @@ def dma_attention_forward(
         if again is not None:
             return again, None
     call = Call.of(module, **kwargs)
-    dtype = autocast_dtype(query)
     if update is not None:
         query = query.to(key.dtype)  # also under autocast: a cache keeps the dtype of its first keys
-    elif dtype is not None:
-        query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
+    elif (dtype := autocast_dtype(query)) is not None:
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if query.shape[0] != key.shape[0] and 1 in (query.shape[0], key.shape[0]):  # learned queries of a resampler
         batch = max(query.shape[0], key.shape[0])
         query, key, value = (tensor.expand(batch, -1, -1, -1) for tensor in (query, key, value))
     geometry, bias = layer_geometry(module, query, key, attention_mask, is_causal, sliding_window)
     if indices is not None:
-        geometry = select_keys(geometry, indices, query, key)
-        if bias is not None and geometry.pattern is not None:
-            bias = bias.masked_fill(~geometry.pattern, torch.finfo(bias.dtype).min)
+        geometry, bias = select_keys(geometry, bias, indices, query, key)
     is_users_mask = attention_mask is not None and not hasattr(attention_mask, GEOMETRY)
     geometry = separate_documents(
         module, geometry, call.others, is_cached=update is not None, is_users_mask=is_users_mask
     )
+    states = query, key, value
     refusal = find_unsupported(call, query, value, bias)
-    settings = call.settings
     if refusal is not None:
-        if settings.config.on_unsupported != "sdpa" or not refusal.sdpa_can:
-            raise refusal.error()
-        count_fallback(module, refusal.option, refusal.asked)
-        options = {"dropout": call.dropout, "scaling": call.scaling, "position_bias": call.position_bias}
-        sdpa: Callable[..., tuple[Tensor, None]] = AttentionInterface()["sdpa"]
-        dense = geometry.dense(query.device) if bias is None or geometry.documents is not None else bias
-        return sdpa(module, query, key, value, dense, is_causal=False, **options)
+        return _fall_back(module, call, refusal, states, geometry, bias), None
     is_checked = False
-    if update is None or update[1].is_first:
-        is_checked = check_first_prompt(module, call, query, key if update is None else update[1].key, geometry)
+    if not geometry.two_sequences and (update is None or update[1].is_first):
+        start = key if update is None else update[1].key
+        is_checked = check_first_prompt(module, call, query, start, geometry.kv_range)
     if geometry.documents is not None:
-        packed = (query, key, value, geometry, settings.recipe, tile_counts_of(module, query, settings.recipe))
-        return counted(module, settings.name, "none", _attend_documents, *packed, **call.options)[0], None
-    cache = settings.config.cache
-    if update is None and cache is not None and geometry.is_causal and query.shape[2] < key.shape[2]:
-        note_other_cache(module, cache)
+        return _attend_documents(module, call, states, geometry), None
+    may_repeat = indices is None and not is_checked and is_repeatable(attention_mask)
     if update is not None and geometry.two_sequences:
-        key, value = update[0].dense(update[1])
-        update = None
-    recipe = settings.cross_recipe if geometry.two_sequences else settings.recipe
-    counts = tile_counts_of(module, query, recipe)
-    is_repeatable = indices is None and counts is None and not is_checked and may_repeat(attention_mask)
-    seen: dict[str, Any] = {"is_causal": geometry.is_causal, "window": geometry.window, "kv_offset": geometry.kv_offset}
-    compute = None
+        states, update = (query, *update[0].dense(update[1])), None
     if update is None:
-        seen["q_offset"] = geometry.q_offset
-        hidden = {"kv_range": geometry.kv_range, "mask": geometry.pattern, "tile_counts": counts}
-        inputs = (query, key, value, recipe)
-        named: dict[str, Any] = seen | hidden | call.options
-        out, _ = counted(module, settings.name, "none", attention, *inputs, **named)
-        if is_repeatable:
-            compute = prompt(call, *inputs, **seen)
+        out, compute = _attend_plain(module, call, states, geometry, may_repeat)
     else:
-        layer, step = update
-        stored = (layer, step, query, geometry, recipe, counts)
-        out, kernel = counted(module, settings.name, layer.cache, attend, *stored, **call.options)
-        if is_repeatable and is_step(step):
-            compute = cached_step(call, kernel, query, geometry.window or layer.window)
-        elif is_repeatable and step.is_first and layer.owner.prompt_length is None:
-            compute = prompt(call, query, step.key, step.value, recipe, q_offset=geometry.kv_offset, **seen)
+        out, compute = _attend_cached(module, call, query, update, geometry, may_repeat)
     if compute is not None:
-        let_repeat(module, query, key, value, update, attention_mask, is_causal, sliding_window, kwargs, compute)
+        let_repeat(module, call, *states, update, attention_mask, is_causal, sliding_window, kwargs, compute)
     return out.transpose(1, 2).contiguous(), None
 
 
-def _attend_documents(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    geometry: MaskGeometry,
-    recipe: Recipe,
-    tile_counts: Tensor | None,
-    **options: Any,
+States = tuple[Tensor, Tensor, Tensor]
+"""Queries ``[B, Hq, Tq, D]``, keys ``[B, Hkv, Tk, D]`` and values ``[B, Hkv, Tk, Dv]``."""
+
+
+def _fall_back(
+    module: nn.Module, call: Call, refusal: Refusal, states: States, geometry: MaskGeometry, bias: Tensor | None
 ) -> Tensor:
-    """Compute the attention of packed rows.
+    """Run Transformers' SDPA attention for an unsupported call if the settings allow it, or else raise the error."""
+    if call.settings.config.on_unsupported != "sdpa" or not refusal.sdpa_can:
+        raise refusal.error()
+    count_fallback(module, refusal.option, refusal.asked)
+    sdpa: Callable[..., tuple[Tensor, None]] = AttentionInterface()["sdpa"]
+    mask = geometry.dense(states[0].device) if bias is None or geometry.documents is not None else bias
+    options = {"dropout": call.dropout, "scaling": call.scaling, "position_bias": call.position_bias}
+    return sdpa(module, *states, mask, is_causal=False, **options)[0]
 
-    Args:
-        query: ``[B, Hq, T, D]``.
-        key: ``[B, Hkv, T, D]``.
-        value: ``[B, Hkv, T, Dv]``.
-        geometry: Geometry of the mask, with documents.
-        recipe: Precisions.
-        tile_counts: Where to add the counts of skipped tiles.
-        options: Further arguments of :func:`dma_kernels.attention_varlen`.
 
-    Returns:
-        ``[B, T, Hq, Dv]``, contiguous.
-    """
+def _attend_plain(
+    module: nn.Module, call: Call, states: States, geometry: MaskGeometry, may_repeat: bool
+) -> tuple[Tensor, Compute | None]:
+    """Compute a call over plain keys and values. Returns ``[B, Hq, T, Dv]``, and what repeats the call, if anything."""
+    settings = call.settings
+    if settings.config.cache is not None and geometry.is_causal and geometry.q_len < geometry.kv_len:
+        note_other_cache(module, settings.config.cache)
+    recipe = settings.cross_recipe if geometry.two_sequences else settings.recipe
+    seen: dict[str, Any] = {"is_causal": geometry.is_causal, "window": geometry.window}
+    seen |= {"q_offset": geometry.q_offset, "kv_offset": geometry.kv_offset}
+    counts = tile_counts_of(module, states[0], recipe)
+    hidden = {"kv_range": geometry.kv_range, "mask": geometry.pattern, "tile_counts": counts}
+    named = seen | hidden | call.options
+    out, _ = counted(module, settings.name, "none", attention, *states, recipe, **named)
+    return out, prompt(call, *states, recipe, **seen) if may_repeat and counts is None else None
+
+
+def _attend_cached(
+    module: nn.Module, call: Call, query: Tensor, update: Update, geometry: MaskGeometry, may_repeat: bool
+) -> tuple[Tensor, Compute | None]:
+    """Compute a call over a cache layer. Returns ``[B, Hq, T, Dv]``, and what repeats the call, if anything."""
+    (layer, step), recipe = update, call.settings.recipe
+    counts = tile_counts_of(module, query, recipe)
+    stored = (layer, step, query, geometry, recipe, counts)
+    out, kernel = counted(module, call.settings.name, layer.cache, attend, *stored, **call.options)
+    if not may_repeat or counts is not None:
+        return out, None
+    window = geometry.window
+    if not step.is_first:  # a later chunk of a prompt may wait for the device
+        is_step = step.key.shape[2] <= DECODED_AT_ONCE
+        return out, cached_step(call, kernel, query, window or layer.window) if is_step else None
+    if layer.owner.prompt_length is not None:
+        return out, None
+    seen = {"is_causal": geometry.is_causal, "window": window, "q_offset": geometry.kv_offset}
+    return out, prompt(call, query, step.key, step.value, recipe, kv_offset=geometry.kv_offset, **seen)
+
+
+def _attend_documents(module: nn.Module, call: Call, states: States, geometry: MaskGeometry) -> Tensor:
+    """Compute the attention of packed rows, ``[B, T, Hq, Dv]``."""
+    recipe = call.settings.recipe
+    options = {"is_causal": geometry.is_causal, "window": geometry.window, **call.options}
+    options["tile_counts"] = tile_counts_of(module, states[0], recipe)
+    return counted(module, call.settings.name, "none", _documents_apart, states, geometry, recipe, **options)[0]
+
+
+def _documents_apart(states: States, geometry: MaskGeometry, recipe: Recipe, **options: Any) -> Tensor:
+    """Attend within each document."""
     documents = geometry.documents
     assert documents is not None
-    batch, _, length, _ = query.shape
-    options |= {"is_causal": geometry.is_causal, "window": geometry.window, "tile_counts": tile_counts}
+    batch, _, length, _ = states[0].shape
     if geometry.pattern is None:
-        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in states)
         tokens = batch * length
         out: Tensor = attention_varlen(q, k, v, documents, documents, tokens, tokens, recipe, **options)
         return out.view(batch, length, *out.shape[1:])
@@ -184,7 +195,7 @@ def _attend_documents(
     for start, stop in pairwise(sorted(set(documents.tolist()))):  # without empty documents
         row = slice(start // length, start // length + 1)
         own = slice(start % length, start % length + stop - start)
-        q, k, v = (x[row, :, own] for x in (query, key, value))
+        q, k, v = (x[row, :, own] for x in states)
         part = attention(q, k, v, recipe, mask=pattern[row, :, own, own], **options)
         parts.append(part.transpose(1, 2)[0])
     return torch.cat(parts).view(batch, length, *parts[0].shape[1:])
@@ -205,19 +216,7 @@ def attend(
     tile_counts: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """Compute attention over a cache layer, and store the new keys and values.
-
-    Args:
-        layer: The layer.
-        new: The update with the new keys and values.
-        query: ``[B, Hq, T, D]``.
-        geometry: Geometry of the mask.
-        recipe: Precisions of a prompt.
-        tile_counts: Where a prompt adds its counts of skipped tiles.
-        options: Further arguments of :func:`dma_kernels.attention`.
-
-    Returns:
-        ``[B, Hq, T, Dv]``.
+    """Compute attention over a cache layer, ``[B, Hq, T, Dv]``, and store the new keys and values.
 
     Raises:
         ValueError: The call is invalid. The new keys are dropped, and the cache does not change.

@@ -165,11 +165,7 @@ class DMACache(DynamicCache):  # type: ignore[misc]
         return {"kind": self._kind, "layers": layers}
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device | str | None = None) -> None:
-        """Load contents that :meth:`state_dict` returned. If it fails, the cache does not change.
-
-        Args:
-            state: The contents. Their tensors are copied.
-            device: Device of the copies. The default is that of the tensors.
+        """Load a copy of what :meth:`state_dict` returned, on ``device`` if given. If it fails, nothing changes.
 
         Raises:
             TypeError: ``state`` is not a mapping.

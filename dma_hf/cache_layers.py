@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
-from .cached_states import CachedStates, RepeatedUpdate, Step
+from .cached_states import CachedStates, RepeatedUpdate, Step, kind_of_update
 from .config import cache_format_of, is_dma
 from .integrations.attention_name import attention_name
 from .masks.arguments import autocast_dtype
@@ -190,10 +190,10 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
         """
         if self.pending is not None:
             self.flush()
-        repeated = None if self.checks_steps else self.owner.repeated
-        if repeated is not None and repeated.covers(self, key_states, value_states):
-            numbers = (repeated.kv_len, repeated.kv_offset, self.is_empty)
-            new = self.pending = Step(key_states, value_states, *numbers)
+        repeated = None if self.checks_steps or not self.is_initialized else self.owner.repeated
+        if repeated is not None and kind_of_update(self, key_states, value_states) == repeated.kind:
+            new = Step(key_states, value_states, repeated.kv_len, repeated.kv_offset, self.is_empty)
+            self.pending = new
             return CachedStates.of(self, new, *repeated.states)
         if not self.is_empty and self.owner.prompt_length is not None:
             self.owner.prompt_length = None
@@ -216,7 +216,8 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
         self.pending = new
         states = CachedStates.like(key_states, new.kv_len), CachedStates.like(value_states, new.kv_len)
         if self.checks_steps and not isinstance(self.tokens, Tensor):
-            self.owner.repeated = RepeatedUpdate.of(self, new, states) if dtype is None else None
+            kind = kind_of_update(self, key_states, value_states)
+            self.owner.repeated = RepeatedUpdate(kind, new.kv_len, new.kv_offset, states) if dtype is None else None
         return CachedStates.of(self, new, *states)
 
     def dense(self, new: Step) -> tuple[Tensor, Tensor]:

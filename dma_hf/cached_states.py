@@ -8,7 +8,7 @@ attends to the packed layer itself. Any other operation sees the dequantized key
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from dma_kernels.cache.storage import LayerStorage
@@ -43,56 +43,36 @@ class Step:
     dense: tuple[Tensor, Tensor] | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class RepeatedUpdate:
-    """The update of a step's first layer. Those of the other layers with the same shapes need no further checks.
+class RepeatedUpdate(NamedTuple):
+    """The update of a step's first layer. Those of other layers of the same kind need no further checks.
 
     Attributes:
-        tokens: Tokens in the layer before the update.
-        key: Shape, dtype and device of the new keys.
-        value: The same of the new values.
-        stored: Shapes, dtype and device of the storage.
-        window: Window of the layer.
+        kind: What :func:`kind_of_update` returned.
         kv_len: See :class:`Step`.
         kv_offset: See :class:`Step`.
         states: Tensors with the shapes of the :class:`CachedStates`.
     """
 
-    tokens: int
-    key: tuple[Any, ...]
-    value: tuple[Any, ...]
-    stored: tuple[Any, ...]
-    window: int | None
+    kind: tuple[Any, ...]
     kv_len: int
     kv_offset: int
     states: tuple[Tensor, Tensor]
 
-    @classmethod
-    def of(cls, layer: Any, new: Step, states: tuple[Tensor, Tensor]) -> RepeatedUpdate:
-        """Return the update ``new`` of a layer."""
-        numbers = (layer.window, new.kv_len, new.kv_offset)
-        return cls(layer.tokens, _kind(new.key), _kind(new.value), _kinds(layer.storage), *numbers, states)
 
-    def covers(self, layer: Any, key: Tensor, value: Tensor) -> bool:
-        """Return whether the update of another layer, with the keys ``key``, is like this one."""
-        if not (layer.is_initialized and layer.tokens == self.tokens and layer.window == self.window):
-            return False
-        storage: LayerStorage = layer.storage  # calls of `_kind` would take longer than the comparison
-        keys, values = storage.key_residual, storage.value_residual
-        return (
-            layer.device == key.device
-            and (key.shape, key.dtype, key.device, type(key)) == self.key
-            and (value.shape, value.dtype, value.device, type(value)) == self.value
-            and (keys.shape, values.shape, keys.dtype, storage.lengths.device) == self.stored
-        )
+def kind_of_update(layer: Any, key: Tensor, value: Tensor) -> tuple[Any, ...]:
+    """Return what the checks of an update depend on: the layer, its storage, and new keys and values."""
+    storage: LayerStorage = layer.storage
+    keys, values = storage.key_residual, storage.value_residual
+    return (
+        *(layer.tokens, layer.window, layer.device, storage.lengths.device),
+        *(key.shape, key.dtype, key.device, type(key)),
+        *(value.shape, value.dtype, value.device, type(value)),
+        *(keys.shape, keys.dtype, values.shape),
+    )
 
 
-def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.dtype, tensor.device, type(tensor)
-
-
-def _kinds(storage: LayerStorage) -> tuple[Any, ...]:
-    return storage.key_residual.shape, storage.value_residual.shape, storage.key_residual.dtype, storage.lengths.device
+Update = tuple[Any, Step]
+"""A layer, and an update of it."""
 
 
 class CachedStates(Deferred):
@@ -103,8 +83,8 @@ class CachedStates(Deferred):
         dma_is_value: Whether the states are values.
     """
 
-    dma_update: tuple[Any, Step]
-    dma_is_value: bool
+    dma_update: Update
+    dma_is_value = False
 
     @staticmethod
     def like(tensor: Tensor, kv_len: int) -> Tensor:
@@ -119,7 +99,7 @@ class CachedStates(Deferred):
         keys: Any = key.as_subclass(CachedStates)
         values: Any = value.as_subclass(CachedStates)
         keys.dma_update = values.dma_update = layer, step
-        keys.dma_is_value, values.dma_is_value = False, True
+        values.dma_is_value = True
         return keys, values
 
     def dense(self) -> Tensor:
@@ -129,7 +109,7 @@ class CachedStates(Deferred):
         return states[int(self.dma_is_value)]
 
 
-def update_of(key: Tensor, value: Tensor) -> tuple[Any, Step] | None:
+def update_of(key: Tensor, value: Tensor) -> Update | None:
     """Return the layer and the update that keys and values come from, or ``None`` if they are plain tensors."""
-    update: tuple[Any, Step] | None = getattr(key, "dma_update", None)
+    update: Update | None = getattr(key, "dma_update", None)
     return update if update is not None and getattr(value, "dma_update", None) is update else None

@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,6 +40,8 @@ EAGER_STEPS = 3
 MASK = "attention_mask"
 OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 """Arguments that make a model return states that ``generate`` keeps. A replay would overwrite them."""
+PLAIN = (bool, int, float, str, NoneType)
+"""Types of values that are compared by value."""
 
 
 @dataclass(eq=False)
@@ -90,7 +93,7 @@ class DecodingSteps:
     def __init__(self, model: PreTrainedModel, otherwise: Callable[[], Callable[..., Any]]) -> None:
         self.model, self.otherwise = model, otherwise
         self.steps = 0
-        self.eager_reason: str | None = None
+        self.is_eager = False
         self.checked: DecodingGraph | None = None  # the graph that was compared with the state of the model
 
     def __call__(self, **inputs: Any) -> Any:
@@ -99,7 +102,7 @@ class DecodingSteps:
         tokens = inputs.get("input_ids")
         if not decodes_by_graphs(cache):
             return self.otherwise()(**inputs)
-        if tokens is None or tokens.shape[1] != 1 or self.eager_reason is not None:
+        if tokens is None or tokens.shape[1] != 1 or self.is_eager:
             return self.model(**inputs)
         owner, signature = cache.owner, _signature_of(inputs)
         graph: DecodingGraph | None = owner.graph
@@ -110,10 +113,9 @@ class DecodingSteps:
         for layer in layers:
             layer.flush()
         if self.steps == 1:
-            self.eager_reason = _why_eager(self.model, cache, layers, inputs)
-            if self.eager_reason is not None:
-                count_eager_decoding(self.model, self.eager_reason)
-                return self.model(**inputs)
+            reason = _why_eager(self.model, cache, layers, inputs)
+            if reason is not None:
+                return self._eagerly(reason, inputs)
             if graph is not None and graph.model == _state_of(self.model):
                 self.checked = graph
         for layer in layers:
@@ -126,17 +128,18 @@ class DecodingSteps:
             return self.model(**inputs)
         owner.graph = self.checked = None  # frees its memory first
         if signature is None:
-            self.eager_reason = "the arguments of a step are not tensors, numbers or names"
-        else:
-            try:
-                owner.graph = self.checked = _captured(self.model, signature, cache, layers, inputs)
-            except RuntimeError as error:
-                self.eager_reason = f"the step cannot be captured: {str(error).strip().splitlines()[0]}"
-        if self.checked is None:
-            assert self.eager_reason is not None
-            count_eager_decoding(self.model, self.eager_reason)
-            return self.model(**inputs)
-        return _replay(self.model, self.checked, cache, layers, inputs)
+            return self._eagerly("the arguments of a step are not tensors, numbers or names", inputs)
+        try:
+            graph = owner.graph = self.checked = _captured(self.model, signature, cache, layers, inputs)
+        except RuntimeError as error:
+            return self._eagerly(f"the step cannot be captured: {str(error).strip().splitlines()[0]}", inputs)
+        return _replay(self.model, graph, cache, layers, inputs)
+
+    def _eagerly(self, reason: str, inputs: dict[str, Any]) -> Any:
+        """Run this step and all later ones without a graph, and count the reason."""
+        self.is_eager = True
+        count_eager_decoding(self.model, reason)
+        return self.model(**inputs)
 
 
 def decodes_by_graphs(cache: Any) -> bool:
@@ -153,13 +156,13 @@ def _signature_of(inputs: Mapping[str, Any]) -> tuple[Any, ...] | None:
     """Return what the arguments of two calls have in common if one graph computes both, or ``None`` if none can."""
     parts: list[Any] = [torch.is_inference_mode_enabled()]
     for name, value in inputs.items():
+        if name == CACHE_ARGUMENT or (name == MASK and isinstance(value, (Tensor, NoneType))):
+            continue
         if isinstance(value, Tensor):
-            if name != MASK:
-                parts.append((name, value.shape, value.dtype, value.device))
-        elif value is None or isinstance(value, (bool, int, float, str)):
-            if name != MASK:
-                parts.append((name, value))
-        elif name != CACHE_ARGUMENT:
+            parts.append((name, value.shape, value.dtype, value.device))
+        elif isinstance(value, PLAIN):
+            parts.append((name, value))
+        else:
             return None
     return tuple(parts)
 
@@ -298,16 +301,13 @@ def _plain(attributes: Mapping[str, Any]) -> list[tuple[str, Any]]:
     plain: list[tuple[str, Any]] = []
     for name, value in attributes.items():
         kind = type(value)
-        if kind in _PLAIN:
+        if kind in PLAIN:
             plain.append((name, value))
         elif kind in (list, tuple, dict):
             items = tuple(value.items() if kind is dict else enumerate(value))
-            if all(type(item) in _PLAIN for _, item in items):
+            if all(type(item) in PLAIN for _, item in items):
                 plain.append((name, items))
     return plain
-
-
-_PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
 # ---- caches that wait for the next call of generate
@@ -322,10 +322,7 @@ def lend(model: PreTrainedModel, cache: DMACache, batch: int) -> None:
     A graph holds the addresses of the storage, so a call can replay it only over the same memory. The cache returns
     both when it is dropped. The model keeps one idle storage.
 
-    Args:
-        model: The model.
-        cache: An empty cache that ``generate`` does not return.
-        batch: Batch rows.
+    ``cache`` must be empty, and ``generate`` must not return it.
     """
     with _lock:
         owner, layers = _idle.pop(model, (None, []))

@@ -1,7 +1,7 @@
 """A warning if 4 bits cannot represent the queries and keys of a model.
 
-A layer is checked once for each recipe and choice of high layers, in its first prompt of at least 128 tokens that runs
-eagerly without gradients.
+A layer is checked once for each recipe and choice of high layers. The check needs a prompt of at least 128 tokens that
+runs eagerly without gradients, also in continuous batching.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from transformers import PreTrainedConfig
 
 from .config import EVERY_TILE
 from .masks.arguments import Call
-from .masks.geometry import MaskGeometry
 
 LARGEST_ERROR = 4.0
 """RMS error of a head's logits, in nats, that triggers the warning.
@@ -36,7 +35,9 @@ _checked: weakref.WeakKeyDictionary[nn.Module, Choice] = weakref.WeakKeyDictiona
 _warned: list[tuple[weakref.ref[PreTrainedConfig], Choice]] = []
 
 
-def check_first_prompt(module: nn.Module, call: Call, query: Tensor, key: Tensor, geometry: MaskGeometry) -> bool:
+def check_first_prompt(
+    module: nn.Module, call: Call, query: Tensor, key: Tensor, kv_range: Tensor | None = None
+) -> bool:
     """Warn if 4 bits cannot represent a layer's queries and keys, once for each model and recipe.
 
     The check reads the first 128 keys of the longest row, and its last 128 queries. It waits for the device.
@@ -46,12 +47,12 @@ def check_first_prompt(module: nn.Module, call: Call, query: Tensor, key: Tensor
         call: Keyword arguments of its call.
         query: ``[B, Hq, Tq, D]``.
         key: ``[B, Hkv, Tk, D]``, from the first token on.
-        geometry: Geometry of the mask.
+        kv_range: The visible keys of each row, integer ``[B, 2]``, or ``None`` for all.
 
     Returns:
         Whether this call was the one that was checked.
     """
-    if not _may_wait(query) or min(query.shape[2], key.shape[2]) < TILE or geometry.two_sequences:
+    if not _may_wait(query) or min(query.shape[2], key.shape[2]) < TILE:
         return False
     recipe = call.settings.recipe
     choice = recipe, call.settings.config.high_layers
@@ -60,9 +61,9 @@ def check_first_prompt(module: nn.Module, call: Call, query: Tensor, key: Tensor
     if _checked.get(module) == choice:
         return False
     row, first = 0, 0
-    if geometry.kv_range is not None:
-        row = int(geometry.kv_range.diff().argmax())
-        first = int(geometry.kv_range[row, 0])
+    if kv_range is not None:
+        row = int(kv_range.diff().argmax())
+        first = int(kv_range[row, 0])
     keys, queries = key[row : row + 1, :, first : first + TILE], query[row : row + 1, :, -TILE:]
     if keys.shape[2] < TILE:
         return False

@@ -19,9 +19,8 @@ from dma_kernels.api import PreparedAttention
 from dma_kernels.cache.api import cache_options, repeat_attention
 from torch import Tensor, nn
 
-from .cache_layers import DECODED_AT_ONCE, DMALayer
-from .cached_states import Step
-from .config import settings_of
+from .cache_layers import DMALayer
+from .cached_states import Step, Update
 from .masks.arguments import HARMLESS, OF_GENERATION, Call
 from .masks.compact_mask import CompactMask
 from .masks.geometry import MaskGeometry
@@ -69,7 +68,7 @@ class RepeatedCall:
         if not (
             kv_len == self.kv_len
             and module.config is self.config
-            and _is_one_of(self.high_layers, module) is self.is_high
+            and (not self.high_layers or (getattr(module, "layer_idx", None) in self.high_layers) is self.is_high)
             and is_causal is self.is_causal
             and arguments.keys() == self.names
         ):
@@ -82,10 +81,6 @@ class RepeatedCall:
             if other is not value and not _is_alike(value, other):
                 return False
         return True
-
-
-def _is_one_of(layers: tuple[int, ...], module: nn.Module) -> bool:
-    return bool(layers) and getattr(module, "layer_idx", None) in layers
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
@@ -104,7 +99,7 @@ def repeat(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    update: tuple[DMALayer, Step] | None,
+    update: Update | None,
     mask: CompactMask,
     is_causal: bool | None,
     sliding_window: int | None,
@@ -130,7 +125,7 @@ def repeat(
     return repeated.compute(module, layer, step, query, key, value, None if sinks is None else sinks.reshape(-1))
 
 
-def may_repeat(mask: Any) -> bool:
+def is_repeatable(mask: Any) -> bool:
     """Return whether layers with this mask may repeat a call: it is causal, and hides nothing else but a window."""
     if type(mask) is not CompactMask or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
@@ -141,24 +136,25 @@ def may_repeat(mask: Any) -> bool:
 
 def let_repeat(
     module: nn.Module,
+    call: Call,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    update: tuple[DMALayer, Step] | None,
+    update: Update | None,
     mask: Any,
     is_causal: bool | None,
     sliding_window: int | None,
     arguments: Mapping[str, Any],
     compute: Compute,
 ) -> None:
-    """Let the next layers with the same mask, see :func:`may_repeat`, repeat a call."""
+    """Let the next layers with the same mask, see :func:`is_repeatable`, repeat a call."""
     others = {name: value for name, value in arguments.items() if name not in HARMLESS and name not in OF_GENERATION}
     if any(isinstance(value, Tensor) for name, value in others.items() if name != "s_aux"):
         return
     states, kv_len = ((query, key, value), key.shape[2]) if update is None else ((query,), update[1].kv_len)
     kinds = tuple(map(_kind, states))
-    high_layers = settings_of(module.config).config.high_layers
-    is_high, names = _is_one_of(high_layers, module), frozenset(arguments)
+    high_layers = call.settings.config.high_layers
+    is_high, names = getattr(module, "layer_idx", None) in high_layers, frozenset(arguments)
     repeated = RepeatedCall(module.config, high_layers, is_high, is_causal, kinds, kv_len, names, others, compute)
     mask.dma_calls[sliding_window, update is None] = repeated
 
@@ -166,7 +162,7 @@ def let_repeat(
 def cached_step(call: Call, kernel: str, query: Tensor, window: int | None) -> Compute:
     """Return what computes a decoding step over a cache, as ``kernel`` did for an earlier layer."""
     settings = call.settings
-    known = cache_options(query, window=window, **call.numbers)
+    known = cache_options(query, window=window, scale=call.scaling, softcap=call.softcap, sinks=call.sinks)
 
     def compute(module: Any, layer: Any, step: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Any) -> Tensor:
         options = known if sinks is None else known._replace(sinks=sinks)
@@ -198,8 +194,3 @@ def prompt(call: Call, query: Tensor, key: Tensor, value: Tensor, recipe: Recipe
         return out.transpose(1, 2).contiguous()
 
     return compute
-
-
-def is_step(step: Step) -> bool:
-    """Return whether an update is a decoding step, not a prompt or a later chunk of one."""
-    return not step.is_first and step.key.shape[2] <= DECODED_AT_ONCE

@@ -45,10 +45,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave exhaustive tests to ``-m exhaustive``, take the pages first, and skip what needs a missing CUDA device."""
-    if "exhaustive" not in config.option.markexpr:
-        left_out = [item for item in items if "exhaustive" in item.keywords]
-        config.hook.pytest_deselected(items=left_out)
+    """Select exhaustive tests only if asked for, take the pages first, and skip what needs a missing CUDA device."""
+    if "exhaustive" not in config.option.markexpr and not any("::" in argument for argument in config.args):
+        config.hook.pytest_deselected(items=[item for item in items if "exhaustive" in item.keywords])
         items[:] = [item for item in items if "exhaustive" not in item.keywords]
     items.sort(
         key=lambda item: item.path.parent.name != "docs"

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from ..config import NAME, PAGED_NAME, is_dma
+from ..logit_check import check_first_prompt
 from ..masks.arguments import WAY_OUT, Call, Refusal, find_unsupported
 from ..stats import counted
 from .attention_name import attention_name, decoder_attention, rename, restore_names
@@ -126,8 +127,8 @@ def dma_paged_attention_forward(
         attention_mask: ``None``, because the lengths imply it.
         sliding_window: Window of the layer. The default is that of the configuration.
         cache: The paged cache, or ``None`` if the layer has updated it and ``key`` and ``value`` come from it.
-        kwargs: Further arguments, see :meth:`dma_hf.masks.arguments.Call.of`. Those that describe the batch are
-            ignored. The arguments of the model's forward pass have them for every layer.
+        kwargs: Further arguments, see :meth:`dma_hf.masks.arguments.Call.of`. The description of the batch is that of
+            the model's forward pass.
 
     Returns:
         ``[1, tokens, Hq, Dv]``, and ``None`` in place of attention weights.
@@ -153,12 +154,11 @@ def dma_paged_attention_forward(
     if sliding_window is None:  # Moshi leaves the window to the mask
         sliding_window = _window_of(module, pages.config)
     options = {"window": sliding_window, "is_causal": True, **call.options}
-    recipe = call.settings.recipe
     if cache is not None:
         key, value = _update(cache, module, key, value, kwargs)
     if hasattr(pages, "attend"):  # packed pages
         offsets = batch["block_table"], batch["cu_seq_lens_q"], batch["position_ids"]
-        packed = (module, query, key, value, offsets, recipe)
+        packed = (module, call, query, key, value, offsets)
         format = str(call.settings.config.cache)
         return counted(module, call.settings.name, format, lambda: pages.attend(*packed, **options))[0], None
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -169,8 +169,8 @@ def dma_paged_attention_forward(
     starts = batch["cu_seq_lens_k"]
     if isinstance(starts, dict):
         starts = starts[_kind_of(module, pages, list(starts))]
-    requests = (query, key, value, starts, batch["cu_seq_lens_q"], batch["position_ids"])
-    return counted(module, call.settings.name, "pages", _attend_requests, *requests, recipe, options)[0], None
+    requests = (module, call, (query, key, value), starts, batch, options)
+    return counted(module, call.settings.name, "pages", _attend_requests, *requests)[0], None
 
 
 def _window_of(module: nn.Module, config: PreTrainedConfig) -> int | None:
@@ -193,19 +193,19 @@ def _kind_of(module: nn.Module, pages: Any, kinds: list[str]) -> str:
 
 
 def _attend_requests(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    module: nn.Module,
+    call: Call,
+    states: tuple[Tensor, Tensor, Tensor],
     key_starts: Tensor,
-    cu_seq_lens_q: Tensor,
-    position_ids: Tensor,
-    recipe: Recipe,
+    batch: dict[str, Any],
     options: dict[str, Any],
 ) -> Tensor:
     """Compute the attention of every request, ``[1, tokens, Hq, Dv]``, over unpacked keys."""
+    query, key, value = states
+    recipe, cu_seq_lens_q = call.settings.recipe, batch["cu_seq_lens_q"]
     out = query.new_zeros((1, query.shape[2], query.shape[1], value.shape[-1]))
     last = cu_seq_lens_q[1:].long() - 1
-    ends = position_ids.reshape(-1)[last.clamp(min=0)] + 1  # tokens of each request so far
+    ends = batch["position_ids"].reshape(-1)[last.clamp(min=0)] + 1  # tokens of each request so far
     requests = torch.stack((cu_seq_lens_q[:-1], cu_seq_lens_q[1:], key_starts[:-1], key_starts[1:], ends)).T.tolist()
     if key.shape[2] < requests[-1][3]:
         raise ValueError(
@@ -215,15 +215,12 @@ def _attend_requests(
     decoding = [request for request in requests if request[1] - request[0] == 1]
     for start, stop, key_start, key_stop, end in requests:
         if stop - start > 1:
-            out[:, start:stop] = attention(
-                query[:, :, start:stop],
-                key[:, :, key_start:key_stop],
-                value[:, :, key_start:key_stop],
-                recipe,
-                q_offset=end - (stop - start),
-                kv_offset=end - (key_stop - key_start),
-                **options,
-            ).transpose(1, 2)
+            new, seen, first = slice(start, stop), slice(key_start, key_stop), end - (key_stop - key_start)
+            request = query[:, :, new], key[:, :, seen], value[:, :, seen]
+            if first == 0:
+                check_first_prompt(module, call, *request[:2])
+            part = attention(*request, recipe, q_offset=end - (stop - start), kv_offset=first, **options)
+            out[:, new] = part.transpose(1, 2)
     if decoding:
         rows = [start for start, *_ in decoding]
         out[0, rows] = _decode(query, key, value, torch.tensor(decoding, device=query.device), recipe, options)

@@ -21,7 +21,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from dma_kernels import Recipe, attention
+from dma_kernels import attention
 from dma_kernels.cache.api import append, cached_attention
 from dma_kernels.cache.page_layout import PageLayout
 from dma_kernels.cache.storage import UNQUANTIZED, LayerStorage
@@ -33,7 +33,9 @@ from transformers.generation.continuous_batching.cache_allocators import CachePo
 from transformers.generation.continuous_batching.utils import find_head_dim, find_num_key_value_heads
 
 from ..config import cache_format_of, settings_of
+from ..logit_check import check_first_prompt
 from ..masks.architectures import refuse_packed_cache, shares_keys
+from ..masks.arguments import Call
 
 Batch = tuple[Tensor | None, Tensor, Tensor]
 """Transformers' block table or ``None``, offsets of the requests among the queries, and position ids."""
@@ -60,8 +62,6 @@ class _Allocator(FullAttentionCacheAllocator):  # type: ignore[misc]
     ``tokens_per_block`` complete tokens, except for the first ``blocks_spared`` ones. If ``tokens_per_block`` is
     ``None``, it gets a single block.
     """
-
-    supports_block_sharing = False
 
     def __init__(
         self, index: int, layers: int, bytes_per_page: int, tokens_per_block: int | None, blocks_spared: int = 0
@@ -251,21 +251,12 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
         return key, value
 
     def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, batch: Batch, recipe: Recipe, **options: Any
+        self, module: nn.Module, call: Call, query: Tensor, key: Tensor, value: Tensor, batch: Batch, **options: Any
     ) -> Tensor:
         """Compute the attention of the new tokens of a batch, and store their keys and values.
 
-        Args:
-            module: The layer.
-            query: ``[1, Hq, tokens, D]``.
-            key: ``[1, Hkv, tokens, D]``, what :meth:`update` returned.
-            value: ``[1, Hkv, tokens, D]``, what :meth:`update` returned.
-            batch: Block table, offsets and position ids.
-            recipe: Precisions of prompts.
-            options: Further arguments of :func:`dma_kernels.attention`.
-
-        Returns:
-            ``[1, tokens, Hq, D]``.
+        Queries, keys and values are ``[1, H, tokens, D]``, the latter two as :meth:`update` returned them. The result
+        is ``[1, tokens, Hq, D]``.
 
         Raises:
             ValueError: The layer did not update the cache, has attended to it before, or has changed keys or values.
@@ -292,7 +283,8 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
                 **self._raw[layer],  # type: ignore[arg-type]
             )
             if group.is_first:
-                part = attention(*states, recipe, **options)
+                check_first_prompt(module, call, *states[:2])
+                part = attention(*states, call.settings.recipe, **options)
                 append(storage, *states[1:])
             else:
                 part = cached_attention(*states, storage, **options)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import transformers
 
@@ -14,22 +13,14 @@ SUPPORTED = ">=5.18,<5.25"
 
 
 class UnsupportedTransformersError(RuntimeError):
-    """A private interface of the installed Transformers differs from the supported versions.
+    """A private interface of the installed Transformers differs from the supported versions."""
 
-    Args:
-        interface: Name of the function or class.
-        difference: How it differs, to complete a sentence.
-    """
 
-    def __init__(self, interface: str, difference: str) -> None:
-        super().__init__(
-            f"Transformers {transformers.__version__} is installed, where {interface} {difference}; dma-hf supports "
-            f"transformers{SUPPORTED}: pip install 'transformers{SUPPORTED}'"
-        )
-        self.interface, self.difference = interface, difference
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.interface, self.difference)
+def _unsupported(interface: str, difference: str) -> UnsupportedTransformersError:
+    return UnsupportedTransformersError(
+        f"Transformers {transformers.__version__} is installed, where {interface} {difference}; dma-hf supports "
+        f"transformers{SUPPORTED}: pip install 'transformers{SUPPORTED}'"
+    )
 
 
 def check_version(interface: str) -> None:
@@ -40,7 +31,7 @@ def check_version(interface: str) -> None:
     """
     oldest, too_new = (tuple(map(int, re.findall(r"\d+", bound))) for bound in SUPPORTED.split(","))
     if not oldest <= tuple(map(int, transformers.__version__.split(".")[:2])) < too_new:
-        raise UnsupportedTransformersError(interface, "has not been tested")
+        raise _unsupported(interface, "has not been tested")
 
 
 @contextmanager
@@ -51,4 +42,4 @@ def private_imports() -> Iterator[None]:
     except ImportError as error:
         if not str(error.name).startswith("transformers"):
             raise
-        raise UnsupportedTransformersError(str(error.name), f"cannot be imported as expected ({error})") from error
+        raise _unsupported(str(error.name), f"cannot be imported as expected ({error})") from error

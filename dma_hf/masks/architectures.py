@@ -51,9 +51,6 @@ def refuse_packed_cache(config: PreTrainedConfig) -> None:
 
     The model would dequantize all keys in every step, and the decode kernel would never run.
 
-    Args:
-        config: The model's configuration.
-
     Raises:
         ValueError: It is such a model.
     """

@@ -58,14 +58,10 @@ class Call:
         return cls(settings, scaling, dropout, softcap or None, sinks, position_bias, others)
 
     @property
-    def numbers(self) -> dict[str, Any]:
-        """The scale, softcap and sink logits as arguments of :func:`dma_kernels.attention`."""
-        return {"scale": self.scaling, "softcap": self.softcap, "sinks": self.sinks}
-
-    @property
     def options(self) -> dict[str, Any]:
         """The corresponding arguments of :func:`dma_kernels.attention`."""
-        return self.numbers | {"backend": self.settings.config.backend}
+        backend = self.settings.config.backend
+        return {"scale": self.scaling, "softcap": self.softcap, "sinks": self.sinks, "backend": backend}
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
@@ -126,11 +122,7 @@ class Refusal:
 def find_unsupported(call: Call, query: Tensor, value: Tensor, bias: Tensor | None = None) -> Refusal | None:
     """Return why a call cannot be computed, or ``None`` if it can.
 
-    Args:
-        call: Its keyword arguments.
-        query: ``[B, Hq, Tq, D]``.
-        value: ``[B, Hkv, Tk, Dv]``.
-        bias: The mask, if it has other values than zeros and large negative numbers.
+    ``bias`` is the mask, if it has other values than zeros and large negative numbers.
     """
     can = call.softcap is None and call.sinks is None
     refusal = _find_argument(call.others)

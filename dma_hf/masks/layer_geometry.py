@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,13 +22,7 @@ def layer_geometry(
 ) -> tuple[MaskGeometry, Tensor | None]:
     """Return the geometry of a layer's mask, and the mask itself if it is a bias.
 
-    Args:
-        module: The layer.
-        query: ``[B, Hq, Tq, D]``.
-        key: ``[B, Hkv, Tk, D]``.
-        mask: ``None``, the result of :func:`dma_hf.masks.dma_mask`, or a 4-D mask.
-        is_causal: Overrides ``module.is_causal``.
-        sliding_window: Window of the layer. It is ignored if there is a mask.
+    The arguments are those of :func:`dma_hf.attention.dma_attention_forward`.
     """
     batch, q_len, kv_len = query.shape[0], query.shape[2], key.shape[2]
     if is_causal is None:
@@ -53,14 +47,14 @@ def layer_geometry(
         raise ValueError(f"attention_mask must be broadcastable to {list(full)}, got {list(mask.shape)}")
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(f"attention_mask must be boolean or floating point, got {mask.dtype}")
-    read = read_once(mask, module, lambda: _read_mask(mask))
+    pattern, origin, is_mask = read_once(mask, module, lambda: _read_mask(mask))
     geometry = MaskGeometry(
-        batch, q_len, kv_len, is_causal=False, q_offset=offset, pattern=read.pattern, two_sequences=two_sequences
+        batch, q_len, kv_len, is_causal=False, q_offset=offset, pattern=pattern, two_sequences=two_sequences
     )
     # A window of a decoding step hides more than the padding does.
     if mask.shape[3] > 1 and (sliding_window is None or q_len == kv_len):
-        geometry = replace(geometry, q_offset=geometry.q_offset - read.origin, kv_offset=-read.origin)
-    return geometry, None if read.is_mask else mask
+        geometry = replace(geometry, q_offset=geometry.q_offset - origin, kv_offset=-origin)
+    return geometry, None if is_mask else mask
 
 
 def _adopt(geometry: MaskGeometry, module: nn.Module, query: Tensor, kv_len: int) -> MaskGeometry:
@@ -79,16 +73,22 @@ def _adopt(geometry: MaskGeometry, module: nn.Module, query: Tensor, kv_len: int
     return geometry.adapted(query.device, batch, two_sequences=geometry.two_sequences or is_cross)
 
 
-def select_keys(geometry: MaskGeometry, indices: Tensor, query: Tensor, key: Tensor) -> MaskGeometry:
-    """Return the geometry without the keys that a sparse-attention indexer left out."""
+def select_keys(
+    geometry: MaskGeometry, bias: Tensor | None, indices: Tensor, query: Tensor, key: Tensor
+) -> tuple[MaskGeometry, Tensor | None]:
+    """Return the result of :func:`layer_geometry` without the keys that a sparse-attention indexer left out."""
     batch, q_len, kv_len = query.shape[0], query.shape[2], key.shape[2]
     if indices.ndim != 3 or indices.shape[:2] != (batch, q_len):
         raise ValueError(f"indices must be [{batch}, {q_len}, k], got {list(indices.shape)}")
     if indices.shape[-1] >= kv_len:  # all of them
-        return geometry
+        return geometry, bias
     chosen = torch.zeros((batch, q_len, kv_len), dtype=torch.bool, device=query.device)
     chosen = chosen.scatter(-1, indices.long(), True)[:, None]
-    return replace(geometry, pattern=chosen if geometry.pattern is None else chosen & geometry.pattern)
+    if geometry.pattern is not None:
+        chosen = chosen & geometry.pattern
+    if bias is not None:
+        bias = bias.masked_fill(~chosen, torch.finfo(bias.dtype).min)
+    return replace(geometry, pattern=chosen), bias
 
 
 def _is_cross_attention(module: nn.Module, is_causal: bool) -> bool:
@@ -101,24 +101,14 @@ def _is_cross_attention(module: nn.Module, is_causal: bool) -> bool:
     return not is_causal and bool(getattr(module, "is_decoder", False)) and not getattr(module, "is_causal", True)
 
 
-@dataclass(frozen=True, eq=False)
-class _DenseMask:
-    """The contents of a model's own 4-D mask.
+def _read_mask(mask: Tensor) -> tuple[Tensor, int | Tensor, bool]:
+    """Read a model's own mask, boolean or floating point, ``[B, H, Tq, Tk]``.
 
-    Attributes:
-        pattern: Boolean, true where a key is visible.
-        origin: Index of the first key that any query of a row sees. Positions start there. An int if it is the same in
-            all rows, else integer ``[B]``.
-        is_mask: Whether the mask is boolean, or has only zeros and large negative numbers.
+    Returns:
+        Which keys are visible, as booleans; the index of the first key that any query of a row sees, where positions
+        start: an int if it is the same in all rows, else integer ``[B]``; and whether the mask is no bias, but boolean
+        or of zeros and large negative numbers.
     """
-
-    pattern: Tensor
-    origin: int | Tensor
-    is_mask: bool
-
-
-def _read_mask(mask: Tensor) -> _DenseMask:
-    """Read a boolean or floating-point mask ``[B, H, Tq, Tk]``."""
     pattern, is_mask = mask, True
     if mask.is_floating_point():
         pattern = mask >= MASKED_BELOW
@@ -132,4 +122,4 @@ def _read_mask(mask: Tensor) -> _DenseMask:
     if isinstance(origin, Tensor) and not has_no_values(mask):
         origins = set(origin.tolist())
         origin = origins.pop() if len(origins) == 1 else origin
-    return _DenseMask(pattern, origin, is_mask)
+    return pattern, origin, is_mask

@@ -15,7 +15,6 @@ while tracing, where the padding remains a ``[B, 1, 1, Tk]`` pattern.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -26,10 +25,9 @@ from transformers.masking_utils import (
     causal_mask_function,
     eager_mask,
     sdpa_mask,
-    sliding_window_causal_mask_function,
 )
 
-from ..integrations.packed_masks import split_packed
+from ..integrations.mask_functions import is_causal_window, split_packed
 from .architectures import ADDS_THE_MASK, refuse_model
 from .compact_mask import CompactMask
 from .geometry import PLAIN_STEP, MaskGeometry, documents_starting_at, has_no_values
@@ -79,21 +77,8 @@ def dma_mask(
 ) -> Tensor:
     """Return the mask of a forward pass. The interface is that of Transformers' ``AttentionMaskInterface``.
 
-    Args:
-        batch_size: Number of rows.
-        q_length: Queries in a row.
-        kv_length: Keys in a row.
-        q_offset: Absolute position of query 0: an int, or a 0-dimensional tensor (static caches).
-        kv_offset: Absolute position of key 0. It is above 0 if a sliding cache has dropped keys.
-        mask_function: The pattern, a function of (batch, head, query, key) indices.
-        attention_mask: Padding, boolean ``[B, length]``. Keys beyond its length are hidden.
-        local_size: Sliding window or chunk of the pattern, if any.
-        allow_is_causal_skip: Whether the pattern is causal (and local) without anything else.
-        allow_is_bidirectional_skip: Whether the pattern is bidirectional (and local) without anything else.
-        use_vmap: Whether ``mask_function`` must be evaluated with ``vmap``.
-        device: Device of the mask.
-        config: The model's configuration. It distinguishes a window from a chunk.
-        kwargs: Arguments of other mask functions. Only ``dtype`` is used, for models that add the mask to their scores.
+    The arguments are those of Transformers' ``sdpa_mask``, and ``config``, which distinguishes a window from a chunk.
+    Of further ones only ``dtype`` is used, for models that add the mask to their scores.
 
     Returns:
         A compact mask ``[B, 1, q_length, kv_length]``, also for plain causal and for full attention. ``None`` would
@@ -193,28 +178,12 @@ def _recognise(
     if allow_is_bidirectional_skip and is_window:
         return _Kind(is_causal=False, window=local_size if local_size < kv_length - 1 else None)
     # In steps over a static cache allow_is_causal_skip is false for every pattern.
-    if is_window and (allow_is_causal_skip or _is_window(mask_function, local_size)):
+    is_traced = torch.compiler.is_compiling()
+    if is_window and (allow_is_causal_skip or (not is_traced and is_causal_window(mask_function, local_size))):
         return _Kind(is_causal=True, window=local_size if local_size < kv_length else None)
     if allow_is_causal_skip:  # a chunk with all keys hides nothing
         return _Kind(is_causal=True, needs_pattern=kv_offset + kv_length > local_size)
     return unknown
-
-
-def _is_window(mask_function: Callable[..., Any], window: int) -> bool:
-    """Return whether a pattern is the causal window of Transformers, without anything else."""
-    if torch.compiler.is_compiling():
-        return False
-    return _are_alike(mask_function, sliding_window_causal_mask_function(window))
-
-
-def _are_alike(one: Any, other: Any) -> bool:
-    """Return whether two functions have the same code and the same captured values."""
-    if isinstance(one, FunctionType) and isinstance(other, FunctionType):
-        cells = ([cell.cell_contents for cell in function.__closure__ or ()] for function in (one, other))
-        return one.__code__ is other.__code__ and _are_alike(*map(tuple, cells))
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return len(one) == len(other) and all(map(_are_alike, one, other))
-    return one is other or (isinstance(one, int) and isinstance(other, int) and one == other)
 
 
 def _read_padding(attention_mask: Tensor | None, kv_length: int, kv_offset: int) -> _Padding | None:

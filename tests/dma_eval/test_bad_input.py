@@ -50,23 +50,7 @@ class TestCommandLine:
 
 
 class TestBackends:
-    @pytest.mark.parametrize(
-        ("name", "message"),
-        [
-            ("flash", "--attn: unknown backend 'flash'; valid: "),
-            ("dma_mxfp:fast", "--attn: unknown preset 'fast'; valid: balanced, fp4, paper, or a TOML file"),
-            ("dma_mxfp:./missing.toml", "--attn: no such file: ./missing.toml"),
-        ],
-    )
-    def test_unknown(self, ppl: Run, refused: Refused, name: str, message: str) -> None:
-        assert message in refused(ppl("--attn", "sdpa", name))
-
-    def test_invalid_key(self, ppl: Run, refused: Refused, identity_file: Path) -> None:
-        identity_file.write_text("lwo = 'mxfp4'", encoding="utf-8")
-        text = refused(ppl("--attn", f"dma_mxfp:{identity_file}"))
-        assert "identity.toml: unknown key 'lwo'; valid keys: " in text
-
-    @pytest.mark.parametrize("content", [b"low = ", b"low = 3", b"lwo = 'mxfp4'", b"low = 'int3'", b"\xff"])
+    @pytest.mark.parametrize("content", [b"low = ", b"lwo = 'mxfp4'", b"\xff"])
     def test_a_bad_file_is_named_once(self, ppl: Run, refused: Refused, identity_file: Path, content: bytes) -> None:
         identity_file.write_bytes(content)
         assert refused(ppl("--attn", f"dma_mxfp:{identity_file}")).count(identity_file.name) == 1
@@ -93,7 +77,6 @@ class TestText:
             ("empty.txt", b"", "holds no text"),
             ("short.txt", b"the sea", "tokens, too few for one window of 128; give more text or a smaller --context"),
             ("latin.txt", "Käse".encode("latin-1"), "is not UTF-8 text (byte 1); convert it first"),
-            ("rows.jsonl", b'{"content": "a"}\n', "has no column 'text'; it has: content"),
             ("empty.jsonl", b"", "holds no text"),
             ("empty.csv", b"", "is not a readable file: No columns to parse from file"),
             ("broken.jsonl", b'{"text": \n', "is not a readable file: JSON parse error"),
@@ -115,7 +98,6 @@ class TestWindows:
             (["--context", 513], "takes 512 positions, got 513; lower it, or extend the positions with --yarn 2"),
             (["--context", 1], "'--context' / '-c': Input should be greater than or equal to 2, got '1'"),
             (["--stride", 0], "'--stride': Input should be greater than or equal to 1, got '0'"),
-            (["--stride", 129], "--stride must be from 1 to the context, 128, got 129"),
             (["--batch-size", 0], "'--batch-size': Input should be greater than or equal to 1, got '0'"),
             (["--max-windows", 0], "'--max-windows': Input should be greater than or equal to 1, got '0'"),
             (["--skip-windows", -1], "'--skip-windows': Input should be greater than or equal to 0, got '-1'"),

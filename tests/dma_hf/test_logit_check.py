@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import dma_hf.attention
 
@@ -23,10 +24,10 @@ def qwen(families):
     return model
 
 
-def warnings_of(model, ids, **options):
+def warnings_of(function, ids, **options):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model(ids, **options)
+        function(ids, **options)
     return [str(each.message) for each in caught if MATCH in str(each.message)]
 
 
@@ -83,6 +84,18 @@ def test_the_longest_row_of_a_padded_batch_is_checked(qwen, token_ids):
 def test_a_prompt_over_a_packed_cache_is_checked(qwen, token_ids):
     dma_hf.configure(qwen, "paper")
     assert len(warnings_of(qwen, token_ids(1, 130), past_key_values=dma_hf.DMACache(qwen.config))) == 1
+
+
+@pytest.mark.parametrize("cache", [None, "int8"])
+def test_a_prompt_of_generate_batch_is_checked(qwen, token_ids, cache):
+    dma_hf.configure(qwen, "paper", cache=cache)
+    options = {
+        "generation_config": GenerationConfig(max_new_tokens=1, do_sample=False, pad_token_id=0),
+        "continuous_batching_config": ContinuousBatchingConfig(num_blocks=60, use_cuda_graph=False),
+    }
+    prompts = [token_ids(1, length)[0].tolist() for length in (20, 130)]
+    (message,) = warnings_of(qwen.generate_batch, prompts, **options)
+    assert "attention logits of layer 1 are off by" in message
 
 
 def test_a_compiled_model_is_not_checked(qwen, token_ids):

@@ -56,11 +56,6 @@ REJECTED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         TypeError,
         r"query must be bf16, fp16, fp32 or fp64, got torch\.int32",
     ),
-    "query-fp8": (
-        {"query": zeros(2, 4, 6, 16).to(torch.float8_e4m3fn)},
-        TypeError,
-        r"query must be bf16, fp16, fp32 or fp64, got torch\.float8_e4m3fn",
-    ),
     "key-dtype": (
         {"key": zeros(2, 2, 9, 16, dtype=torch.bfloat16)},
         TypeError,
@@ -134,7 +129,6 @@ REJECTED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"the head_dim of query must be in 1\.\.256, got 257",
     ),
-    "value-head_dim-0": ({"value": zeros(2, 2, 9, 0)}, ValueError, r"the head_dim of value must be in 1\.\.256, got 0"),
     "value-head_dim-257": (
         {"value": zeros(2, 2, 9, 257)},
         ValueError,
@@ -164,12 +158,9 @@ REJECTED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "query-none": ({"query": None}, TypeError, r"query must be a torch\.Tensor, got NoneType"),
     "key-list": ({"key": [[1.0]]}, TypeError, r"key must be a torch\.Tensor, got list"),
     "value-array": ({"value": np.zeros((2, 2, 9, 16))}, TypeError, r"value must be a torch\.Tensor, got ndarray"),
-    "query-string": ({"query": "query"}, TypeError, r"query must be a torch\.Tensor, got str"),
     "sinks-list": ({"sinks": [0.0] * 4}, TypeError, r"sinks must be a torch\.Tensor, got list"),
     "mask-bool": ({"mask": True}, TypeError, r"mask must be a torch\.Tensor, got bool"),
-    "mask-array": ({"mask": np.ones((6, 9), bool)}, TypeError, r"mask must be a torch\.Tensor, got ndarray"),
     "kv_range-tuple": ({"kv_range": (0, 9)}, TypeError, r"kv_range must be a torch\.Tensor, got tuple"),
-    "is_causal-none": ({"is_causal": None}, TypeError, "is_causal must be true or false, got None"),
     "is_causal-string": ({"is_causal": "no"}, TypeError, "is_causal must be true or false, got 'no'"),
     "is_causal-int": ({"is_causal": 1}, TypeError, "is_causal must be true or false, got 1"),
     "is_causal-tensor": ({"is_causal": torch.tensor(True)}, TypeError, "is_causal must be true or false, got tensor"),
@@ -178,7 +169,6 @@ REJECTED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "scale-tensor": ({"scale": torch.tensor(0.1)}, TypeError, "scale must be a positive finite number, got tensor"),
     "softcap-list": ({"softcap": [3.0]}, TypeError, r"softcap must be a positive finite number, got \[3\.0\]"),
     "window-bool": ({"window": True}, ValueError, "window must be an integer of at least 1, got True"),
-    "window-string": ({"window": "4"}, ValueError, "window must be an integer of at least 1, got '4'"),
     "q_offset-bool": (
         {"q_offset": True},
         TypeError,
@@ -196,9 +186,7 @@ REJECTED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "q_offset-large": ({"q_offset": 2**31}, ValueError, r"q_offset must be within 2\*\*30 of 0, got 2147483648"),
     "kv_offset-large": ({"kv_offset": -(10**30)}, ValueError, r"kv_offset must be within 2\*\*30 of 0, got -1000"),
-    "backend-none": ({"backend": None}, ValueError, "backend must be one of auto, reference, triton; got None"),
     "backend-list": ({"backend": ["triton"]}, ValueError, r"backend must be one of .*; got \['triton'\]"),
-    "recipe-none": ({"recipe": None}, TypeError, r"recipe must be a dma_kernels\.Recipe, got NoneType"),
     "mask-kv-heads": (
         {"mask": zeros(2, 2, 6, 9, dtype=torch.bool)},
         ValueError,
@@ -250,39 +238,26 @@ REJECTED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         r"q_offset must be an int or an integer tensor of shape \[2\], got torch\.int64 \[3\]",
     ),
     "scale-0": ({"scale": 0.0}, ValueError, r"scale must be a positive finite number, got 0\.0"),
-    "scale-negative": ({"scale": -1.0}, ValueError, r"scale must be a positive finite number, got -1\.0"),
     "scale-nan": ({"scale": math.nan}, ValueError, "scale must be a positive finite number, got nan"),
     "scale-inf": ({"scale": math.inf}, ValueError, "scale must be a positive finite number, got inf"),
     "softcap-0": ({"softcap": 0.0}, ValueError, r"softcap must be a positive finite number, got 0\.0"),
-    "softcap-inf": ({"softcap": math.inf}, ValueError, "softcap must be a positive finite number, got inf"),
     "window-0": ({"window": 0}, ValueError, "window must be an integer of at least 1, got 0"),
-    "window-negative": ({"window": -4}, ValueError, "window must be an integer of at least 1, got -4"),
     "window-float": ({"window": 4.0}, ValueError, r"window must be an integer of at least 1, got 4\.0"),
     "recipe-name": ({"recipe": "balanced"}, TypeError, r"recipe must be a dma_kernels\.Recipe, got str"),
-    "recipe-dict": ({"recipe": {"low": "mxfp8"}}, TypeError, r"recipe must be a dma_kernels\.Recipe, got dict"),
     "backend": ({"backend": "flash"}, ValueError, "backend must be one of auto, reference, triton; got 'flash'"),
 }
 
 
 class TestRejected:
     @pytest.mark.parametrize("case", REJECTED)
-    def test_an_invalid_input_is_rejected_with_its_message(self, case: str) -> None:
+    def test_an_invalid_input_is_rejected_with_its_message_and_left_unchanged(self, case: str) -> None:
         replaced, exception, message = REJECTED[case]
         good = inputs()
-        with pytest.raises(exception, match=message):
-            attention(**(good | replaced))
-
-    @pytest.mark.parametrize("case", REJECTED)
-    def test_a_rejected_call_changes_nothing(self, case: str) -> None:
-        replaced, exception, _ = REJECTED[case]
-        good = inputs()
         copies = {name: x.clone() for name, x in good.items() if isinstance(x, Tensor)}
-        before = attention(**good)
-        with pytest.raises(exception):
+        with pytest.raises(exception, match=message):
             attention(**(good | replaced))
         for name, copy in copies.items():
             assert_bits_equal(good[name], copy)
-        assert_bits_equal(attention(**good), before)
 
     @pytest.mark.parametrize("function", [attention, attention_with_lse], ids=["attention", "attention_with_lse"])
     @pytest.mark.parametrize(

@@ -52,10 +52,12 @@ NOT_RUN = {
 }
 """How many blocks of a page are not run, and why. What is not listed is run."""
 
-STRESS = "dma-hf stress"
-"""A minute of computing: continuous integration runs the one of the tutorial, and ``-m exhaustive`` the others."""
-APART = {"docs/guides/evaluation.md": ("dma-hf fidelity", STRESS), "docs/concepts/skipping.md": (STRESS,)}
-"""Commands of long blocks, each a test of its own: they need nothing of others but variables, and leave nothing."""
+FIDELITY, STRESS = "dma-hf fidelity", "dma-hf stress"
+APART = {"docs/guides/evaluation.md": (FIDELITY, STRESS), "docs/concepts/skipping.md": (STRESS,)}
+"""Commands of long blocks, each a test of its own: they need nothing of others but variables, and leave nothing.
+
+Only ``-m exhaustive`` runs them. Continuous integration runs ``stress`` in the tutorial, and both on a tiny model.
+"""
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 
@@ -110,8 +112,7 @@ def _parts():
         name = page.relative_to(ROOT).as_posix()
         yield pytest.param(page, None, id=name)
         for command in APART.get(name, ()):
-            marks = pytest.mark.exhaustive if command == STRESS else ()
-            yield pytest.param(page, command, id=f"{name}-{command}", marks=marks)
+            yield pytest.param(page, command, id=f"{name}-{command}", marks=pytest.mark.exhaustive)
 
 
 @pytest.mark.slow

@@ -15,7 +15,9 @@ def use_kernel(monkeypatch: pytest.MonkeyPatch, kernel: type[Any]) -> None:
         configure = {
             config.WarpSpecializedConfig: config.configure_warp_specialized,
             config.MultiCTAConfig: config.configure_multi_cta,
-            config.PortableConfig: config.configure_portable,
+            config.PortableConfig: lambda *_: config.portable_config(
+                shape.arch, path, shape.query.shape[3], shape.value.shape[3], has_softcap=shape.has_softcap
+            ),
         }[kernel]
         found = configure(shape, path)
         assert found is not None, f"the {kernel.kernel} kernel cannot compute the call"

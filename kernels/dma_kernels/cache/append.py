@@ -109,12 +109,13 @@ def append_head(
             _append_tile(
                 head_rows(value, i_b, i_kv), cache.value, row, i_kv, page_ptr + CONFIG.KEY_WORDS,
                 tile, piece, length, end, sizes, is_complete,
-                CONFIG.DV, CONFIG.BLOCK_DV, CONFIG.BITS, CONFIG.VALUE_HADAMARD, False, STORE, QUANTIZE,
+                CONFIG.DV, CONFIG.BLOCK_DV, CONFIG.LAYOUT.format.bits, CONFIG.LAYOUT.value_hadamard, False, STORE,
+                QUANTIZE,
             )  # fmt: skip
         else:
             _append_tile(
                 head_rows(key, i_b, i_kv), cache.key, row, i_kv, page_ptr, tile, piece, length, end, sizes, is_complete,
-                CONFIG.D, CONFIG.BLOCK_D, CONFIG.BITS, CONFIG.KEY_HADAMARD, True, STORE, QUANTIZE,
+                CONFIG.D, CONFIG.BLOCK_D, CONFIG.LAYOUT.format.bits, CONFIG.LAYOUT.key_hadamard, True, STORE, QUANTIZE,
             )  # fmt: skip
 
 
@@ -154,7 +155,7 @@ def _launch(key: Any, value: Any, *cache: Any, format: str, max_tiles: int) -> t
     # New tokens that wrap around the ring would overwrite stored keys that are still to be quantized.
     passes = ((True, True),) if tiles <= sizes.residual_tiles else ((False, True), (True, False))
     for store, quantize in passes:
-        constants = {"CONFIG": PageConfig.of(layout, kv_heads), "STORE": store, "QUANTIZE": quantize}
+        constants = {"CONFIG": PageConfig(layout, kv_heads), "STORE": store, "QUANTIZE": quantize}
         launch_kernel(
             append_kernel, constants, (batch * kv_heads, tiles, 2 * PIECES if quantize else 2),
             Strided.of(key), Strided.of(value), inputs.tensors, new_len, max_tiles, *sizes,

@@ -14,6 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ..numerics.formats import padded_channels
 from ..numerics.geometry import LOG2_E
 from ..numerics.layout import layout_of
 from ..prefill.plan import new_results
@@ -26,7 +27,7 @@ from .decode_config import select_decode_tiling
 from .decode_kernel import DecodeConfig, Splits, decode_kernel
 from .decode_mma import QUERIES
 from .formats import VALUE_GROUP
-from .kernel_args import CacheInputs, PageConfig, Strided
+from .kernel_args import CacheInputs, Strided
 from .reference import CacheOptions
 from .split_kv_combine import launch_combine
 from .storage import LayerStorage
@@ -152,19 +153,18 @@ def launch_decode(
     (batch, q_heads, q_len, _), (_, kv_heads, _, value_dim) = query.shape, inputs.value_residual.shape
     heads, group = batch * kv_heads, q_heads // kv_heads
     layout, sizes, sms = inputs.page_layout(format), inputs.sizes, chip.sm_count(device)
-    page = dict(vars(PageConfig.of(layout, kv_heads)))
-    page["BLOCK_DV"] = max(VALUE_GROUP, page["BLOCK_DV"])
     tiling = select_decode_tiling(
         chip.device_arch(device),
-        page["BLOCK_D"],
-        page["BLOCK_DV"],
-        page["BITS"],
+        padded_channels(layout.head_dim),
+        max(VALUE_GROUP, padded_channels(value_dim)),
+        layout.format.bits,
         heads=heads,
         tiles=sum(sizes),
         sms=sms,
     )
     config = DecodeConfig(
-        **page,
+        layout,
+        kv_heads,
         GROUP=group,
         LOW_QUERIES=4 if group * q_len <= 4 else QUERIES,
         W=tiling.warps,

@@ -24,6 +24,7 @@ from ..device.gluon import barrier, constexpr_function, gl, jit
 from ..numerics.formats import TILE
 from .decode_mainloop import attend_high, attend_low
 from .decode_mma import axis_layout, inverse_hadamard, load_queries, load_rotated_queries, mma_layout, scores_layout
+from .formats import VALUE_GROUP
 from .kernel_args import PageConfig
 
 _TILE = tl.constexpr(TILE)
@@ -37,7 +38,7 @@ _ROWS = tl.constexpr(32)
 
 @dataclass(frozen=True)
 class DecodeConfig(PageConfig):
-    """Compile-time configuration of the decode kernel; ``BLOCK_DV`` is at least 64."""
+    """Compile-time configuration of the decode kernel."""
 
     GROUP: int  # query heads per kv head
     LOW_QUERIES: int  # queries of a block in the loop over low tiles: 4 if no more are needed, else 8
@@ -47,6 +48,11 @@ class DecodeConfig(PageConfig):
     HAS_WINDOW: bool  # whether there is a sliding window
     HAS_SOFTCAP: bool  # whether scores are capped
     USE_PDL: bool  # whether the next launch may start before this one ends (programmatic dependent launch)
+
+    @property
+    def GROUPS(self) -> int:
+        """Groups of 64 channels of a padded value."""
+        return max(1, self.BLOCK_DV // VALUE_GROUP)
 
 
 class DecodeSizes(NamedTuple):
@@ -188,7 +194,7 @@ def _store_split(low, high, splits, index, CONFIG: tl.constexpr):
     channel = gl.arange(0, 64, layout=axis_layout(OUT, 3, 1))[None, :, None]
     channel += gl.arange(0, high[2].shape[0], layout=axis_layout(OUT, 3, 0))[:, None, None] * 64
     acc = gl.sum(low[2].load(ALL) * alpha_low[None, :, None, :], 1)
-    acc = inverse_hadamard(acc, channel, CONFIG.VALUE_HADAMARD, OUT)
+    acc = inverse_hadamard(acc, channel, CONFIG.LAYOUT.value_hadamard, OUT)
     acc += gl.sum(high[2].load(ALL) * alpha_high[None, :, None, :], 1)
     l_i = gl.convert_layout(l_i, QUERY)
     is_empty = l_i == 0.0
@@ -218,7 +224,7 @@ def decode_kernel(
         _launch_dependents()
     GROUP: tl.constexpr = CONFIG.GROUP
     W: tl.constexpr = CONFIG.W
-    G: tl.constexpr = CONFIG.BLOCK_DV // 64
+    G: tl.constexpr = CONFIG.GROUPS
     C: tl.constexpr = CONFIG.LOW_QUERIES
     MMA: tl.constexpr = mma_layout(W)
     SUMS: tl.constexpr = scores_layout(W)
@@ -286,10 +292,10 @@ def decode_kernel(
             l_i = gl.full([W, 8, C], 0.0, gl.float32, SUMS)
             acc = gl.full([G * W, 64, C], 0.0, gl.float32, SUMS)
             if first_tile < end_tile:
-                if CONFIG.KEY_HADAMARD > 1:
+                if CONFIG.LAYOUT.key_hadamard > 1:
                     q = load_rotated_queries(
                         query, i_b, i_kv, i_block, sizes.q_len, GROUP, CONFIG.D, CONFIG.BLOCK_D, W, C,
-                        CONFIG.KEY_HADAMARD,
+                        CONFIG.LAYOUT.key_hadamard,
                     )  # fmt: skip
                 else:
                     q = load_queries(

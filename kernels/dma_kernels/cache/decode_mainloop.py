@@ -34,6 +34,7 @@ from .decode_mma import (
     mma_layout,
     operand_layout,
     read_rotated_queries,
+    rearrange,
     reduce_lanes,
     repeat_groups,
     repeat_rows,
@@ -96,13 +97,12 @@ def attend_high(
     D: tl.constexpr = CONFIG.D
     DV: tl.constexpr = CONFIG.DV
     BLOCK_D: tl.constexpr = CONFIG.BLOCK_D
-    G: tl.constexpr = CONFIG.BLOCK_DV // 64
+    G: tl.constexpr = CONFIG.GROUPS
     W: tl.constexpr = CONFIG.W
     MMA: tl.constexpr = mma_layout(W)
     KEYS: tl.constexpr = unquantized_keys_layout(W, BLOCK_D)
     VALUES: tl.constexpr = unquantized_values_layout(W, 64 * G)
     STEPS: tl.constexpr = _TILE // (16 * W)
-    CB: tl.constexpr = BLOCK_D // 32
     k_token = _step_tokens(W, KEYS)
     v_token = _step_tokens(W, VALUES)
     token = _step_tokens(W, MMA)
@@ -143,8 +143,8 @@ def attend_high(
             v_strides = gl.where(is_new, value.stride_t, DV), gl.where(is_new, value.stride_d, 1)
         k = _load_tokens(k_base, k_token, o_d, k_strides, -here, end - here, D)
         v = _load_tokens(v_base, v_token, o_v, v_strides, -here, end - here, DV)
-        k = gl.permute(gl.reshape(k, [W, 16, CB, 4, 4, 2]), [0, 1, 2, 4, 3, 5])
-        k = gl.convert_layout(gl.reshape(k, [W, 16, BLOCK_D]), operand_layout(W, 0), assert_trivial=True)
+        k = rearrange(k, "WNKtje -> W N Kjte", [W, 16, BLOCK_D // 32])
+        k = gl.convert_layout(k, operand_layout(W, 0), assert_trivial=True)
         s = mma(k, q, zero) * logit_scale
         if CONFIG.HAS_SOFTCAP:
             s = apply_softcap(s, softcap)
@@ -160,8 +160,8 @@ def attend_high(
         m_i = m_new
         l_i = l_i * alpha + reduce_lanes(p, MMA)
         p = to_second_operand(repeat_groups(p.to(q.dtype), G, MMA), W)
-        v = gl.permute(gl.reshape(v, [W, 16, G, 8, 8]), [2, 0, 4, 3, 1])
-        v = gl.convert_layout(gl.reshape(v, [G * W, 64, 16]), operand_layout(W, 0), assert_trivial=True)
+        v = rearrange(v, "WNGgI -> GW Ig N", [W, 16, G, 8])
+        v = gl.convert_layout(v, operand_layout(W, 0), assert_trivial=True)
         acc = mma(v, p, acc * repeat_groups(alpha, G, MMA))
     return acc, l_i, m_i
 
@@ -207,7 +207,7 @@ def _quantize_queries(
     row = gl.arange(0, 16, layout=axis_layout(SUMS, 3, 1))[None, :, None]
     multiplier = gl.where(row < 8, logit_scale * (1 << (BITS - 1)), logit_scale)
     offset = reduce_lanes(gl.convert_layout(offset, SUMS, assert_trivial=True) * multiplier, SUMS)
-    scale = gl.reshape(gl.permute(scale, [0, 1, 4, 3, 5, 2]), [W, BLOCK_D, 8])
+    scale = rearrange(scale, "WKgtje -> W Kjte g", [W, BLOCK_D // 32])
     if N == 16:
         scale = gl.reshape(gl.permute(gl.join(scale, scale), [0, 1, 3, 2]), [W, BLOCK_D, 16])
     scale = gl.convert_layout(scale, operand_layout(W, 1), assert_trivial=True)
@@ -225,8 +225,8 @@ def _quantize_queries(
 @jit
 def _value_scales(words, G: tl.constexpr, W: tl.constexpr, C: tl.constexpr):
     """Unpack words into scales and zero points of values, fp32 ``[G * W, 128, C]``."""
-    words = gl.reshape(words.to(gl.uint32, bitcast=True), [G, W, _TILE // 32, 8, 4, 4])  # tokens as g, i; a column
-    words = gl.reshape(gl.permute(words, [0, 1, 2, 4, 3, 5]), [G * W, _TILE, 4])
+    words = words.to(gl.uint32, bitcast=True)
+    words = rearrange(words, "GWNgiC -> GW Nig C", [G, W, _TILE // 32, 4])
     if C == 8:
         words = gl.reshape(gl.permute(gl.join(words, words), [0, 1, 3, 2]), [G * W, _TILE, 8])
     words = gl.convert_layout(words, scores_layout(W), assert_trivial=True)
@@ -358,13 +358,13 @@ def attend_low(q, cache, page_table, i_kv, first, last, q_pos, sizes, softcap, l
     D: tl.constexpr = CONFIG.D
     DV: tl.constexpr = CONFIG.DV
     BLOCK_D: tl.constexpr = CONFIG.BLOCK_D
-    G: tl.constexpr = CONFIG.BLOCK_DV // 64
+    G: tl.constexpr = CONFIG.GROUPS
     W: tl.constexpr = CONFIG.W
-    BITS: tl.constexpr = CONFIG.BITS
+    BITS: tl.constexpr = CONFIG.LAYOUT.format.bits
     STAGES: tl.constexpr = CONFIG.STAGES
     STEPS: tl.constexpr = CONFIG.STEPS
     STEP: tl.constexpr = _TILE // STEPS
-    IS_ROTATED: tl.constexpr = CONFIG.KEY_HADAMARD > 1
+    IS_ROTATED: tl.constexpr = CONFIG.LAYOUT.key_hadamard > 1
     MMA: tl.constexpr = mma_layout(W)
     SUMS: tl.constexpr = scores_layout(W)
     KEYS: tl.constexpr = codes_layout(W, 3)

@@ -5,9 +5,19 @@ row. So 8-bit codes are multiplied as stored. Two masks turn 4-bit codes into by
 
 The second operand, scaled queries or probabilities, holds 16-bit integers ``256 h + l`` as two signed bytes in adjacent
 columns. So one lane holds both partial sums of a number, over ``h`` and over ``l``.
+
+A fragment has 32 rows and 32 columns. Its axes, by which :func:`rearrange` moves numbers, are bits of their indices:
+
+    row                       8 i + g                 in lanes 4 g + t
+    column in the operand     16 c + 4 t + 2 e + x    byte 2 e + x of word c
+    column in memory          8 j + 2 t + e           j = 2 c + x in 8 bits, 2 x + c in 4 bits
+
+So codes stay in their lane and their word: a sum does not depend on the order of its columns.
 """
 
 from __future__ import annotations
+
+import math
 
 import triton.language as tl
 
@@ -20,6 +30,34 @@ MAX_INT16 = 32500.0
 """Largest magnitude that two signed bytes hold, less the rounding error."""
 _ROUNDER = tl.constexpr(1.5 * 2.0**23 + 128.0)
 """Adding it rounds to an integer, plus 128, in the low bits."""
+_AXES = {"c": 2, "e": 2, "x": 2, "i": 4, "j": 4, "t": 4, "g": 8}
+"""Sizes of the axes of a fragment."""
+
+
+@constexpr_function
+def _rearrangement(spec, sizes):
+    """Return the shape before, the order of axes, and the shape after a rearrangement."""
+    axes, target = spec.split(" -> ")
+    free = iter(sizes)
+    size = {axis: _AXES[axis] if axis.islower() else next(free) for axis in axes}
+    order = [axes.index(axis) for axis in target.replace(" ", "")]
+    merged = [math.prod(size[axis] for axis in group) for group in target.split()]
+    return [size[axis] for axis in axes], order, merged
+
+
+@jit
+def rearrange(x, SPEC: tl.constexpr, SIZES: tl.constexpr):
+    """Split, permute and merge axes, such as ``WNgi -> W Nig``; only renames registers.
+
+    Lower-case axes are those of a fragment; ``SIZES`` are those of the others, in order.
+    """
+    RULE: tl.constexpr = _rearrangement(SPEC, SIZES)
+    if len(x.shape) != len(RULE[0]):
+        x = gl.reshape(x, RULE[0])
+    x = gl.permute(x, RULE[1])
+    if len(x.shape) != len(RULE[2]):
+        x = gl.reshape(x, RULE[2])
+    return x
 
 
 @constexpr_function
@@ -163,27 +201,17 @@ def _unpack_codes(words, BITS: tl.constexpr):
 @jit
 def to_key_operand(words, BITS: tl.constexpr, W: tl.constexpr, STEP: tl.constexpr, BLOCK_D: tl.constexpr):
     """Return the codes of keys ``[W, STEP, D]`` as a first operand."""
-    x = _unpack_codes(words, BITS)
-    if BITS == 8:
-        x = gl.reshape(x, [W, STEP // 32, BLOCK_D // 32, 2, 8, 4, 4, 2, 2])
-        x = gl.permute(x, [0, 1, 6, 4, 2, 3, 5, 7, 8])  # W; block, i, g; block, c, t, e, x
-    else:
-        x = gl.reshape(x, [W, STEP // 32, BLOCK_D // 32, 8, 4, 4, 2, 2, 2])
-        x = gl.permute(x, [0, 1, 5, 3, 2, 6, 4, 7, 8])
-    return gl.convert_layout(gl.reshape(x, [W, STEP, BLOCK_D]), operand_layout(W, 0, 8), assert_trivial=True)
+    SPEC: tl.constexpr = "WNKcgtiex -> W Nig Kctex" if BITS == 8 else "WNKgticex -> W Nig Kctex"
+    x = rearrange(_unpack_codes(words, BITS), SPEC, [W, STEP // 32, BLOCK_D // 32])
+    return gl.convert_layout(x, operand_layout(W, 0, 8), assert_trivial=True)
 
 
 @jit
 def to_value_operand(words, BITS: tl.constexpr, W: tl.constexpr, STEP: tl.constexpr, G: tl.constexpr):
     """Return the codes of values ``[G * W, 64, STEP]`` as a first operand."""
-    x = _unpack_codes(words, BITS)
-    if BITS == 8:
-        x = gl.reshape(x, [G, W, STEP // 32, 2, 2, 8, 4, 4, 2, 2])
-        x = gl.permute(x, [0, 1, 4, 7, 5, 2, 3, 6, 8, 9])  # G, W; block, i, g; block, c, t, e, x
-    else:
-        x = gl.reshape(x, [G, W, STEP // 32, 2, 8, 4, 4, 2, 2, 2])
-        x = gl.permute(x, [0, 1, 3, 6, 4, 2, 7, 5, 8, 9])
-    return gl.convert_layout(gl.reshape(x, [G * W, 64, STEP]), operand_layout(W, 0, 8), assert_trivial=True)
+    SPEC: tl.constexpr = "GWKcNgtiex -> GW Nig Kctex" if BITS == 8 else "GWKNgticex -> GW Nig Kctex"
+    x = rearrange(_unpack_codes(words, BITS), SPEC, [G, W, STEP // 32, 2])
+    return gl.convert_layout(x, operand_layout(W, 0, 8), assert_trivial=True)
 
 
 @jit
@@ -210,12 +238,9 @@ def _round_to_int16(x, scale):
 
 @jit
 def _byte_order(x, BITS: tl.constexpr, W: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return bytes 0 to 3 of words ``[W, block, c, t, N]``, from one number per channel ``[W, D, N]``."""
-    N: tl.constexpr = x.shape[2]
-    x = gl.reshape(x, [W, BLOCK_D // 32, 2, 2, 4, 2, N])  # block, j, t, e
-    # 8 bits: j = 2 c + x; 4 bits: j = 2 x + c.
-    x = gl.permute(x, [0, 1, 2, 4, 6, 5, 3] if BITS == 8 else [0, 1, 3, 4, 6, 5, 2])
-    first, second = gl.split(x)
+    """Return bytes 0 to 3 of words ``[W, K, c, t, N]``, from one number per channel ``[W, D, N]``."""
+    SPEC: tl.constexpr = "WKcxteN -> W K c t N e x" if BITS == 8 else "WKxcteN -> W K c t N e x"
+    first, second = gl.split(rearrange(x, SPEC, [W, BLOCK_D // 32, x.shape[2]]))
     byte_0, byte_2 = gl.split(first)
     byte_1, byte_3 = gl.split(second)
     return byte_0, byte_1, byte_2, byte_3
@@ -239,8 +264,8 @@ def to_query_operand(x, scale, BITS: tl.constexpr, W: tl.constexpr, BLOCK_D: tl.
         _permute_bytes(byte_0, byte_1, selector), _permute_bytes(byte_2, byte_3, selector), (byte_0 & 0) + 0x5410
     )
     words ^= gl.where(is_low, 0x80808080, 0).to(gl.uint32)
-    x = gl.permute(_bytes(words), [0, 1, 2, 3, 5, 6, 4])  # W; block, c, t, e, x; column
-    return gl.convert_layout(gl.reshape(x, [W, BLOCK_D, N]), operand_layout(W, 1, 8), assert_trivial=True)
+    x = rearrange(_bytes(words), "WKctNex -> W Kctex N", [W, BLOCK_D // 32, N])
+    return gl.convert_layout(x, operand_layout(W, 1, 8), assert_trivial=True)
 
 
 @jit
@@ -265,14 +290,13 @@ def to_probability_operand(p, scale, BITS: tl.constexpr, W: tl.constexpr):
     B: tl.constexpr = p.shape[0]
     N: tl.constexpr = p.shape[1]
     C: tl.constexpr = p.shape[2]
-    # Block, i and g of a token. 8 bits: i = 2 c + x; 4 bits: i = 2 x + c.
-    x = gl.reshape(_round_to_int16(p, scale), [B, N // 32, 2, 2, 8, C // 4, 4])
-    x = gl.permute(x, [0, 1, 2, 5, 4, 6, 3] if BITS == 8 else [0, 1, 3, 5, 4, 6, 2])
+    SPEC: tl.constexpr = "BKcxgCt -> B K c C g t x" if BITS == 8 else "BKxcgCt -> B K c C g t x"
+    x = rearrange(_round_to_int16(p, scale), SPEC, [B, N // 32, C // 4])
     first, second = gl.split(x)
     # The upper bytes of two tokens, then the lower ones: two columns per 16-bit integer.
     words = _permute_bytes(first, second, (first & 0) + 0x4051) ^ 0x80800000
-    x = _bytes(_transpose_words(words))  # [B, block, c, C / 4, column, t, e, x]
-    x = gl.reshape(gl.permute(x, [0, 1, 2, 5, 6, 7, 3, 4]), [B, N, 2 * C])
+    words = _transpose_words(words)  # now g is a column
+    x = rearrange(_bytes(words), "BKcCgtex -> B Kctex Cg", [B, N // 32, C // 4])
     return gl.convert_layout(x, operand_layout(W, 1, 8), assert_trivial=True)
 
 
@@ -319,9 +343,8 @@ def to_second_operand(x, W: tl.constexpr):
     """Return a 16-bit result ``[B, N, 8]`` as a second operand."""
     B: tl.constexpr = x.shape[0]
     N: tl.constexpr = x.shape[1]
-    x = _transpose_blocks(x)
-    x = gl.permute(gl.reshape(x, [B, N // 8, 8, 8]), [0, 1, 3, 2])
-    return gl.convert_layout(gl.reshape(x, [B, N, 8]), operand_layout(W, 1), assert_trivial=True)
+    x = rearrange(_transpose_blocks(x), "BNgC -> B NC g", [B, N // 8, 8])
+    return gl.convert_layout(x, operand_layout(W, 1), assert_trivial=True)
 
 
 @jit
@@ -335,8 +358,8 @@ def reduce_lanes(x, LAYOUT: tl.constexpr):
 
 @jit
 def to_scale_operand(x, y, W: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return two numbers per channel, ``[W, block, g, t, j, e]``, as a first operand: 8 rows of ``x``, 8 of ``y``."""
-    x = gl.reshape(gl.permute(gl.join(x, y), [0, 6, 2, 1, 4, 3, 5]), [W, 16, BLOCK_D])
+    """Return two numbers per channel, ``[W, K, g, t, j, e]``, as a first operand: 8 rows of ``x``, 8 of ``y``."""
+    x = rearrange(gl.join(x, y), "WKgtjeR -> W Rg Kjte", [W, BLOCK_D // 32, 2])
     return gl.convert_layout(x, operand_layout(W, 0), assert_trivial=True)
 
 

@@ -95,29 +95,35 @@ _other_tensors = attrgetter(*CacheInputs._fields[1:])
 class PageConfig:
     """Compile-time configuration of kernels over page blocks."""
 
+    LAYOUT: PageLayout  # layout of a page block
     KV_HEADS: int  # kv heads
-    D: int  # channels of a key
-    DV: int  # channels of a value
-    BLOCK_D: int  # channels of a key, padded to a power of two
-    BLOCK_DV: int  # channels of a value, padded likewise
-    BITS: int  # bits of a code
-    KEY_HADAMARD: int  # order of the Hadamard blocks of keys; 1 without rotation
-    VALUE_HADAMARD: int  # order of the Hadamard blocks of values; 1 without rotation
-    PAGE_WORDS: int  # 32-bit words of a page block
-    KEY_WORDS: int  # words of its sections of keys
 
-    @classmethod
-    def of(cls, layout: PageLayout, kv_heads: int) -> PageConfig:
-        """Return the configuration for a cache."""
-        return cls(
-            KV_HEADS=kv_heads,
-            D=layout.head_dim,
-            DV=layout.value_dim,
-            BLOCK_D=padded_channels(layout.head_dim),
-            BLOCK_DV=padded_channels(layout.value_dim),
-            BITS=layout.format.bits,
-            KEY_HADAMARD=layout.key_hadamard,
-            VALUE_HADAMARD=layout.value_hadamard,
-            PAGE_WORDS=layout.nbytes // 4,
-            KEY_WORDS=sum(layout.section_bytes[:3]) // 4,
-        )
+    @property
+    def D(self) -> int:
+        """Channels of a key."""
+        return self.LAYOUT.head_dim
+
+    @property
+    def DV(self) -> int:
+        """Channels of a value."""
+        return self.LAYOUT.value_dim
+
+    @property
+    def BLOCK_D(self) -> int:
+        """Channels of a key, padded to a power of two."""
+        return padded_channels(self.D)
+
+    @property
+    def BLOCK_DV(self) -> int:
+        """Channels of a value, padded likewise."""
+        return padded_channels(self.DV)
+
+    @property
+    def PAGE_WORDS(self) -> int:
+        """32-bit words of a page block."""
+        return self.LAYOUT.nbytes // 4
+
+    @property
+    def KEY_WORDS(self) -> int:
+        """Words of its sections of keys."""
+        return sum(self.LAYOUT.section_bytes[:3]) // 4

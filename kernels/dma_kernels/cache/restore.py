@@ -90,13 +90,14 @@ def restore_kernel(
         _restore_block(
             key_out_ptr + i_head * out_len * CONFIG.D, head_rows(key, i_b, i_kv), cache.key, row, i_kv, page_ptr,
             position, index, out_len, length, new_len, band, is_held, is_quantized, sizes,
-            CONFIG.D, CONFIG.BLOCK_D, CONFIG.BITS, CONFIG.KEY_HADAMARD, True,
+            CONFIG.D, CONFIG.BLOCK_D, CONFIG.LAYOUT.format.bits, CONFIG.LAYOUT.key_hadamard, True,
         )  # fmt: skip
     else:
         _restore_block(
             value_out_ptr + i_head * out_len * CONFIG.DV, head_rows(value, i_b, i_kv), cache.value, row, i_kv,
-            page_ptr + CONFIG.KEY_WORDS, position, index, out_len, length, new_len, band, is_held, is_quantized, sizes,
-            CONFIG.DV, CONFIG.BLOCK_DV, CONFIG.BITS, CONFIG.VALUE_HADAMARD, False,
+            page_ptr + CONFIG.KEY_WORDS, position, index, out_len, length, new_len, band, is_held,
+            is_quantized, sizes,
+            CONFIG.DV, CONFIG.BLOCK_DV, CONFIG.LAYOUT.format.bits, CONFIG.LAYOUT.value_hadamard, False,
         )  # fmt: skip
 
 
@@ -136,7 +137,7 @@ def launch_restore(
     layout = inputs.page_layout(format)
     keys, values = (inputs.key_residual.new_empty((batch, kv_heads, out_len, x.shape[3])) for x in (key, value))
     launch_kernel(
-        restore_kernel, {"CONFIG": PageConfig.of(layout, kv_heads)},
+        restore_kernel, {"CONFIG": PageConfig(layout, kv_heads)},
         (batch * kv_heads, triton.cdiv(out_len, BLOCK_T), 2),
         keys, values, first, Strided.of(key), Strided.of(value), inputs.tensors, new_len, out_len, band_tiles,
         rolled_back, *inputs.sizes, num_warps=append_warps(layout),

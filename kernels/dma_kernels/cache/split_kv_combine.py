@@ -44,10 +44,18 @@ class CombineConfig(PageConfig):
 
     GROUP: int  # query heads per kv head
     BLOCK_Q: int  # queries of a CTA
-    BLOCK_S: int  # splits that are combined at once
-    BLOCK_OUT: int  # channels of an output, padded
     BLOCK_E: int  # pieces of tiles that a CTA may quantize
     USE_PDL: bool  # whether the launch may start before the previous one ends
+
+    @property
+    def BLOCK_OUT(self) -> int:
+        """Channels of an output, padded."""
+        return max(VALUE_GROUP, self.BLOCK_DV)
+
+    @property
+    def BLOCK_S(self) -> int:
+        """Splits that are combined at once."""
+        return SPLIT_ELEMENTS[self.BLOCK_Q] // (self.BLOCK_Q * self.BLOCK_OUT)
 
 
 @triton.jit
@@ -212,15 +220,13 @@ def launch_combine(
     heads = batch * kv_heads
     queries = batch * q_heads * q_len
     block_q = 1 if queries <= 2 * sms else BLOCK_Q
-    block_out = max(VALUE_GROUP, triton.next_power_of_2(layout.value_dim))
     combine_ctas = triton.cdiv(queries, block_q)
     quantize_ctas = 0 if key.ptr is None else min(2 * PIECES * heads, sms)
     config = CombineConfig(
-        **vars(PageConfig.of(layout, kv_heads)),
+        layout,
+        kv_heads,
         GROUP=q_heads // kv_heads,
         BLOCK_Q=block_q,
-        BLOCK_S=SPLIT_ELEMENTS[block_q] // (block_q * block_out),
-        BLOCK_OUT=block_out,
         BLOCK_E=triton.next_power_of_2(triton.cdiv(2 * PIECES * heads, max(quantize_ctas, 1))),
         USE_PDL=use_pdl,
     )

@@ -29,8 +29,12 @@ class TensorLayout(NamedTuple):
 
     @classmethod
     def dense(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Self:
-        """Return the layout of a new tensor."""
-        return cls(torch.Size(shape), dense_strides(shape), dtype, device, 0)
+        """Return the layout of a new, contiguous tensor."""
+        strides, step = [], 1
+        for size in reversed(shape):
+            strides.append(step)
+            step *= max(size, 1)
+        return cls(torch.Size(shape), tuple(reversed(strides)), dtype, device, 0)
 
     @property
     def ndim(self) -> int:
@@ -56,19 +60,11 @@ class TensorLayout(NamedTuple):
 
     def is_contiguous(self) -> bool:
         """Return whether the tensor is contiguous."""
-        pairs = zip(self.shape, self.strides, dense_strides(self.shape), strict=True)
-        return all(size == 1 or stride == dense for size, stride, dense in pairs)
+        dense = self.dense(self.shape, self.dtype, self.device)
+        pairs = zip(self.shape, self.strides, dense.strides, strict=True)
+        return all(size == 1 or stride == expected for size, stride, expected in pairs)
 
 
 def layout_of(tensor: Any) -> TensorLayout | None:
     """Return the layout of a tensor; ``None`` for a missing one."""
     return None if tensor is None else TensorLayout.of(tensor)
-
-
-def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))

@@ -59,7 +59,7 @@ class ComputePath:
     @property
     def is_block_scaled(self) -> bool:
         """Whether keys are multiplied on block-scaled tensor cores."""
-        return any(key is not None and key.scale is Scale.BLOCK for key in (self.key, self.low_key))
+        return Scale.BLOCK in (self.key.scale, (self.low_key or self.key).scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,6 @@ class PortableConfig:
     high_block_n: int = 64  # keys of a step in the loop over high tiles; divides 128
     high_stages: int = 1  # pipeline stages of that loop
     stage_queries: bool = False  # whether the queries of low tiles pass through memory, see the kernel
-    use_tma: bool = False  # whether tiles are loaded by TMA
 
 
 @dataclass(frozen=True)
@@ -163,11 +162,6 @@ def select_config(shape: PrefillShape, path: ComputePath) -> WarpSpecializedConf
             return warp_specialized
         if multi_cta is not None:
             return multi_cta
-    return configure_portable(shape, path)
-
-
-def configure_portable(shape: PrefillShape, path: ComputePath) -> PortableConfig:
-    """Return the configuration of the portable kernel for a call."""
     return portable_config(shape.arch, path, shape.query.shape[3], shape.value.shape[3], has_softcap=shape.has_softcap)
 
 
@@ -195,7 +189,14 @@ def _is_fastest(config: WarpSpecializedConfig, multi_cta: MultiCTAConfig | None,
     # The instructions of a softcap or a mask outweigh the gain of warp specialization (H200, 12K with a mask: 3,151 us,
     # multi-CTA kernel 1,947 us).
     is_plain = not shape.has_softcap and geometry.mask is None
-    return multi_cta is None or (is_plain and _mean_keys(geometry, q_len) > multi_cta.max_mean_keys)
+    if multi_cta is None or not is_plain:
+        return multi_cta is None
+    # The mean number of keys that a query attends to, if the last one attends to all.
+    if geometry.window is None:
+        mean_keys = geometry.kv_len - q_len / 2 if geometry.is_causal else geometry.kv_len
+    else:
+        mean_keys = min(geometry.kv_len, geometry.window if geometry.is_causal else 2 * geometry.window)
+    return mean_keys > multi_cta.max_mean_keys
 
 
 def configure_multi_cta(shape: PrefillShape, path: ComputePath) -> MultiCTAConfig | None:
@@ -218,13 +219,6 @@ def is_dense_causal(geometry: AttentionGeometry, q_len: int) -> bool:
     return geometry.is_causal and is_covered and is_aligned and geometry.window is None and geometry.seq_info is None
 
 
-def _mean_keys(geometry: AttentionGeometry, q_len: int) -> float:
-    """Return the mean number of keys that a query attends to, if the last one attends to all."""
-    if geometry.window is None:
-        return geometry.kv_len - q_len / 2 if geometry.is_causal else geometry.kv_len
-    return min(geometry.kv_len, geometry.window if geometry.is_causal else 2 * geometry.window)
-
-
 def _is_loadable(shape: PrefillShape, path: ComputePath) -> bool:
     """Whether TMA can load the operands of both kernels."""
     loaded = [shape.query, shape.value] + ([shape.key] if path.key is RAW else [])
@@ -236,7 +230,6 @@ def _is_loadable(shape: PrefillShape, path: ComputePath) -> bool:
     )
 
 
-@functools.cache
 def portable_config(
     arch: int, path: ComputePath, head_dim: int, value_dim: int, *, has_softcap: bool = False
 ) -> PortableConfig:
@@ -244,11 +237,7 @@ def portable_config(
 
     A softcap takes registers.
     """
-    config = _portable_config(arch, path, padded_channels(max(head_dim, value_dim)), has_softcap)
-    return replace(config, use_tma=arch >= 90)
-
-
-def _portable_config(arch: int, path: ComputePath, widest: int, has_softcap: bool) -> PortableConfig:
+    widest = padded_channels(max(head_dim, value_dim))
     is_hopper = arch == 90
     is_packed = path.is_block_scaled
     are_keys_8bit = path.low_key not in (None, DEQUANTIZED)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from ..numerics.formats import padded_channels
 from ..numerics.transforms import hadamard_size
+from ..runtime.operand_formats import TILE_SCALED
 from .config import MultiCTAConfig, PortableConfig, SplitKVConfig, WarpSpecializedConfig
 
 
@@ -39,19 +40,10 @@ class _Constants:
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuantizerConstants(_Constants):
-    """Constexprs of the quantizer of keys and values."""
+class _ValueConstants(_Constants):
+    """Constexprs of kernels whose values may have other channels than keys."""
 
     value_dim: int  # channels of values
-    high_form: str  # form of the keys of high tiles; ``raw`` writes nothing
-    high_format: str  # format of the keys of high tiles
-    low_form: str  # form of the keys of low tiles; ``none`` writes nothing
-    low_format: str  # format of the keys of low tiles
-    is_tile_scaled: bool  # whether keys of low tiles are 8-bit elements with one scale per tile
-    shared_scale: str  # ``block``, ``row`` or ``tile``: what shares a scale in low tiles
-    value_form: str  # form of the values of low tiles; ``raw`` writes nothing
-    rounding: str  # rounding of scales
-    use_pdl: bool  # let CTAs of the next launch start once all CTAs of this one have started
 
     @property
     def block_dv(self) -> int:
@@ -60,25 +52,40 @@ class QuantizerConstants(_Constants):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PortableConstants(_Constants):
+class QuantizerConstants(_ValueConstants):
+    """Constexprs of the quantizer of keys and values."""
+
+    high_form: str  # form of the keys of high tiles; ``raw`` writes nothing
+    high_format: str  # format of the keys of high tiles
+    low_form: str  # form of the keys of low tiles; ``none`` writes nothing
+    low_format: str  # format of the keys of low tiles
+    shared_scale: str  # ``block``, ``row`` or ``tile``: what shares a scale in low tiles
+    value_form: str  # form of the values of low tiles; ``raw`` writes nothing
+    rounding: str  # rounding of scales
+    use_pdl: bool  # let CTAs of the next launch start once all CTAs of this one have started
+
+    @property
+    def is_tile_scaled(self) -> bool:
+        """Whether keys of low tiles are 8-bit elements with one scale per tile."""
+        return any(self.low_form == form.name for form in TILE_SCALED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PortableConstants(_ValueConstants):
     """Constexprs of the portable kernel."""
 
     q_heads: int  # query heads
-    value_dim: int  # channels of values
     tuning: PortableConfig  # block sizes and stages
     high_form: str  # form of the keys of high tiles
     high_format: str  # format of keys and queries of high tiles
-    low_form: str  # form of the keys of low tiles
+    low_form: str  # form of the keys of low tiles; ``none`` if there are none
     low_q_format: str  # format of their queries
     low_k_format: str  # format of the keys
     low_shared: str  # ``block`` or ``row``: what shares a scale in low queries
     low_value_form: str  # form of the values of low tiles
     rounding: str  # rounding of the scales of queries
     is_causal: bool  # whether a query attends to no key after its own position
-    has_low: bool  # whether there are low tiles
-    k_low_descale: str  # what shares a descale in low keys: ``none``, ``head`` or ``tile``
     is_pv_fp8: bool  # whether low tiles have FP8 probabilities
-    stage_queries: bool  # whether low queries pass through the rows of the output
     use_tma: bool  # whether TMA loads quantized operands
     use_raw_tma: bool  # whether TMA loads 16-bit operands
 
@@ -88,24 +95,24 @@ class PortableConstants(_Constants):
         return max(64 if "packed" in (self.high_form, self.low_form) else 0, padded_channels(self.head_dim))
 
     @property
-    def block_dv(self) -> int:
-        """``value_dim`` padded."""
-        return padded_channels(self.value_dim)
+    def has_low(self) -> bool:
+        """Whether there are low tiles."""
+        return self.low_form != "none"
+
+    @property
+    def stage_queries(self) -> bool:
+        """Whether low queries pass through the rows of the output, if these have room for them."""
+        room = {"none": 0, "packed": 0, "dequantized": self.value_dim}.get(self.low_form, 2 * self.value_dim)
+        return self.tuning.stage_queries and self.head_dim <= room
 
 
 @dataclass(frozen=True, kw_only=True)
-class SplitKVConstants(_Constants):
+class SplitKVConstants(_ValueConstants):
     """Constexprs of the split-KV kernels."""
 
     q_heads: int  # query heads
-    value_dim: int  # channels of values
     tuning: SplitKVConfig  # block sizes and stages
     use_pdl: bool  # whether the second launch may start before the first one ends
-
-    @property
-    def block_dv(self) -> int:
-        """``value_dim`` padded."""
-        return padded_channels(self.value_dim)
 
     @property
     def block_s(self) -> int:

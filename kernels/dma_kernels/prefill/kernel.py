@@ -222,7 +222,7 @@ def _attend_to_low(
             )  # fmt: skip
             s = score(q, q_scale, k, k_scale, FORM, Q_FORMAT, K_FORMAT)
             tile_scale = row_scale
-            if CONFIG.k_low_descale == "tile":
+            if k_low_descale_ptr is not None and FORM != "packed":
                 tile_scale *= tl.load(k_low_descale_ptr + head_tile + (k_row >> TILE_SHIFT))
             # If a CTA has two blocks of 64 queries, each skips tiles independently.
             IS_SCALED: tl.constexpr = softcap is not None or not IS_FULL or (SKIPS and BLOCK_M > _SKIP_BLOCK)
@@ -435,7 +435,7 @@ def prefill_kernel(
     if BIAS_IN_LSE:
         # Parked in the row's ``lse``: the loops have no register for it.
         tl.store(lse_rows, qk_bias * LN_2, mask=m_q)
-    if CONFIG.has_low and CONFIG.stage_queries:
+    if CONFIG.stage_queries:
         # Hopper's MMAs read loaded operands from shared memory, but computed ones from registers, and none are
         # free. So stage the queries in this CTA's rows of the output, which are not written yet.
         STAGED: tl.constexpr = k_low_ptr.dtype.element_ty
@@ -503,7 +503,7 @@ def prefill_kernel(
             v_low_rows = Rows(v_low_ptr, TILE, 1)
         elif LOW_VALUE_FORM == "dequantized":
             v_low_rows = Rows(v_low_ptr + i_head * v_low_len * DV, DV, 1)
-        if CONFIG.k_low_descale == "head":
+        if k_low_descale_ptr is not None and LOW_FORM == "packed":
             low_row_scale *= tl.load(k_low_descale_ptr + i_head)
         if v_descale_ptr is not None:
             # Rescale the output to units of the E4M3 values; exact, because these are powers of two.

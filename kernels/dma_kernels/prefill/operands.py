@@ -38,12 +38,6 @@ class TileOperands:
     key_descale: Tensor | None = None
     value_descale: Tensor | None = None  # descale of each channel of the values, fp32 ``[B, Hkv, Dv]``; ``None`` for 1
 
-    @property
-    def head_bytes(self) -> int:
-        """Bytes of the keys and values of a kv head of a batch row."""
-        batch, heads = self.key.shape[:2]
-        return (self.key.nbytes + self.value.nbytes) // (batch * heads)
-
 
 @dataclass(frozen=True)
 class Operands:
@@ -89,7 +83,8 @@ class AttentionInputs:
     @property
     def swizzle_group(self) -> int:
         """Kv heads per L2 swizzle group."""
-        return select_swizzle_group(self.kv_rows, self.low.head_bytes)
+        low, kv_rows = self.low, self.kv_rows
+        return select_swizzle_group(kv_rows, (low.key.nbytes + low.value.nbytes) // kv_rows)
 
     @property
     def base2_softcap(self) -> float | None:

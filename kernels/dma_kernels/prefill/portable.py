@@ -9,9 +9,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..numerics.formats import TILE, UNQUANTIZED
 from ..numerics.geometry import LOG2_E
+from ..runtime import chip
 from ..runtime.descriptors import Strided, broadcast_strides, head_blocks, is_describable, matrix_blocks
 from ..runtime.launch import launch_kernel
-from ..runtime.operand_formats import DEQUANTIZED, RAW, OperandFormat, Scale
+from ..runtime.operand_formats import RAW, Scale
 from .constants import PortableConstants
 from .kernel import prefill_kernel
 from .operands import AttentionInputs, Operands
@@ -29,11 +30,9 @@ def launch(inputs: AttentionInputs) -> None:
     described = [high.value]
     described += [high.key] if high.key_format is RAW else []
     described += [low.value] if low.value_format.is_16_bit else []
-    use_raw_tma = config.use_tma and all(map(is_describable, described))
-    use_tma = config.use_tma and low.key.shape[3] * low.key.dtype.itemsize % 16 == 0
-    k_low_descale = "none"
-    if low.key_descale is not None:
-        k_low_descale = "head" if low.key_format.scale is Scale.BLOCK else "tile"
+    has_tma = chip.device_arch(query.device) >= 90
+    use_raw_tma = has_tma and all(map(is_describable, described))
+    use_tma = has_tma and low.key.shape[3] * low.key.dtype.itemsize % 16 == 0
     constants = PortableConstants(
         q_heads=q_heads,
         kv_heads=kv_heads,
@@ -42,7 +41,7 @@ def launch(inputs: AttentionInputs) -> None:
         tuning=config,
         high_form=high.key_format.name,
         high_format=recipe.high,
-        low_form=low.key_format.name,
+        low_form=low.key_format.name if has_low else "none",
         low_q_format=recipe.query_low,
         low_k_format=recipe.key_low,
         low_shared=recipe.query_shared_scale,
@@ -50,10 +49,7 @@ def launch(inputs: AttentionInputs) -> None:
         rounding=recipe.scale_rounding,
         rotate=recipe.rotate,
         is_causal=geometry.is_causal,
-        has_low=has_low,
-        k_low_descale=k_low_descale,
         is_pv_fp8=recipe.pv != UNQUANTIZED,
-        stage_queries=config.stage_queries and has_low and head_dim <= _staged_dim(low.key_format, value_dim),
         use_tma=use_tma,
         use_raw_tma=use_raw_tma,
     )
@@ -89,13 +85,6 @@ def launch(inputs: AttentionInputs) -> None:
         geometry.window, recipe.diagonal_tiles, recipe.sink_tiles,
         inputs.base2_softcap, inputs.scale * LOG2_E, inputs.base2_skip_threshold, **options,
     )  # fmt: skip
-
-
-def _staged_dim(key: OperandFormat, value_dim: int) -> int:
-    """Return the channels of a query, in the format of low keys, that fit in its row of the output."""
-    if key.scale is Scale.TILE:
-        return 2 * value_dim
-    return value_dim if key is DEQUANTIZED else 0
 
 
 def _storage_len(operands: Operands) -> int:

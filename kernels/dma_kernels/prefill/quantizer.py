@@ -125,7 +125,6 @@ def _constants_and_options(
         high_format=recipe.high,
         low_form="none" if path.low_key is None else path.low_key.name,
         low_format=recipe.key_low,
-        is_tile_scaled=path.low_key in TILE_SCALED,
         shared_scale=recipe.shared_scale,
         value_form=(path.low_value or RAW).name,
         rounding=recipe.scale_rounding,

@@ -140,10 +140,6 @@ def _rebased(descriptor: Any, base: Any) -> Any:
     return made
 
 
-def _is_planned(argument: Any) -> bool:
-    return isinstance(argument, (PlannedTensor, PlannedNumber))
-
-
 def _with_tensors(argument: Any, inputs: Mapping[int, Any]) -> Any:
     """Return an argument of a launch with the inputs of a call, by slot, in place of what stands for them."""
     if isinstance(argument, PlannedTensor):
@@ -173,7 +169,7 @@ def _filler(
 
     def place(argument: Any) -> int:
         """Return the index of an argument in the list; tuples count from -1 down until all constants are known."""
-        if _is_planned(argument):
+        if isinstance(argument, (PlannedTensor, PlannedNumber)):
             return index[argument.slot]
         if isinstance(argument, tuple) and argument:
             tuples.append([place(each) for each in argument])
@@ -275,7 +271,7 @@ class LaunchPlan:
                 if self._zeroed_bytes:
                     workspace[: self._zeroed_bytes].zero_()
             if self._settings != settings() or not launches_directly(self._kernels):
-                self._launch_by_triton([*inputs, *results, *self._views(workspace)])
+                self._launch_by_triton(inputs, results, workspace)
                 return results
             filled = numbers_of(inputs) if numbers is None else [*numbers]
             for result in results:
@@ -289,16 +285,12 @@ class LaunchPlan:
                 launch(fill(filled), stream)
         return results
 
-    def _views(self, workspace: Tensor | None) -> list[Tensor]:
-        """Return the tensors in the workspace, as vectors."""
-        views = []
+    def _launch_by_triton(self, inputs: Sequence[Any], results: Sequence[Tensor], workspace: Tensor | None) -> None:
+        """Launch through Triton, and keep the direct launches of the compiled kernels for later calls."""
+        given = [*inputs, *results]
         for planned, offset in zip(self._allocated, self._offsets, strict=True):
             assert workspace is not None
-            views.append(workspace[offset : offset + planned.nbytes].view(planned.dtype))
-        return views
-
-    def _launch_by_triton(self, given: Sequence[Any]) -> None:
-        """Launch through Triton, and keep the direct launches of the compiled kernels for later calls."""
+            given.append(workspace[offset : offset + planned.nbytes].view(planned.dtype))
         by_slot, compiled_under = dict(zip(self._slots, given, strict=True)), settings()
         index = {slot: i for i, slot in enumerate(self._slots)}
         found = []

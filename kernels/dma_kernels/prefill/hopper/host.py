@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from ...runtime.operand_formats import RAW, TILE_SCALED
 from ..config import ROWS, is_dense_causal
 from ..constants import MultiCTAConstants, WarpSpecializedConstants
 from ..operands import AttentionInputs
-from .bitmask import PackedMask, pack_mask
+from .bitmask import pack_mask
 from .multi_cta import prefill_multi_cta_kernel
 from .quantize_q import QuantizedQueries, quantize_q
 from .warp_specialized import prefill_warp_specialized_kernel
@@ -43,7 +42,7 @@ def launch_warp_specialized(inputs: AttentionInputs) -> None:
     is_fp8 = not low.value_format.is_16_bit
     v_low_desc = _matrix(low.value, channels, TILE) if is_fp8 else _heads(low.value, TILE)
     blocks = geometry.query_blocks(q_len, ROWS * config.consumer_warpgroups, ROWS)
-    bitmask = _pack_mask(inputs)
+    bitmask = pack_mask(geometry, batch, q_len, low.key.shape[2] // TILE)
     constants = WarpSpecializedConstants(
         q_heads=q_heads,
         kv_heads=high.key.shape[1],
@@ -71,12 +70,12 @@ def launch_multi_cta(inputs: AttentionInputs) -> None:
     query, geometry, config = inputs.query, inputs.geometry, inputs.config
     high, low = inputs.operands.high, inputs.low
     recipe = inputs.recipe
-    _, q_heads, q_len, head_dim = query.shape
+    batch, q_heads, q_len, head_dim = query.shape
     queries = None
     if low.key_format not in TILE_SCALED or high.key_format is not RAW:
         queries = _quantize_q(inputs)
     channels = padded_channels(head_dim)
-    *bitmask, blocks = _pack_mask(inputs)
+    *bitmask, blocks = pack_mask(geometry, batch, q_len, low.key.shape[2] // TILE)
     kv_heads, swizzle_group = high.key.shape[1], inputs.swizzle_group
     constants = MultiCTAConstants(
         q_heads=q_heads,
@@ -114,10 +113,6 @@ def _quantize_q(inputs: AttentionInputs) -> QuantizedQueries:
     )  # fmt: skip
 
 
-def _pack_mask(inputs: AttentionInputs) -> PackedMask:
-    return pack_mask(inputs.geometry, inputs.query.shape[0], inputs.query.shape[2], inputs.low.key.shape[2] // TILE)
-
-
 def _common_arguments(inputs: AttentionInputs, blocks: int) -> tuple[Any, ...]:
     """Return the kernels' arguments from ``sinks_ptr`` to ``logit_scale``."""
     geometry = inputs.geometry
@@ -140,9 +135,5 @@ def _matrix(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 
 def _describe(tensor: Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
-    return TensorDescriptor(tensor, shape, strides, block, _layout(tuple(block), tensor.dtype))
-
-
-@functools.cache
-def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for(list(block), _DTYPES[dtype])
+    layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[tensor.dtype])
+    return TensorDescriptor(tensor, shape, strides, block, layout)

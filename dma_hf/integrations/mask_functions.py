@@ -1,7 +1,7 @@
-"""What Transformers combines in the mask function of packed rows: a pattern, and the documents of the tokens.
+"""What Transformers combines in a mask function: a pattern, a window, and the documents of packed rows.
 
-The functions keep both in closures, which no public interface shows. A function that another release makes in another
-way is not recognized. Its mask is then dense, and tiles do not restart with each document.
+The functions keep all of it in closures, which no public interface shows. A function that another release makes in
+another way is not recognized. Its mask is then dense, and tiles do not restart with each document.
 """
 
 from __future__ import annotations
@@ -14,9 +14,18 @@ from torch import Tensor
 from transformers import masking_utils
 
 _AND = masking_utils.and_masks().__code__
+_WINDOW = masking_utils.sliding_window_overlay(1).__code__
 _PACKED = masking_utils.packed_sequence_mask_function(None).__code__
 _remap = getattr(masking_utils, "remap_positions_for_packed_sequence", None)  # older releases may lack it
 _REMAPPED = None if _remap is None else _remap(None, None).__code__
+
+
+def is_causal_window(mask_function: Callable[..., Any], window: int) -> bool:
+    """Return whether a pattern is a causal window of this size, without anything else."""
+    parts = _captured(mask_function, _AND).get("mask_functions", ())
+    if len(parts) != 2 or parts[1] is not masking_utils.causal_mask_function:
+        return False
+    return bool(_captured(parts[0], _WINDOW).get("sliding_window") == window)
 
 
 def split_packed(mask_function: Callable[..., Any]) -> tuple[Callable[..., Any], Tensor] | None:
