@@ -6,7 +6,8 @@ import math
 
 import numpy as np
 import pytest
-from dma_eval.measures.task_summary import mcnemar, paired_interval, statistic
+from dma_eval.measures import task_summary
+from dma_eval.measures.task_summary import TaskRecord, mcnemar, paired_interval, statistic
 from scipy.stats import bootstrap
 
 
@@ -114,3 +115,16 @@ class TestPairedInterval:
             low, high = paired_interval("mean", samples(*reference), samples(*other), resamples=1000)
             held += low <= -0.04 <= high
         assert 0.90 <= held / 200 <= 0.985
+
+
+def test_what_the_reference_alone_had_right_is_lost() -> None:
+    def record(*right: float) -> TaskRecord:
+        samples = [{"doc_id": i, "filter": "none", "prompt_hash": "", "acc": each} for i, each in enumerate(right)]
+        return TaskRecord(
+            name="task", version="1", output_type="multiple_choice", num_fewshot=0, aggregations={"acc": "mean"},
+            higher_is_better={"acc": True}, metrics={"acc,none": sum(right) / len(right)}, samples=samples,
+        )  # fmt: skip
+
+    answers = {"sdpa": record(1.0, 1.0, 0.0, 1.0), "other": record(0.0, 0.0, 1.0, 1.0)}
+    found = task_summary._metric(answers["sdpa"], "acc,none", {"sdpa": "sdpa", "other": "sdpa"}, answers, seed=0)
+    assert (found.values[1].lost, found.values[1].gained, found.values[1].difference) == (2, 1, -0.25)
