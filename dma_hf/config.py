@@ -365,7 +365,7 @@ def cache_format_of(config: PreTrainedConfig, name: str) -> CacheFormat:
     Raises:
         ValueError: There is no such format.
     """
-    return cache_format(name, is_equalized=getattr(config, EQUALIZED, False) is True)
+    return cache_format(name, is_equalized=vars(config).get(EQUALIZED) is True)
 
 
 @lru_cache(maxsize=256)

@@ -7,6 +7,7 @@ The wrapper returns a manager (:mod:`dma_hf.integrations.manager`) that renames 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -63,4 +64,7 @@ def _make_manager(
 
     settings = generation_config or model.generation_config
     batching = continuous_batching_config or getattr(settings, "continuous_batching_config", None)
+    if settings.eos_token_id is None:
+        settings = copy.deepcopy(settings)
+        settings.eos_token_id = -1  # none, as in Transformers' own method; a composite configuration has no default
     return DMAManager(model, settings, batching or ContinuousBatchingConfig(), workload_hints)

@@ -147,10 +147,7 @@ class PreparedAttention:
         Returns:
             ``None`` if a compiler, autograd or a tensor mode must see each call as one operation.
         """
-        known: dict[str, Any] = dict.fromkeys(AttentionCall._fields)
-        known |= {"is_causal": True, "kv_offset": 0, "backend": "auto"} | options
-        known |= {"query": query, "key": key, "value": value, "recipe": recipe, "needs_lse": False}
-        call = AttentionCall(**known)
+        call = AttentionCall(query, key, value, recipe, **options, needs_lse=False)
         return None if needs_operator(_tensors_of(call)) else cls(call)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:

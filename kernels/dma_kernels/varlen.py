@@ -96,7 +96,7 @@ def attention_varlen(
             raise ValueError(f"{name} must be [tokens, heads, head_dim], got shape {list(tensor.shape)}")
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
     call = AttentionCall(
-        q, k, v, recipe, is_causal, scale, None, 0, None, window, softcap, sinks, None, tile_counts, backend
+        q, k, v, recipe, is_causal, scale, window=window, softcap=softcap, sinks=sinks, tile_counts=tile_counts
     )
     check_call(call)
     _check_lengths(query, (cu_seqlens_q, max_seqlen_q), (cu_seqlens_k, max_seqlen_k))
@@ -307,11 +307,6 @@ def _run_gradient(
         "softcap": softcap,
         "sinks": sinks,
         "backend": "reference",
-        "q_offset": None,
-        "kv_offset": 0,
-        "kv_range": None,
-        "mask": None,
-        "tile_counts": None,
     }
     grad_q, grad_k, grad_v = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
     dtype = torch.promote_types(query.dtype, torch.float32)

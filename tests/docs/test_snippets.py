@@ -7,12 +7,15 @@ Nothing may reach for the network.
 
 from __future__ import annotations
 
+import shlex
 import socket
 from collections import Counter
 
 import huggingface_hub.constants
 import pytest
-from snippets import PAGES, ROOT, Block, find_blocks
+import typer
+from dma_eval.cli import make_app
+from snippets import PAGES, ROOT, SHELLS, Block, find_blocks
 
 DEMO_MODEL = ROOT / "eval" / "dma_eval" / "assets" / "demo_model"
 MODELS = ("meta-llama/Llama-3.1-8B", "HuggingFaceTB/SmolLM2-135M")
@@ -52,11 +55,10 @@ NOT_RUN = {
 }
 """How many blocks of a page are not run, and why. What is not listed is run."""
 
-FIDELITY, STRESS = "dma-hf fidelity", "dma-hf stress"
-APART = {"docs/guides/evaluation.md": (FIDELITY, STRESS), "docs/concepts/skipping.md": (STRESS,)}
-"""Commands of long blocks, each a test of its own: they need nothing of others but variables, and leave nothing.
+LONG = ("dma-hf fidelity", "dma-hf retrieval", "dma-hf stress")
+"""Commands that compute for half a minute and more, each a test of its own that ``-m exhaustive`` runs.
 
-Only ``-m exhaustive`` runs them. Continuous integration runs ``stress`` in the tutorial, and both on a tiny model.
+They need nothing of others but variables, and leave nothing. Tests of ``dma_eval`` run them on a tiny model.
 """
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -106,12 +108,28 @@ def test_blocks_that_are_not_run_are_counted(page):
     assert reasons == NOT_RUN.get(page.relative_to(ROOT).as_posix(), Counter())
 
 
+@pages
+def test_commands_have_the_options_of_today(page):
+    """Also those of blocks that are not run."""
+    app = typer.main.get_command(make_app())
+    for block in find_blocks(page):
+        for line in block.source.replace("\\\n", "").splitlines() if block.language in SHELLS else ():
+            if line.startswith("dma-hf "):
+                name, *arguments = shlex.split(line, comments=True)[1:]
+                app.commands[name].make_context(name, arguments)
+
+
+def _long(block):
+    return next((command for command in LONG if command in block.source), None)
+
+
 def _parts():
-    """Each page and a command of it that is run apart, or ``None`` for all others."""
+    """Each page, and each of its long commands, or ``None`` for all others."""
     for page in PAGES:
         name = page.relative_to(ROOT).as_posix()
         yield pytest.param(page, None, id=name)
-        for command in APART.get(name, ()):
+        blocks = [block for block in find_blocks(page) if block.is_code and block.reason is None]
+        for command in dict.fromkeys(filter(None, map(_long, blocks))):
             yield pytest.param(page, command, id=f"{name}-{command}", marks=pytest.mark.exhaustive)
 
 
@@ -119,17 +137,13 @@ def _parts():
 @pytest.mark.parametrize(("page", "command"), list(_parts()))
 def test_blocks_run(page, command, workspace, no_network):
     namespace = {"__name__": "__main__"}
-    apart = APART.get(page.relative_to(ROOT).as_posix(), ())
-    runs = 0
     for block in find_blocks(page):
         if not block.is_code or block.reason is not None:
             continue
-        if next((each for each in apart if each in block.source), None) == command:
+        if _long(block) == command:
             block.run(namespace)
-            runs += 1
         else:
             block.note_variables(namespace)
-    assert runs or command is None, f"{page} has no block with {command!r}"
 
 
 @pytest.mark.parametrize(

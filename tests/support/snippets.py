@@ -83,7 +83,8 @@ class Block:
         paths = os.pathsep.join(str(ROOT / folder) for folder in (".", "kernels", "eval"))
         done = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", "\n".join([*variables, self.source])],
-            env=os.environ | {"PATH": bins, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "COLUMNS": "120"},
+            env=os.environ
+            | {"PATH": bins, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "COLUMNS": "120", "TRITON_INTERPRET": "0"},
             capture_output=True,
             text=True,
         )

@@ -109,11 +109,11 @@ def axis_layout(layout, rank, axis):
 
 
 @constexpr_function
-def _index_bits(size, axis, rank, first=1):
-    """Bases of a linear layout along ``axis``: powers of two from ``first`` up, below ``size``."""
+def _index_bits(size, axis, first=1):
+    """Bases of a linear layout of three axes along ``axis``: powers of two from ``first`` up, below ``size``."""
     found = []
     while first < size:
-        found.append([first if i == axis else 0 for i in range(rank)])
+        found.append([first if i == axis else 0 for i in range(3)])
         first *= 2
     return found
 
@@ -121,17 +121,17 @@ def _index_bits(size, axis, rank, first=1):
 @constexpr_function
 def unquantized_keys_layout(warps, channels):
     """Layout of ``[W, 16, D]``: a lane holds 8 consecutive channels of two keys."""
-    reg = [*_index_bits(8, 2, 3), [0, 8, 0], *_index_bits(channels, 2, 3, 32)]
+    reg = [*_index_bits(8, 2), [0, 8, 0], *_index_bits(channels, 2, 32)]
     lane = [[0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
-    return gl.DistributedLinearLayout(reg, lane, _index_bits(warps, 0, 3), [], [warps, 16, channels])
+    return gl.DistributedLinearLayout(reg, lane, _index_bits(warps, 0), [], [warps, 16, channels])
 
 
 @constexpr_function
 def unquantized_values_layout(warps, channels):
     """Layout of ``[W, 16, Dv]``: a lane holds 8 consecutive channels of four keys."""
-    reg = [*_index_bits(8, 2, 3), [0, 1, 0], [0, 8, 0], *_index_bits(channels, 2, 3, 64)]
+    reg = [*_index_bits(8, 2), [0, 1, 0], [0, 8, 0], *_index_bits(channels, 2, 64)]
     lane = [[0, 2, 0], [0, 4, 0], [0, 0, 8], [0, 0, 16], [0, 0, 32]]
-    return gl.DistributedLinearLayout(reg, lane, _index_bits(warps, 0, 3), [], [warps, 16, channels])
+    return gl.DistributedLinearLayout(reg, lane, _index_bits(warps, 0), [], [warps, 16, channels])
 
 
 @jit

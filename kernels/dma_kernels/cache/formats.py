@@ -106,14 +106,14 @@ class AffineQuantizedTensor:
         return zero_point + scale * self.code.float()
 
 
-def quantize_keys(x: Tensor, format: CacheFormat, tokens: int = TILE) -> AffineQuantizedTensor:
-    """Quantize tiles of keys ``[..., 128, D]`` with one scale per channel and group of ``tokens``."""
-    return _quantize(x, format.max_code, -2, tokens)
+def quantize_keys(x: Tensor, format: CacheFormat) -> AffineQuantizedTensor:
+    """Quantize tiles of keys ``[..., 128, D]`` with one scale per tile and channel."""
+    return _quantize(x, format.max_code, -2, TILE)
 
 
-def quantize_values(x: Tensor, format: CacheFormat, channels: int = VALUE_GROUP) -> AffineQuantizedTensor:
-    """Quantize values ``[..., T, Dv]`` with one scale per token and group of ``channels``."""
-    return _quantize(x, format.max_code, -1, channels)
+def quantize_values(x: Tensor, format: CacheFormat) -> AffineQuantizedTensor:
+    """Quantize values ``[..., T, Dv]`` with one scale per token and group of 64 channels."""
+    return _quantize(x, format.max_code, -1, VALUE_GROUP)
 
 
 def _quantize(x: Tensor, max_code: int, dim: int, group_size: int) -> AffineQuantizedTensor:

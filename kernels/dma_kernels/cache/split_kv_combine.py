@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from ..device.arithmetic import narrow
+from ..device.softmax import LOG2_E, combined_log_sum_exp
 from ..numerics.formats import TILE
 from ..runtime.launch import ASSERTS, launch_kernel
 from .append import MAX_REGISTERS, PIECES, append_head, append_warps
@@ -126,7 +127,7 @@ def _combine(
         m_i = tl.full([BLOCK_Q], -1.0e30, tl.float32)
         l_i = tl.zeros([BLOCK_Q], tl.float32)
         if sinks_ptr is not None:
-            sink = 1.4426950408889634 * tl.load(sinks_ptr + q_head, mask=m_q, other=0.0).to(tl.float32)
+            sink = LOG2_E * tl.load(sinks_ptr + q_head, mask=m_q, other=0.0).to(tl.float32)
             m_i = tl.maximum(sink, -1.0e30)
             l_i = tl.where(sink > float("-inf"), 1.0, 0.0)
         acc = tl.zeros([BLOCK_Q, BLOCK_OUT], tl.float32)
@@ -146,9 +147,7 @@ def _combine(
             l_i = l_i * alpha + tl.sum(p, 1)
             acc = acc * alpha[:, None] + tl.sum(x * p[:, :, None], 1)
             m_i = m_new
-        is_empty = l_i == 0.0
-        l_i = tl.where(is_empty, 1.0, l_i)
-        lse = tl.where(is_empty, float("-inf"), (m_i + tl.log2(l_i)) * 0.6931471805599453)
+        l_i, lse = combined_log_sum_exp(m_i, l_i)
         tl.store(lse_ptr + (i_b * KV_HEADS * GROUP + q_head) * q_len + i_t, lse, mask=m_q)
         offset = i_b * out.stride_b + q_head.to(tl.int64) * out.stride_h + i_t * out.stride_t
         acc = narrow(acc / l_i[:, None], out.ptr.dtype.element_ty)

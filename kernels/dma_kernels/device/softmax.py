@@ -25,6 +25,14 @@ def add_sink(row_max, row_sum, sink_logit, EXPONENT: tl.constexpr):
 
 
 @triton.jit
+def combined_log_sum_exp(row_max, row_sum):
+    """Return the row sums of combined splits, 1 in rows without a key, and the natural log of the denominator."""
+    is_empty = row_sum == 0.0
+    row_sum = tl.where(is_empty, 1.0, row_sum)
+    return row_sum, tl.where(is_empty, float("-inf"), (row_max + tl.log2(row_sum)) * LN_2)
+
+
+@triton.jit
 def log_sum_exp(row_max, row_sum, bias, EXPONENT: tl.constexpr):
     """Return the natural log of the denominator; ``bias``, in base 2 or ``None``, was subtracted from all logits."""
     lse = row_max + tl.log2(row_sum) - EXPONENT

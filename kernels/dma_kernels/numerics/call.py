@@ -35,17 +35,17 @@ class AttentionCall(NamedTuple):
     key: Any
     value: Any
     recipe: Recipe
-    is_causal: bool
-    scale: float | None
-    q_offset: Any
-    kv_offset: Any
-    kv_range: Any
-    window: Any
-    softcap: float | None
-    sinks: Any
-    mask: Any
-    tile_counts: Any
-    backend: str
+    is_causal: bool = True
+    scale: float | None = None
+    q_offset: Any = None
+    kv_offset: Any = 0
+    kv_range: Any = None
+    window: Any = None
+    softcap: float | None = None
+    sinks: Any = None
+    mask: Any = None
+    tile_counts: Any = None
+    backend: str = "auto"
     needs_lse: bool = True
 
     def layouts(self) -> AttentionCall:

@@ -9,8 +9,6 @@ high tiles (sinks and band), masked low tiles, and full low tiles, which take mo
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
@@ -31,79 +29,9 @@ from ..device.tiles import (
 )
 from ..numerics.geometry import SKIP_BLOCK
 from .channel_chunks import load_chunks, quantize_row_chunks, store_chunks
+from .key_ranges import QueryBlock, high_ranges, low_ranges
 
 _SKIP_BLOCK = tl.constexpr(SKIP_BLOCK)
-
-
-class _Block(NamedTuple):
-    """The queries of a CTA and their keys; all ranges are positions."""
-
-    i_b: Any  # batch row
-    i_kv: Any  # kv head
-    i_h: Any  # query head
-    i_head: Any  # kv head, counted over all batch rows
-    q_pos: Any  # query positions, int32 ``[BLOCK_M]``
-    start: Any  # union range: keys that some query attends to
-    end: Any
-    full_start: Any  # unmasked range: keys that all of them attend to
-    full_end: Any
-    sink_end: Any  # end of the sink tiles
-    band_start: Any  # the band
-    band_end: Any
-    k_start: Any  # position of key 0, in row 0 of the caller's keys
-    aligned_start: Any  # position of row 0 of tile-padded storage
-    visibility: Any  # :class:`~..device.scores.Visibility`
-
-
-class _LowRange(NamedTuple):
-    """Blocks of low tiles ``first..last``, of which ``full_first..full_last`` are not masked."""
-
-    first: Any
-    full_first: Any
-    full_last: Any
-    last: Any
-
-
-@triton.jit
-def _block_range(start, end, SHIFT: tl.constexpr):
-    """Return the first block of a range of positions and the one past its last; equal for an empty range."""
-    first = start >> SHIFT
-    return first, tl.where(end > start, (end + (1 << SHIFT) - 1) >> SHIFT, first)
-
-
-@triton.jit
-def _low_range(start, end, block, SHIFT: tl.constexpr):
-    """Return the :class:`_LowRange` of a range of positions."""
-    first, last = _block_range(start, end, SHIFT)
-    full_first = tl.minimum(tl.maximum(first, (block.full_start + (1 << SHIFT) - 1) >> SHIFT), last)
-    return _LowRange(first, full_first, tl.maximum(tl.minimum(last, block.full_end >> SHIFT), full_first), last)
-
-
-@triton.jit
-def _high_ranges(block, HAS_LOW: tl.constexpr, SHIFT: tl.constexpr):
-    """Return the first and last blocks of the sinks and of the band; all blocks if there are no low tiles."""
-    if HAS_LOW:
-        sinks_first, sinks_last = _block_range(block.start, tl.minimum(block.end, block.sink_end), SHIFT)
-        band_first, band_last = _block_range(
-            tl.maximum(tl.maximum(block.start, block.band_start), block.sink_end),
-            tl.minimum(block.end, block.band_end), SHIFT,
-        )  # fmt: skip
-    else:
-        sinks_first, sinks_last = _block_range(block.start, block.end, SHIFT)
-        band_first, band_last = sinks_last, sinks_last
-    return sinks_first, sinks_last, band_first, band_last
-
-
-@triton.jit
-def _low_ranges(block, IS_CAUSAL: tl.constexpr, SHIFT: tl.constexpr):
-    """Return the low blocks before the band and those after it."""
-    before = _low_range(tl.maximum(block.start, block.sink_end), tl.minimum(block.end, block.band_start), block, SHIFT)
-    if IS_CAUSAL:
-        after = _LowRange(before.last, before.last, before.last, before.last)
-    else:
-        start = tl.maximum(tl.maximum(block.start, block.band_end), block.sink_end)
-        after = _low_range(start, block.end, block, SHIFT)
-    return before, after
 
 
 @triton.jit
@@ -122,6 +50,48 @@ def _hide_invisible(v, k_pos, visibility):
 
 
 @triton.jit
+def _low_queries(q, global_scale, DTYPE: tl.constexpr, CONFIG: tl.constexpr):
+    """Convert queries to the operand format of low keys, see :func:`~..device.operands.prepare_queries`."""
+    FORM: tl.constexpr = CONFIG.low_form
+    FORMAT: tl.constexpr = CONFIG.low_q_format
+    SHARED: tl.constexpr = CONFIG.low_shared
+    ROUNDING: tl.constexpr = CONFIG.rounding
+    x = hadamard(q.to(tl.float32), CONFIG.hadamard_size, CONFIG.norm)
+    return prepare_queries(x, global_scale, FORM, FORMAT, SHARED, ROUNDING, DTYPE)
+
+
+@triton.jit
+def _stage_queries(
+    q, q_rows, queries, q_len, global_scale, staged, staged_row, o_d, m_q, m_staged, block, DTYPE: tl.constexpr,
+    CONFIG: tl.constexpr,
+):  # fmt: skip
+    """Write the queries of low tiles to memory, if the block has such tiles; return their descales."""
+    D: tl.constexpr = CONFIG.head_dim
+    FORM: tl.constexpr = CONFIG.low_form
+    FORMAT: tl.constexpr = CONFIG.low_q_format
+    IS_CEIL: tl.constexpr = CONFIG.rounding == "ceil"
+    IN_CHUNKS: tl.constexpr = FORM != "dequantized" and FORM != "e5m2"
+    row_scale = tl.full([CONFIG.tuning.block_m], 1.0, tl.float32)
+    # For other forms with 256 channels, values live across the branch would spill in the loop over low tiles.
+    has_low_tiles = True
+    if IN_CHUNKS or CONFIG.block_d <= 128:
+        has_low_tiles = tl.maximum(block.start, block.sink_end) < tl.minimum(block.end, block.band_start)
+        if not CONFIG.is_causal:
+            has_low_tiles = has_low_tiles | (
+                tl.maximum(tl.maximum(block.start, block.band_end), block.sink_end) < block.end
+            )
+    if has_low_tiles:
+        if IN_CHUNKS:
+            chunks = load_chunks(q_rows, queries, 0, q_len, D)
+            chunks, row_scale = quantize_row_chunks(chunks, FORM, FORMAT, IS_CEIL, CONFIG.hadamard_size, CONFIG.norm)
+            store_chunks(staged, staged_row, chunks, m_q, D)
+        else:
+            q_low, _, row_scale = _low_queries(q, global_scale, DTYPE, CONFIG)
+            tl.store(staged + (staged_row[:, None] + o_d[None, :]), q_low, mask=m_staged)
+    return row_scale
+
+
+@triton.jit
 def _attend_to_high(
     acc, m_i, l_i, q, q_scale, row_scale, bias, qk_bias, softcap, block, o_h,
     key, k_rows, v_rows, k_scale_ptr, k_desc, v_desc, k_len, kv_len, HAS_SEQ_INFO: tl.constexpr,
@@ -136,7 +106,7 @@ def _attend_to_high(
     FORM: tl.constexpr = CONFIG.high_form
     FORMAT: tl.constexpr = CONFIG.high_format
     i_b, i_kv = block.i_b, block.i_kv
-    sinks_first, sinks_last, band_first, band_last = _high_ranges(block, CONFIG.has_low, BLOCK_H.bit_length() - 1)
+    sinks_first, sinks_last, band_first, band_last = high_ranges(block, CONFIG.has_low, BLOCK_H.bit_length() - 1)
     count = sinks_last - sinks_first
     for t in tl.range(0, count + band_last - band_first, num_stages=CONFIG.tuning.high_stages):
         position = tl.where(t < count, sinks_first + t, band_first + t - count) * BLOCK_H
@@ -186,7 +156,7 @@ def _attend_to_low(
     IS_CAUSAL: tl.constexpr = CONFIG.is_causal
     SKIPS: tl.constexpr = skip_threshold is not None
     i_head, q_pos, visibility = block.i_head, block.q_pos, block.visibility
-    before, after = _low_ranges(block, IS_CAUSAL, N_SHIFT)
+    before, after = low_ranges(block, IS_CAUSAL, N_SHIFT)
     # The masked blocks: two ranges before the band, then two after it. ``n_...`` counts those up to a range's end.
     n_1 = before.full_first - before.first
     n_2 = n_1 + before.last - before.full_last
@@ -308,6 +278,41 @@ def _tile_maximum(
     return row_max
 
 
+@triton.jit
+def _store(
+    acc, m_i, l_i, qk_bias, out, lse_rows, sinks_ptr, v_descale_ptr, queries, o_v, m_q, i_b, i_h, i_head,
+    BIAS_IN_LSE: tl.constexpr, CONFIG: tl.constexpr,
+):  # fmt: skip
+    """Finish the softmax with the sink logit, and store the output and the log-sum-exp."""
+    DV: tl.constexpr = CONFIG.value_dim
+    EXPONENT: tl.constexpr = 8.0 if CONFIG.is_pv_fp8 else 0.0
+    if sinks_ptr is not None:
+        sink_logit = LOG2_E * tl.load(sinks_ptr + i_h).to(tl.float32)
+        if BIAS_IN_LSE:
+            tl.debug_barrier()
+            qk_bias = tl.load(lse_rows, mask=m_q, other=0.0) * LOG2_E
+            sink_logit -= qk_bias
+        m_i, l_i, alpha = add_sink(m_i, l_i, sink_logit, EXPONENT)
+        acc *= alpha[:, None]
+    acc *= (1.0 / tl.where(l_i == 0.0, 1.0, l_i))[:, None]
+    if v_descale_ptr is not None:
+        acc *= tl.load(v_descale_ptr + i_head * DV + o_v, mask=o_v < DV, other=0.0)[None, :]
+    offset = queries.to(tl.int64)[:, None] * out.stride_t + o_v[None, :]
+    result = narrow(acc, out.ptr.dtype.element_ty)
+    tl.store(
+        out.ptr + i_b * out.stride_b + i_h * out.stride_h + offset, result, mask=m_q[:, None] & (o_v < DV)[None, :]
+    )
+    lse = log_sum_exp(m_i, l_i, None, EXPONENT)
+    if BIAS_IN_LSE and sinks_ptr is not None:
+        tl.store(lse_rows, lse + qk_bias * LN_2, mask=m_q)
+    elif BIAS_IN_LSE:
+        # Add to the qk_bias there, which another thread may have stored. A load would cost registers in the loops.
+        tl.debug_barrier()
+        tl.atomic_add(lse_rows, lse, mask=m_q, sem="relaxed", scope="cta")
+    else:
+        tl.store(lse_rows, lse, mask=m_q)
+
+
 @triton.jit(
     do_not_specialize=[
         "q_offset", "kv_offset", "q_len", "kv_len", "k_len", "v_low_len", "storage_len", "blocks", "swizzle_group",
@@ -355,7 +360,6 @@ def prefill_kernel(
     M_SHIFT: tl.constexpr = BLOCK_M.bit_length() - 1
     HIGH_FORM: tl.constexpr = CONFIG.high_form
     HIGH_FORMAT: tl.constexpr = CONFIG.high_format
-    LOW_SHARED: tl.constexpr = CONFIG.low_shared
     ROUNDING: tl.constexpr = CONFIG.rounding
     LOW_FORM: tl.constexpr = CONFIG.low_form
     LOW_Q_FORMAT: tl.constexpr = CONFIG.low_q_format
@@ -369,7 +373,6 @@ def prefill_kernel(
     HAS_MASK: tl.constexpr = mask.ptr is not None
     HAS_MEAN: tl.constexpr = mean_ptr is not None
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
-    EXPONENT: tl.constexpr = 8.0 if CONFIG.is_pv_fp8 else 0.0
     # Smoothing subtracts the same bias from all logits of a row. A plain softmax is invariant to that, so the bias is
     # added to the log of the denominator alone. A softcap is not, so it is added to the logits of smoothed keys.
     BIAS_IN_LSE: tl.constexpr = HAS_MEAN and not HAS_SOFTCAP
@@ -413,7 +416,7 @@ def prefill_kernel(
     visibility = Visibility(
         visible_start, visible_end, window, mask_base, mask.stride_t, mask.stride_d, q_start, q_end, k_start
     )
-    block = _Block(
+    block = QueryBlock(
         i_b, i_kv, i_h, i_head, q_pos, start, end, full_start, full_end, sink_end, band_start, band_end, k_start,
         aligned_start, visibility,
     )  # fmt: skip
@@ -444,27 +447,9 @@ def prefill_kernel(
         PER_CHANNEL: tl.constexpr = 1 if LOW_FORM == "dequantized" else 2
         staged_row = queries.to(tl.int64) * (PER_CHANNEL * out.stride_t)
         m_staged = m_q[:, None] & (o_d < D)[None, :]
-        IN_CHUNKS: tl.constexpr = LOW_FORM != "dequantized" and LOW_FORM != "e5m2"
-        low_row_scale = tl.full([BLOCK_M], 1.0, tl.float32)
-        # For other forms with 256 channels, values live across the branch would spill in the loop over low tiles.
-        has_low_tiles = True
-        if IN_CHUNKS or BLOCK_D <= 128:
-            has_low_tiles = tl.maximum(start, sink_end) < tl.minimum(end, band_start)
-            if not IS_CAUSAL:
-                has_low_tiles = has_low_tiles | (tl.maximum(tl.maximum(start, band_end), sink_end) < end)
-        if has_low_tiles:
-            if IN_CHUNKS:
-                chunks = load_chunks(q_rows, queries, 0, q_len, D)
-                chunks, low_row_scale = quantize_row_chunks(
-                    chunks, LOW_FORM, LOW_Q_FORMAT, ROUNDING == "ceil", HADAMARD_SIZE, NORM
-                )
-                store_chunks(staged, staged_row, chunks, m_q, D)
-            else:
-                x = hadamard(q.to(tl.float32), HADAMARD_SIZE, NORM)
-                q_low, q_low_scale, low_row_scale = prepare_queries(
-                    x, global_scale, LOW_FORM, LOW_Q_FORMAT, LOW_SHARED, ROUNDING, LOW_DTYPE
-                )
-                tl.store(staged + (staged_row[:, None] + o_d[None, :]), q_low, mask=m_staged)
+        low_row_scale = _stage_queries(
+            q, q_rows, queries, q_len, global_scale, staged, staged_row, o_d, m_q, m_staged, block, LOW_DTYPE, CONFIG
+        )
 
     # ---- high tiles
     if HIGH_FORM == "raw":
@@ -493,10 +478,7 @@ def prefill_kernel(
             q_low_scale = q_low
         else:
             q = load_in_range(q_rows, queries, 0, q_len, D, BLOCK_D)
-            x = hadamard(q.to(tl.float32), HADAMARD_SIZE, NORM)
-            q_low, q_low_scale, low_row_scale = prepare_queries(
-                x, global_scale, LOW_FORM, LOW_Q_FORMAT, LOW_SHARED, ROUNDING, LOW_DTYPE
-            )
+            q_low, q_low_scale, low_row_scale = _low_queries(q, global_scale, LOW_DTYPE, CONFIG)
         low_row_scale *= logit_scale
         v_low_rows = v_rows
         if LOW_VALUE_FORM == "e4m3":
@@ -514,29 +496,7 @@ def prefill_kernel(
             storage_len, head_tile, HAS_SEQ_INFO, BIAS_IN_LOGITS, CONFIG,
         )  # fmt: skip
 
-    # ---- output and log-sum-exp
-    if sinks_ptr is not None:
-        sink_logit = LOG2_E * tl.load(sinks_ptr + i_h).to(tl.float32)
-        if BIAS_IN_LSE:
-            tl.debug_barrier()
-            qk_bias = tl.load(lse_rows, mask=m_q, other=0.0) * LOG2_E
-            sink_logit -= qk_bias
-        m_i, l_i, alpha = add_sink(m_i, l_i, sink_logit, EXPONENT)
-        acc *= alpha[:, None]
-    acc *= (1.0 / tl.where(l_i == 0.0, 1.0, l_i))[:, None]
-    if v_descale_ptr is not None:
-        acc *= tl.load(v_descale_ptr + i_head * DV + o_v, mask=o_v < DV, other=0.0)[None, :]
-    offset = queries.to(tl.int64)[:, None] * out.stride_t + o_v[None, :]
-    result = narrow(acc, out.ptr.dtype.element_ty)
-    tl.store(
-        out.ptr + i_b * out.stride_b + i_h * out.stride_h + offset, result, mask=m_q[:, None] & (o_v < DV)[None, :]
-    )
-    lse = log_sum_exp(m_i, l_i, None, EXPONENT)
-    if BIAS_IN_LSE and sinks_ptr is not None:
-        tl.store(lse_rows, lse + qk_bias * LN_2, mask=m_q)
-    elif BIAS_IN_LSE:
-        # Add to the qk_bias there, which another thread may have stored. A load would cost registers in the loops.
-        tl.debug_barrier()
-        tl.atomic_add(lse_rows, lse, mask=m_q, sem="relaxed", scope="cta")
-    else:
-        tl.store(lse_rows, lse, mask=m_q)
+    _store(
+        acc, m_i, l_i, qk_bias, out, lse_rows, sinks_ptr, v_descale_ptr, queries, o_v, m_q, i_b, i_h, i_head,
+        BIAS_IN_LSE, CONFIG,
+    )  # fmt: skip

@@ -19,6 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..device.arithmetic import dot, narrow
 from ..device.scores import Visibility, attend, logits
+from ..device.softmax import LOG2_E, combined_log_sum_exp
 from ..device.tiles import head_rows, load_in_range
 from ..numerics.formats import MAX_POSITION
 
@@ -257,7 +258,7 @@ def combine_splits_kernel(splits, sinks_ptr, out, lse_ptr, q_len, m_blocks, CONF
     l_i = tl.zeros([1], tl.float32)
     acc = tl.zeros([BLOCK_DV], tl.float32)
     if sinks_ptr is not None:
-        sink = 1.4426950408889634 * tl.load(sinks_ptr + i_h).to(tl.float32)
+        sink = LOG2_E * tl.load(sinks_ptr + i_h).to(tl.float32)
         m_i = tl.maximum(m_i, sink)
         l_i = tl.math.exp2(sink - m_i)
     if CONFIG.use_pdl:
@@ -276,9 +277,7 @@ def combine_splits_kernel(splits, sinks_ptr, out, lse_ptr, q_len, m_blocks, CONF
         l_i = l_i * alpha + tl.sum(p, 0)
         acc = acc * alpha + tl.sum(x * p[:, None], 0)
         m_i = m_new
-    is_empty = l_i == 0.0
-    l_i = tl.where(is_empty, 1.0, l_i)
-    lse = tl.where(is_empty, float("-inf"), (m_i + tl.math.log2(l_i)) * 0.6931471805599453)
+    l_i, lse = combined_log_sum_exp(m_i, l_i)
     tl.store(lse_ptr + ((i_b * Q_HEADS + i_h) * q_len + i_t) + tl.arange(0, 1), lse)
     offset = i_b * out.stride_b + i_h.to(tl.int64) * out.stride_h + i_t.to(tl.int64) * out.stride_t
     tl.store(out.ptr + (offset + o_v), narrow(acc / l_i, out.ptr.dtype.element_ty), mask=m_v)

@@ -16,6 +16,7 @@ from dma_kernels.runtime import chip
 from dma_kernels.testing import assert_bits_equal, random_qkv, relative_error
 from prefill_cases import (
     CASES,
+    MASKED,
     RECIPES,
     SPARSE,
     Case,
@@ -47,6 +48,11 @@ FEATURES = ("bidirectional", "window", "softcap", "sinks", "softcap-and-sinks", 
 @pytest.mark.parametrize("case", CASES)
 def test_default_recipe_matches_the_reference(case: str) -> None:
     assert_matches_reference(CASES[case], RECIPES["balanced"], torch.float16, "cpu")
+
+
+@pytest.mark.parametrize("case", ["bidirectional", "packed-left-padded"])
+def test_bidirectional_masks_match_the_reference(case: str) -> None:
+    assert_matches_reference(replace(MASKED[case], head_dim=64), RECIPES["balanced"], torch.float16, "cpu")
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])

@@ -138,7 +138,7 @@ CASES = {
     "chunk-of-whole-blocks": Case(q_len=128, extra=640, seed=1),
     "window": Case(q_len=600, window=290),
     "window-bidirectional": Case(q_len=500, window=200, is_causal=False),
-    "left-padding": Case(q_len=520, padding=(0, 130, 70, 519, 0)),
+    "left-padding": Case(q_len=520, padding=(0, 130, 70, 519, 0, 64)),
     "softcap": Case(q_len=450, softcap=4.0),
     "sinks": Case(q_len=450, has_sinks=True),
     "mask": Case(q_len=450, has_mask=True),
