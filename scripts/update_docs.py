@@ -287,11 +287,15 @@ def by_twin(frame: pd.DataFrame, values: str) -> pd.DataFrame:
     return pivot(frame, values, "label", "twin")
 
 
+def ordered(labels: Iterable[str]) -> list[str]:
+    """Return labels in the order of :data:`ORDER`, others last."""
+    return sorted(labels, key=lambda label: ORDER.index(label) if label in ORDER else len(ORDER))
+
+
 def kl_table(frame: pd.DataFrame) -> pd.DataFrame:
     """KL per token of every backend on every twin."""
     cells = by_twin(frame[frame["label"] != "sdpa"], "kl")
-    ordered = sorted(cells.index, key=lambda label: ORDER.index(label) if label in ORDER else len(ORDER))
-    return named(cells.loc[ordered])
+    return named(cells.loc[ordered(cells.index)])
 
 
 def losses_of_models(run: str) -> dict[str, pd.DataFrame]:
@@ -306,7 +310,7 @@ def quality_models(run: str) -> pd.DataFrame:
     cells = {}
     for model, frame in losses_of_models(run).items():
         loss = frame["kl"] + ", " + frame["change"] + ", " + show(100 * frame["top1_agreement"], ".1f", " %")
-        cells[model] = loss.where(frame["kl"] != "", frame["change"])
+        cells[model] = loss.where(frame["kl"] != "", frame["change"])[["sdpa", *ordered(frame.index.drop("sdpa"))]]
     return named(pd.DataFrame(cells)).rename(index={"SDPA": "SDPA, perplexity"})
 
 

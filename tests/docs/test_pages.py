@@ -6,6 +6,7 @@ import json
 import re
 import tomllib
 
+import pandas as pd
 import pytest
 from dma_kernels.prefill.config import select_compute_path
 from dma_kernels.runtime.operand_formats import DEQUANTIZED, E4M3, E4M3_VALUES, E5M2, INT8, PACKED
@@ -80,6 +81,15 @@ def test_figures_in_the_text_are_those_of_the_files():
         skipped = 0 if name == "off" else real["skipped_share"][label]
         row = f"| {name} | {100 * skipped:.0f} % | {speed:.2f}x | {real['error'][label]:.4f} |"
         assert row in _text("docs/concepts/skipping.md")
+    frames = script.losses_of_models(script.SMALL_RUN)
+    kls = pd.DataFrame({model: frame["kl_mean"] for model, frame in frames.items()})
+    worst = kls.max(axis=1)
+    defaults = _text("docs/guides/presets.md")
+    assert f"its KL is at most {worst[script.BALANCED]:.4f} on" in defaults
+    assert f"`int4` has a KL of at most {worst[script.INT4]:.3f} on" in defaults
+    qwen = kls["Qwen2.5-Coder-0.5B"]
+    fp4 = f"without it, `fp4` has a KL of {qwen[script.LOW_FP4]:.2f} on Qwen2.5-Coder-0.5B, and with it of"
+    assert f"{fp4} {qwen[script.FP4]:.3f}" in defaults
     faq = _text("docs/faq.md")
     gains = []
     for case in ("8K", "16K", "32K", "64K", "128K"):
