@@ -11,7 +11,9 @@ from snippets import PAGES, ROOT
 LONGEST = 30
 TEXTS = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks").glob("*.md"))]
 MODULES = [path for name in ("dma_hf", "kernels", "eval") for path in sorted((ROOT / name).rglob("*.py"))]
-NO_PROSE = re.compile(r"^```.*?^```$|<!--.*?-->|^\|.*?$|\]\([^)]*\)", re.DOTALL | re.MULTILINE)
+NO_PROSE = re.compile(
+    r"^```.*?^```$|<!--.*?-->|^\|.*?$|\]\([^)]*\)|(?<=::\n)\n(?: {4}.*?\n)+(?=\n)", re.DOTALL | re.MULTILINE
+)
 CODE = re.compile(r"``?[^`\n]+``?")
 END = re.compile(r"(?<=[.!?;])[\"')*]*\s+|\n\s*\n|\n\s*(?:[-*]|\d+\.|#+) ")
 WORD = re.compile(r"\w[\w'’.,/%-]*")

@@ -68,7 +68,7 @@ def test_the_row_of_generate_compares_with_the_runs_that_worked(script, monkeypa
     labels = ["sdpa+dynamic", "flash_attention_3+dynamic", "sdpa+static", "dma_mxfp:balanced+int4"]
     rows = pd.DataFrame({"label": labels, "context": 8192, "step_milliseconds": [20.0, None, 12.0, 8.0]})
     monkeypatch.setattr(script, "load", lambda *files: rows)
-    assert script.typed_token()[-2:] == ["SDPA, static cache, compiled; SDPA", "1.5x; 2.5x as fast"]
+    assert script.typed_token()[-2:] == ["SDPA, static cache, compiled; SDPA, eager", "1.5x; 2.5x as fast"]
 
 
 def test_the_index_lists_every_file_of_results(script):

@@ -6,7 +6,7 @@ row. So 8-bit codes are multiplied as stored. Two masks turn 4-bit codes into by
 The second operand, scaled queries or probabilities, holds 16-bit integers ``256 h + l`` as two signed bytes in adjacent
 columns. So one lane holds both partial sums of a number, over ``h`` and over ``l``.
 
-A fragment has 32 rows and 32 columns. Its axes, by which :func:`rearrange` moves numbers, are bits of their indices:
+A fragment has 32 rows and 32 columns. Its axes, by which :func:`rearrange` moves numbers, are bits of their indices::
 
     row                       8 i + g                 in lanes 4 g + t
     column in the operand     16 c + 4 t + 2 e + x    byte 2 e + x of word c
