@@ -11,7 +11,7 @@ import pytest
 import triton.language as tl
 from dma_kernels.cache import decode_kernel
 from dma_kernels.numerics.tile_ranges import attended_start, attended_stop, high_ranges, low_ranges
-from dma_kernels.prefill import kernel
+from dma_kernels.prefill import key_ranges
 
 TILE_SHIFT = 2
 """Tiles of 4 positions."""
@@ -105,7 +105,7 @@ def as_python(function: Any, name: str) -> Callable[..., Any]:
 def test_the_portable_kernel_visits_each_key_once_and_masks_what_some_query_does_not_see(
     diagonal_tiles: int, sink_tiles: int
 ) -> None:
-    find_high, find_low = as_python(kernel._high_ranges, "tl"), as_python(kernel._low_ranges, "tl")
+    find_high, find_low = as_python(key_ranges.high_ranges, "tl"), as_python(key_ranges.low_ranges, "tl")
     tile = 1 << TILE_SHIFT
     for block in blocks(range(1, 5)):
         if block.first >> TILE_SHIFT != block.last >> TILE_SHIFT:
