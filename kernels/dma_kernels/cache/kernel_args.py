@@ -115,7 +115,7 @@ class PageConfig:
 
     @property
     def BLOCK_DV(self) -> int:
-        """Channels of a value, padded likewise."""
+        """Channels of a value, padded in the same way."""
         return padded_channels(self.DV)
 
     @property
