@@ -77,8 +77,21 @@ def dma_mask(
 ) -> Tensor:
     """Return the mask of a forward pass. The interface is that of Transformers' ``AttentionMaskInterface``.
 
-    The arguments are those of Transformers' ``sdpa_mask``, and ``config``, which distinguishes a window from a chunk.
-    Of further ones only ``dtype`` is used, for models that add the mask to their scores.
+    Args:
+        batch_size: Number of rows.
+        q_length: Queries in a row.
+        kv_length: Keys in a row.
+        q_offset: Absolute position of query 0: an int, or a 0-dimensional tensor (static caches).
+        kv_offset: Absolute position of key 0. It is above 0 if a sliding cache has dropped keys.
+        mask_function: The pattern, a function of (batch, head, query, key) indices.
+        attention_mask: Padding, boolean ``[B, length]``. Keys beyond its length are hidden.
+        local_size: Sliding window or chunk of the pattern, if any.
+        allow_is_causal_skip: Whether the pattern is causal (and local) without anything else.
+        allow_is_bidirectional_skip: Whether the pattern is bidirectional (and local) without anything else.
+        use_vmap: Whether ``mask_function`` must be evaluated with ``vmap``.
+        device: Device of the mask.
+        config: The model's configuration. It distinguishes a window from a chunk.
+        kwargs: Arguments of other mask functions. Only ``dtype`` is used, for models that add the mask to their scores.
 
     Returns:
         A compact mask ``[B, 1, q_length, kv_length]``, also for plain causal and for full attention. ``None`` would
