@@ -46,6 +46,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 import dma_hf
+from dma_hf.integrations.cache_argument import CACHE_ARGUMENT
 
 NAME = "product_skipping"
 BALANCED = dma_hf.PRESETS["balanced"].recipe
@@ -424,9 +425,9 @@ def make_prompt(tokenizer: Any, kind: str, prose: list[int], length: int) -> Pro
 def ask(model: PreTrainedModel, prompt: Prompt) -> dict[str, Any]:
     """Return the log-probability of every answer, and whether the model would generate it greedily."""
     cache = DynamicCache(config=model.config)
-    model(torch.tensor([prompt.body], device=model.device), past_key_values=cache, logits_to_keep=1)
+    model(torch.tensor([prompt.body], device=model.device), logits_to_keep=1, **{CACHE_ARGUMENT: cache})
     cache.batch_repeat_interleave(ASKED)
-    logits = model(torch.tensor(prompt.questions, device=model.device), past_key_values=cache).logits
+    logits = model(torch.tensor(prompt.questions, device=model.device), **{CACHE_ARGUMENT: cache}).logits
     log_probs, is_right = [], []
     for row, answer in zip(logits.float().log_softmax(-1), prompt.answers, strict=True):
         found, tokens = row[-len(answer) :], torch.tensor(answer, device=model.device)
@@ -476,11 +477,13 @@ def spare_heads(attention: Attention, model: PreTrainedModel, rules: list[Rule],
         attention.spared[base] = spared
 
 
-def measure_heads(attention: Attention, model: PreTrainedModel, ids: Tensor) -> Iterator[dict[str, Any]]:
+def measure_heads(
+    attention: Attention, model: PreTrainedModel, rules: list[Rule], ids: Tensor
+) -> Iterator[dict[str, Any]]:
     """Yield what every rule loses on evenly spaced layers."""
     layers = full_layers(model)
     chosen = {layers[round(index * (len(layers) - 1) / (LAYERS - 1))] for index in range(LAYERS)}
-    attention.begin([*map(Rule.parse, SURVEYED)], layers=sorted(chosen))
+    attention.begin(rules, layers=sorted(chosen))
     read(model, ids)
     mean, top, largest, tails = torch.cat(attention.lost).unbind(1)  # [heads, rules]
     found = zip(attention.shares(), mean.mean(0), top.mean(0), largest.amax(0), tails.mean(0), strict=True)
@@ -535,9 +538,10 @@ def main(
         out.write_text(json.dumps(facts | {"results": results}).replace(', {"', ',\n{"') + "\n", encoding="utf-8")
         typer.echo(" ".join(f"{key}={value}" for key, value in results[-1].items()))
 
-    for count in length if {"heads", "model"} & {*part} else ():
-        spare_heads(attention, loaded.model, [*map(Rule.parse, SURVEYED), *rules], tokens[count : 2 * count])
-        for row in measure_heads(attention, loaded.model, tokens[:count]) if "heads" in part else ():
+    surveyed = [*map(Rule.parse, SURVEYED)] if "heads" in part else []
+    spare_heads(attention, loaded.model, [*surveyed, *rules], tokens[max(length) : 2 * max(length)])
+    for count in length:
+        for row in measure_heads(attention, loaded.model, surveyed, tokens[:count]) if surveyed else ():
             add("heads", count, row)
         for row in measure_model(attention, loaded.model, rules, tokens[:count]) if "model" in part else ():
             add("model", count, row)
