@@ -360,15 +360,16 @@ SURVEYED = [
     *(f"{name}8:{t}" for name in ("norm", "far", "mixed", "spread") for t in (10, 9, 8, 7)),
     *(f"{name}:{t}/{near}" for name in ("even4", "even8") for t in (8, 9, 10, 11, 12, 14) for near in (7, 6)),
     *(f"spread8:{t}/{near}" for t in (8, 9, 10, 11, 12) for near in (7, 6)),
-    *(f"{name}~{slack}:{t}" for name in ("even8", "pivot8") for slack in (0.1, 0.2) for t in (8, 7, 6, 5)),
-    *(f"{name}:{t}" for name in ("pivot4", "pivot8", "axes4", "axes8") for t in (9, 8, 7, 6)),
-    *(f"{name}:{t}/{near}" for name in ("pivot4", "axes4", "axes8") for t in (7, 8, 9) for near in (7, 6)),
+    *(f"{name}~{slack}:{t}" for name in ("even8", "pivot4") for slack in (0.1, 0.2) for t in (8, 7, 6, 5)),
+    *(f"{name}:{t}" for name in ("pivot2", "pivot4", "pivot8") for t in (9, 8, 7, 6)),
+    *(f"{name}:{t}/{near}" for name in ("pivot2", "pivot4") for t in (7, 8, 9) for near in (7, 6)),
+    *(f"axes{count}:{t}" for count in (4, 8) for t in (8, 6, 4)),
     *(f"{name}+group:{t}" for name in ("even2", "even4", "even8") for t in (11, 10, 9, 8)),
     *(f"{name}+heads:{t}" for name in ("even4", "even8") for t in ("10", "9", "8", "9/6", "8/6")),
     *(f"even4+group+heads:{t}" for t in (9, 8)),
 ]
 """Rules of the part ``heads``."""
-CHOSEN = ["all:7", "all:6", "even8:10/7", "even8:9/6", "even4:9", "even8+heads:9/6", "axes8:8/6", "even4+group:9"]
+CHOSEN = ["all:7", "all:6", "even8:9/7", "even8:8/6", "pivot4:7/6", "pivot4:6", "even8+heads:8/6", "even4+heads:9/6"]
 """Rules of the other parts."""
 ASKED = len(PLACES)
 PARTS = ("heads", "model", "needle", "kv")
