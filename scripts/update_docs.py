@@ -34,6 +34,8 @@ TYPED_PEERS = {
 """Runs that the README compares with, the strongest first."""
 REQUESTS = "32 requests of 2,048 + 64 tokens, 8B model"
 RETIRED = {
+    "92e41aa": ("python scripts/study_product_skipping.py",),
+    "36ef2e6": ("python benchmarks/rings_probe.py",),
     "5ae510b": (
         *(f"dma-hf bench {name}" for name in ("prefill", "decode", "generate", "serve")),
         *(f"python scripts/{name}.py" for name in ("compare_cache_speed", "measure_cache_formats")),
@@ -42,8 +44,8 @@ RETIRED = {
 }
 """Commands that only an earlier commit has, by the last one."""
 UNCHANGED, HARD_TWINS = "unchanged", ("keys x 32", "key biases", "values x 32")
-SHORT = ("smollm2-4096-fp32", "smollm2-4096-cpu-fp32", "smollm2-int4-4096-cpu-fp32")
-"""Runs on windows of 4,096 tokens; ``int4`` of the last one is newer."""
+SHORT = tuple(f"smollm2-{run}-fp32" for run in ("4096", "4096-cpu", "int4-4096-cpu", "4096-thresholds"))
+"""Runs on windows of 4,096 tokens. Later ones are newer; the last one has no twins."""
 LONG = ("smollm2-8192-fp32", "smollm2-int4-8192-cpu-fp32")
 """Runs on windows of 8,192 tokens; the last one is newer, too."""
 MODELS = {
@@ -247,7 +249,29 @@ def first_token(file: str) -> pd.DataFrame:
     return named(times.apply(show, form=".3f", unit=" s, ") + faster)
 
 
+def interleaved(values: str, *files: str) -> pd.DataFrame:
+    """Medians in ms of ``scripts/measure_generate.py``, and their ratio to SDPA's."""
+    cells = {}
+    for row in (row for file in files for row in read(f"{file}.json")["results"]):
+        medians = {run: result[values][1] for run, result in row.items() if isinstance(result, dict)}
+        case = f"{row['shape'].rsplit('-', 1)[1].upper()}, {row['context']:,} tokens"
+        cells[case] = {run: f"{each:.1f} ms, {each / medians['sdpa']:.2f}x" for run, each in medians.items()}
+    return named(pd.DataFrame(cells))
+
+
 # Quality: reports of runs.
+
+
+def product_skipping(*files: str) -> pd.DataFrame:
+    """What rules that skip products skip, compute and lose: of low tiles, of their products, and KL per token."""
+    cells: dict[str, dict[str, str]] = {}
+    for file in files:
+        report = read(f"skipping/{file}.json")
+        model = re.sub(r"product-skipping-|-(h100|cpu)$", "", file)
+        for row in (row for row in report["results"] if row["part"] == "model"):
+            shares = f"{row['skipped']:.0%}, {row['computed']:.0%}, " if "skipped" in row else ""
+            cells.setdefault(f"{model}, {row['tokens']:,}", {})[row["rule"]] = shares + format_kl(row["kl"])
+    return named(pd.DataFrame(cells))
 
 
 def sections(kind: str, *folders: str) -> list[Any]:
@@ -316,7 +340,7 @@ def quality_models(run: str) -> pd.DataFrame:
 
 def quality_twins() -> pd.DataFrame:
     """KL per token on all twins."""
-    return kl_table(losses(*SHORT))
+    return kl_table(losses(*SHORT)).dropna(thresh=2)
 
 
 def quality() -> pd.DataFrame:
@@ -437,9 +461,9 @@ def retired_at(command: str) -> str | None:
     return next((commit for commit, gone in RETIRED.items() if command.startswith(gone)), None)
 
 
-QUALITY = (quality_models, quality, quality_twins, quality_variants, quality_long, quality_positions)
+QUALITY = (quality_models, quality, quality_twins, quality_variants, quality_long, quality_positions, product_skipping)
 ANSWERS = (needles, continuations)
-SPEED = (prefill, prefill_errors, prefill_real, decode, triton_versions, generate, first_token)
+SPEED = (prefill, prefill_errors, prefill_real, decode, triton_versions, generate, first_token, interleaved)
 TABLES: dict[str, Callable[..., pd.DataFrame]] = {
     each.__name__.replace("_", "-"): each for each in (results, *SPEED, *QUALITY, *ANSWERS, files)
 }
