@@ -107,6 +107,7 @@ class WarpSpecializedConfig:
     kernel: ClassVar[str] = "warp-specialized"  # name of the kernel in reports
     consumer_warpgroups: int  # consumer warpgroups, of 64 query positions each
     stages: int  # pipeline stages of keys and values
+    value_stages: int  # stages of values if tiles may be skipped: one more, where shared memory has room
     registers: int  # registers per thread of each consumer except the first, which gets the rest
     min_keys: int  # fewest keys of a call
     min_rows: int  # fewest query rows of all heads and batch rows
@@ -330,17 +331,20 @@ def warp_specialized_config(arch: int, path: ComputePath, head_dim: int) -> Warp
         if not (are_keys_8bit and are_values_8bit):
             return None
         # The output takes 128 registers per thread, so two consumer warpgroups fit. It pays from 1K keys (H200).
-        return WarpSpecializedConfig(2, stages=2, registers=240, min_keys=1_024, min_rows=16_384)
+        return WarpSpecializedConfig(2, stages=2, value_stages=2, registers=240, min_keys=1_024, min_rows=16_384)
     if head_dim == 64 and are_keys_8bit and are_values_8bit:
         # The output takes half the registers, so four fit: 16K takes 1,923 us, with three 2,061 us (H200).
-        return WarpSpecializedConfig(4, stages=4, registers=112, min_keys=4_096, min_rows=32 * 8_192)
+        return WarpSpecializedConfig(4, stages=4, value_stages=5, registers=112, min_keys=4_096, min_rows=32 * 8_192)
     if head_dim == 64 and are_keys_8bit:
         return None  # the multi-CTA kernel is faster at any length
     # As many stages as fit in shared memory at 128 channels.
     stages = {(True, True): 4, (True, False): 3, (False, True): 3, (False, False): 2}[are_keys_8bit, are_values_8bit]
+    value_stages = stages if are_keys_8bit and not are_values_8bit else stages + 1
     # One CTA fills an SM, so it needs long rows to hide its prologue and epilogue.
     min_rows = 32 * (8_192 if are_keys_8bit and are_values_8bit else 4_096)
-    return WarpSpecializedConfig(3, stages=stages, registers=160, min_keys=4_096, min_rows=min_rows)
+    return WarpSpecializedConfig(
+        3, stages=stages, value_stages=value_stages, registers=160, min_keys=4_096, min_rows=min_rows
+    )
 
 
 def select_swizzle_group(kv_heads: int, bytes_per_head: int) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import gluon_emulator
 import pytest
 import torch
-from dma_kernels import Recipe, api, attention, key_mean
+from dma_kernels import Recipe, api, attention, attention_with_lse, key_mean
 from dma_kernels.numerics.call import AttentionCall
 from dma_kernels.numerics.formats import TILE
 from dma_kernels.numerics.geometry import LOG2_E, AttentionGeometry
@@ -201,7 +201,7 @@ def test_the_warp_specialized_kernel_is_selected_from_min_keys_on(
     min_keys: int, call: dict[str, Any], kernel: type[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chip, "is_interpreted", lambda: False)
-    config = WarpSpecializedConfig(3, stages=4, registers=160, min_keys=min_keys, min_rows=0)
+    config = WarpSpecializedConfig(3, stages=4, value_stages=5, registers=160, min_keys=min_keys, min_rows=0)
     monkeypatch.setattr(configs, "warp_specialized_config", lambda *_: config)
     monkeypatch.setattr(configs, "multi_cta_config", lambda *_: MultiCTAConfig(2, 1, 168, max_mean_keys=0))
     assert isinstance(select_config(shape_of(**call), select_compute_path(RECIPES["balanced"], 90)), kernel)
@@ -644,6 +644,32 @@ def test_emulated_kernels_skip_the_tiles_that_the_reference_skips(case: str, rec
 @pytest.mark.parametrize("recipe", ["int8-pv16", "paper", "mxfp4-row", "nvfp4-keys", "identity"])
 def test_emulated_recipes_skip_the_tiles_that_the_reference_skips(recipe: str, emulated: None) -> None:
     assert_skips_as_the_reference(SPARSE["causal"], RECIPES[recipe], torch.float16, "cpu")
+
+
+@pytest.mark.parametrize(("head_dim", "recipe"), [(64, "balanced"), (128, "balanced"), (128, "fp4")])
+def test_emulated_warpgroups_may_skip_different_tiles(head_dim: int, recipe: str, emulated: None) -> None:
+    """A warpgroup that skips tiles runs ahead, so producer and consumers use all stages of both rings."""
+    warpgroups = 4 if head_dim == 64 else 3
+    q_offset, q_len = 16 * warpgroups * ROWS, warpgroups * ROWS
+    query, key, value = random_qkv(
+        q_heads=2, kv_heads=1, q_len=q_len, kv_len=q_offset + q_len, head_dim=head_dim, dtype=torch.bfloat16
+    )
+    tiles = torch.arange(key.shape[2]) // TILE
+    for warpgroup in range(warpgroups):
+        is_skipped = ((tiles // 3 + warpgroup) % warpgroups != 0) & (tiles > 0)
+        query[..., warpgroup] = torch.where(torch.arange(q_len) // ROWS == warpgroup, 15.0, 0.0)
+        key[..., warpgroup] = torch.where(is_skipped, -15.0, 0.0)
+    skipping = replace(RECIPES[recipe], skip_threshold=6.0)
+    options = {"q_offset": q_offset, "scale": head_dim**-0.5}
+    counts, expected_counts = torch.zeros(2, 2, 2, dtype=torch.int64)
+    found, expected = (
+        attention_with_lse(query, key, value, skipping, **options, backend=backend, tile_counts=tile_counts)
+        for backend, tile_counts in (("triton", counts), ("reference", expected_counts))
+    )
+    assert torch.equal(counts, expected_counts)
+    assert 0 < counts[0, 0] < counts[0, 1]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours - theirs).norm() < 0.05 * theirs.norm()
 
 
 @pytest.mark.parametrize("is_short", [False, True])

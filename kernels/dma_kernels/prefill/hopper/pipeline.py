@@ -93,21 +93,11 @@ class KVSource:
 
 @aggregate
 class Stage:
-    """A position in a ring of stages: the index, and the phase of its barrier."""
+    """A position in the rings of stages."""
 
-    index: Any
-    phase: Any
-
-    @gluon.jit
-    def next(self, STAGES: gl.constexpr):
-        is_last = self.index == STAGES - 1
-        index, phase = gl.where(is_last, 0, self.index + 1), gl.where(is_last, self.phase ^ 1, self.phase)
-        return Stage(index=index, phase=phase)
-
-
-@gluon.jit
-def first_stage():
-    return Stage(index=gl.to_tensor(0), phase=gl.to_tensor(0))
+    index: Any  # index of keys, and of the barriers of keys and values
+    phase: Any  # phase of the barrier
+    v_index: Any  # index of values; ``None`` if it is always that of keys
 
 
 @aggregate
@@ -115,12 +105,48 @@ class KVPipeline:
     """A ring of stages that one producer warp fills and the consumer warpgroups empty.
 
     A stage holds the keys and values of a low tile, or 64 keys and values of a high tile.
+
+    Values may have a ring of their own, with one stage more. Then a consumer releases a stage after the Q·K product,
+    and with it the values of the stage before. So the producer can load a tile while others still multiply values.
     """
 
     k_smem: Any  # keys ``[STAGES, 128, D]``
-    v_smem: Any  # values ``[STAGES, Dv, 128]`` in E4M3, or 16-bit ``[STAGES, 1, 1, 128, Dv]``
+    v_smem: Any  # values ``[V_STAGES, Dv, 128]`` in E4M3, or 16-bit ``[V_STAGES, 1, 1, 128, Dv]``
     full: Any  # barriers of stages that are filled
     WARPGROUPS: Any  # consumer warpgroups
+
+    @gluon.jit
+    def first(self):
+        """Return the first stage."""
+        v_index = None
+        if self.v_smem.shape[0] > self.k_smem.shape[0]:
+            v_index = gl.to_tensor(0)
+        return Stage(index=gl.to_tensor(0), phase=gl.to_tensor(0), v_index=v_index)
+
+    @gluon.jit
+    def advance(self, stage):
+        """Return the stage after ``stage``."""
+        STAGES: gl.constexpr = self.k_smem.shape[0]
+        V_STAGES: gl.constexpr = self.v_smem.shape[0]
+        is_last = stage.index == STAGES - 1
+        index, phase = gl.where(is_last, 0, stage.index + 1), gl.where(is_last, stage.phase ^ 1, stage.phase)
+        v_index = None
+        if V_STAGES > STAGES:
+            v_index = gl.where(stage.v_index == V_STAGES - 1, 0, stage.v_index + 1)
+        return Stage(index=index, phase=phase, v_index=v_index)
+
+    @gluon.jit
+    def keys(self, stage):
+        """Return the memory of a stage's keys."""
+        return self.k_smem.index(stage.index)
+
+    @gluon.jit
+    def values(self, stage):
+        """Return the memory of a stage's values."""
+        index = stage.index
+        if self.v_smem.shape[0] > self.k_smem.shape[0]:
+            index = stage.v_index
+        return self.v_smem.index(index)
 
     @gluon.jit
     def acquire(self, index):
@@ -151,9 +177,21 @@ class KVPipeline:
         mbarrier.wait(self.full.index(stage.index), stage.phase, pred=pred)
 
     @gluon.jit
+    def release_keys(self, stage):
+        """As a consumer, release the keys of a stage, if values have a ring of their own."""
+        if self.v_smem.shape[0] > self.k_smem.shape[0]:
+            self.release(stage.index)
+
+    @gluon.jit
+    def release_values(self, stage):
+        """As a consumer, release a stage whose values were multiplied, unless values have a ring of their own."""
+        if self.v_smem.shape[0] == self.k_smem.shape[0]:
+            self.release(stage.index)
+
+    @gluon.jit
     def release_and_advance(self, stage):
         self.release(stage.index)
-        return stage.next(self.k_smem.shape[0])
+        return self.advance(stage)
 
     @gluon.jit
     def skip(self, stage, count):

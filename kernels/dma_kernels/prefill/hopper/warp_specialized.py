@@ -31,7 +31,7 @@ from .barriers import vote_barrier
 from .epilogue import count_tiles, narrow, row_indices, store_lse, store_output
 from .mask import Mask, bitmask_pointers, zero_out_of_bounds
 from .mma import column_chunks, finish_pv, inverse_power_of_two, is_16bit, issue_pv_mma, to_mma_operand, value_chunk
-from .pipeline import KVPipeline, KVSource, block_view, copy, first_stage, wait_for_operands
+from .pipeline import KVPipeline, KVSource, block_view, copy, wait_for_operands
 from .skipping import SkipVote, init_vote, init_votes
 from .softmax import finite_or_zero, init_softmax, modify_scores
 from .tile_range import BLOCK, ROWS, ROWS_SHIFT, BlockInfo, SeqInfo, bitmask_range, clamp, load_seq_info, schedule
@@ -102,15 +102,15 @@ def _produce(params):
     if not IS_LOW_16BIT:
         _issue_queries(params, params.q_low_desc, params.q_low_smem)
     blocks = params.block.high_precision_range()
-    stage = first_stage()
+    stage = pipe.first()
     for t in range(blocks.count()):
         i_block = blocks.at(t)
         full = pipe.full.index(stage.index)
         pipe.acquire(stage.index)
         mbarrier.expect(full, BLOCK * (D + DV) * 2)
-        source.issue_block_k(i_block, full, block_view(pipe.k_smem.index(stage.index), source.k_desc))
-        source.issue_block_v(i_block, full, block_view(pipe.v_smem.index(stage.index), source.v_desc))
-        stage = stage.next(STAGES)
+        source.issue_block_k(i_block, full, block_view(pipe.keys(stage), source.k_desc))
+        source.issue_block_v(i_block, full, block_view(pipe.values(stage), source.v_desc))
+        stage = pipe.advance(stage)
     if IS_LOW_16BIT:
         # Low queries replace the high ones: shared memory has no room for both.
         pipe.acquire(STAGES)
@@ -122,9 +122,9 @@ def _produce(params):
         full = pipe.full.index(stage.index)
         pipe.acquire(stage.index)
         mbarrier.expect(full, LOW_BYTES)
-        source.issue_tile_k(i_tile, 0, full, pipe.k_smem.index(stage.index))
-        source.issue_tile_v(i_tile, 0, full, pipe.v_smem.index(stage.index))
-        stage = stage.next(STAGES)
+        source.issue_tile_k(i_tile, 0, full, pipe.keys(stage))
+        source.issue_tile_v(i_tile, 0, full, pipe.values(stage))
+        stage = pipe.advance(stage)
     pipe.drain()
 
 
@@ -144,9 +144,9 @@ class _LowTiles:
 
     @gluon.jit
     def attend(self, i_tile, stage, softmax, accs, n_kept, IS_MASKED: gl.constexpr):
-        """Attend to the tile of a filled stage; return the new softmax, accumulators and count of kept tiles."""
+        """Attend to the tile of a filled stage, and release it; return the new softmax, accumulators and kept tiles."""
         pipe = self.params.pipe
-        k_smem = pipe.k_smem.index(stage.index)
+        k_smem = pipe.keys(stage)
         V_DTYPE: gl.constexpr = pipe.v_smem.dtype
         IS_FP8: gl.constexpr = gl.float8e4nv == V_DTYPE
         DV: gl.constexpr = pipe.v_smem.shape[1 if IS_FP8 else 4]
@@ -159,7 +159,7 @@ class _LowTiles:
         if IS_MASKED:
             if self.params.CHECKS_VALUES and not IS_FP8:
                 for half in gl.static_range(2):
-                    rows = pipe.v_smem.index(stage.index).reshape([TILE, DV]).slice(half * BLOCK, BLOCK)
+                    rows = pipe.values(stage).reshape([TILE, DV]).slice(half * BLOCK, BLOCK)
                     zero_out_of_bounds(rows, i_tile * TILE + half * BLOCK, self.mask, DV)
             if self.mask.bitmask_ptr is not None:
                 words = self.mask.load_bitmask(i_tile)
@@ -169,6 +169,7 @@ class _LowTiles:
         if self.params.k_descale_ptr is not None:
             scale = scale * gl.load(self.params.k_descale_ptr + i_tile)
         s = warpgroup_mma_wait(0, deps=[s])
+        pipe.release_keys(stage)
         s, scale = modify_scores(
             s, scale, self.qk_bias, self.params.softcap, self.mask, IS_MASKED, words, self.start, i_tile * TILE, True
         )
@@ -181,7 +182,7 @@ class _LowTiles:
             if SUM_FIRST:
                 softmax = softmax.update_row_sum(p, alpha)
             operand = to_mma_operand(p, V_DTYPE, P_LAYOUT)
-            v = pipe.v_smem.index(stage.index)
+            v = pipe.values(stage)
             if not IS_FP8:
                 v = v.reshape([TILE, DV])
             product = issue_pv_mma(accs[0], operand, alpha, value_chunk(v, 0, WIDTH), self.O_LAYOUT)
@@ -189,6 +190,7 @@ class _LowTiles:
                 softmax = softmax.update_row_sum(p, alpha)
             accs = finish_pv(accs, product, operand, alpha, v, WIDTH, self.O_LAYOUT)
             n_kept = n_kept + 1
+        pipe.release_values(stage)
         return softmax, accs, n_kept
 
 
@@ -258,7 +260,7 @@ def _attend_to_high(params, queries, high, softmax, acc):
     V_DTYPE: gl.constexpr = params.out_ptr.dtype.element_ty
     O_LAYOUT: gl.constexpr = acc.type.layout
     blocks = block.high_precision_range()
-    stage = first_stage()
+    stage = pipe.first()
     for t in range(blocks.count()):
         i_block = blocks.at(t)
         i_tile = i_block >> 1
@@ -269,13 +271,13 @@ def _attend_to_high(params, queries, high, softmax, acc):
         if mask.window is not None:
             is_near = is_near & (k_start + BLOCK > queries.kv_start)
         if queries.are_present & is_near & ((i_tile < block.sink_tiles) | is_band):
-            v = block_view(pipe.v_smem.index(stage.index), params.source.v_desc).reshape([BLOCK, DV])
+            v = block_view(pipe.values(stage), params.source.v_desc).reshape([BLOCK, DV])
             if params.CHECKS_VALUES:
                 zero_out_of_bounds(v, k_start, mask, DV)
             words = None
             if mask.bitmask_ptr is not None:
                 words = mask.load_bitmask(i_tile) >> (i_block & 1) * 16
-            k = block_view(pipe.k_smem.index(stage.index), params.source.k_desc).reshape([BLOCK, D])
+            k = block_view(pipe.keys(stage), params.source.k_desc).reshape([BLOCK, D])
             p, alpha, softmax = high.attend(k, k_start, words, softmax, V_DTYPE)
             acc = warpgroup_mma_wait(0, deps=[issue_pv_mma(acc, p, alpha, v, O_LAYOUT)])
         stage = pipe.release_and_advance(stage)
@@ -309,11 +311,11 @@ def _attend_to_low(low, before, after, tiles, softmax, stage, accs):
             for i_tile in range(start, full_start):
                 pipe.wait(stage)
                 softmax, accs, n_kept = low.attend(i_tile, stage, softmax, accs, n_kept, True)
-                stage = pipe.release_and_advance(stage)
+                stage = pipe.advance(stage)
         pipe.wait(stage, full_start < stop)
         for i_tile in range(full_start, stop):
             softmax, accs, n_kept = low.attend(i_tile, stage, softmax, accs, n_kept, False)
-            stage = pipe.release_and_advance(stage)
+            stage = pipe.advance(stage)
             pipe.wait(stage, i_tile + 1 < stop)
     pipe.skip(stage, n_after)
     return softmax, accs, n_kept
@@ -462,6 +464,7 @@ def prefill_warp_specialized_kernel(
     """
     GROUPS: gl.constexpr = CONFIG.tuning.consumer_warpgroups
     STAGES: gl.constexpr = CONFIG.tuning.stages
+    V_STAGES: gl.constexpr = STAGES if skip_threshold is None else CONFIG.tuning.value_stages
     D: gl.constexpr = CONFIG.block_d
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     IS_CAUSAL: gl.constexpr = CONFIG.is_causal
@@ -479,7 +482,7 @@ def prefill_warp_specialized_kernel(
     else:
         q_low_smem = gl.allocate_shared_memory(q_low_desc.dtype, [GROUPS, 1, 1, ROWS, D], q_low_desc.layout)
     k_smem = gl.allocate_shared_memory(k_low_desc.dtype, [STAGES, TILE, D], k_low_desc.layout)
-    V_SHAPE: gl.constexpr = [STAGES, D, TILE] if v_low_desc.dtype == gl.float8e4nv else [STAGES, 1, 1, TILE, D]
+    V_SHAPE: gl.constexpr = [V_STAGES, D, TILE] if v_low_desc.dtype == gl.float8e4nv else [V_STAGES, 1, 1, TILE, D]
     v_smem = gl.allocate_shared_memory(v_low_desc.dtype, V_SHAPE, v_low_desc.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -543,6 +546,7 @@ def prefill_warp_specialized_kernel(
     WORKERS: gl.constexpr = GROUPS - 1
     WARPS: gl.constexpr = [4] * WORKERS + [1]
     LIMITS: gl.constexpr = [CONFIG.tuning.registers] * WORKERS + [_PRODUCER_REGISTERS]
+    gl.static_assert(V_STAGES == STAGES or V_STAGES == STAGES + 1, f"{V_STAGES=} must be {STAGES=}, or one more")
     gl.static_assert(GROUPS >= 2 and GROUPS <= 4, f"{GROUPS=} must be 2, 3 or 4")
     gl.warp_specialize(
         [(_consume, (params, 0)), (_consume, (params, 1)), (_consume, (params, 2)), (_consume, (params, 3))][:GROUPS]  # noqa: RUF005
