@@ -121,9 +121,13 @@ def _produce(params):
         i_tile = tiles.at(t)
         full = pipe.full.index(stage.index)
         pipe.acquire(stage.index)
-        mbarrier.expect(full, LOW_BYTES)
-        source.issue_tile_k(i_tile, 0, full, pipe.keys(stage))
-        source.issue_tile_v(i_tile, 0, full, pipe.values(stage))
+        if params.CONFIG.tuning.probe_no_values:
+            mbarrier.expect(full, TILE * D * (2 if IS_LOW_16BIT else 1))
+            source.issue_tile_k(i_tile, 0, full, pipe.keys(stage))
+        else:
+            mbarrier.expect(full, LOW_BYTES)
+            source.issue_tile_k(i_tile, 0, full, pipe.keys(stage))
+            source.issue_tile_v(i_tile, 0, full, pipe.values(stage))
         stage = pipe.advance(stage)
     pipe.drain()
 
