@@ -3,7 +3,8 @@
     python benchmarks/rings_probe.py --inputs MODEL.gguf -d TEXT --length 32768 --layers 7 --json rings.json
 
 Kernels: `one` has a ring for keys and values, `two` has rings of their own, `two-no-v` also loads no values of low
-tiles (wrong results: it bounds what loading fewer of them can gain). `dense` skips nothing, `fa3` is FlashAttention-3.
+tiles (wrong results: it bounds what loading fewer of them can gain), `on-demand` is a rough prototype that loads them
+if a warpgroup is likely to keep the tile, or keeps it. `dense` skips nothing, `fa3` is FlashAttention-3.
 `SPEED` is relative to fa3, or to dense without it. Besides a model's inputs: inputs whose tiles are skipped by design.
 """
 
@@ -35,8 +36,8 @@ import dma_hf
 KERNELS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "one": lambda config: {"value_stages": config.stages},
     "two": lambda config: {},
-    "one-no-v": lambda config: {"value_stages": config.stages, "probe_no_values": True},
     "two-no-v": lambda config: {"probe_no_values": True},
+    "on-demand": lambda config: {"values_on_demand": True},
 }
 CONFIGURE = configs.warp_specialized_config
 PLANS = {name: Plans() for name in KERNELS}
@@ -93,7 +94,9 @@ def patterns(length: int) -> dict[str, Tensor]:
     }
 
 
-def measure(title: str, layers: list[Inputs], thresholds: list[float], device: torch.device, seconds: float) -> Any:
+def measure(
+    title: str, layers: list[Inputs], thresholds: list[float], kernels: list[str], device: torch.device, seconds: float
+) -> Any:
     """Time everything on the layers, and print a table."""
     recipe: Recipe = dma_hf.PRESETS["balanced"]
     runs: dict[str, list[Callable[[], Any]]] = {}
@@ -112,13 +115,14 @@ def measure(title: str, layers: list[Inputs], thresholds: list[float], device: t
         for inputs in layers:
             call("one", attention_with_lse, *inputs.tensors, skipping, **inputs.options, tile_counts=counts)
         skipped, seen = counts.sum(0).tolist()
-        for name in KERNELS:
+        for name in kernels:
             label = f"{name} t={t:g}"
             shares[label] = skipped / max(seen, 1)
             runs[label] = [partial(call, name, attention, *x.tensors, skipping, **x.options) for x in layers]
-        for layer, (a, b) in enumerate(zip(runs[f"one t={t:g}"], runs[f"two t={t:g}"], strict=True)):
-            if not torch.equal(a(), b()):
-                notes.append(f"DIFFERENT OUTPUTS of one and two: layer {layer}, t = {t}")
+        for name in ("two", "on-demand"):
+            for layer, (a, b) in enumerate(zip(runs[f"one t={t:g}"], runs.get(f"{name} t={t:g}", []))):
+                if not torch.equal(a(), b()):
+                    notes.append(f"DIFFERENT OUTPUTS of one and {name}: layer {layer}, t = {t}")
     for of in runs.values():
         of[0]()
     flat = {(label, layer): each for layer in range(len(layers)) for label, of in runs.items() for each in [of[layer]]}
@@ -129,8 +133,8 @@ def measure(title: str, layers: list[Inputs], thresholds: list[float], device: t
     for label, ms in total.items():
         of = [timings[label, layer] for layer in range(len(layers))]
         share = f"skipped {100 * shares[label]:5.1f} %" if label in shares else ""
-        old = total.get(label.replace("two", "one", 1))
-        against = f"over one {old / ms:5.3f}" if old and label.startswith("two") else ""
+        old = total.get("one " + label.partition(" ")[2])
+        against = f"over one {old / ms:5.3f}" if old else ""
         spread = f"{sum(x.fast for x in of):8.3f} to {sum(x.slow for x in of):8.3f}"
         print(f"{label:16s} {ms:8.3f} ms ({spread}) speed {reference / ms:5.3f} {against:15s} {share}", flush=True)
     per_layer = {label: [timings[label, layer].median for layer in range(len(layers))] for label in runs}
@@ -143,15 +147,17 @@ def main(args: argparse.Namespace) -> int:
     found = []
     shape: PrefillShape
     for shape, layers in prefill.model_inputs(args):
-        found.append(measure(str(shape), layers, [100.0, 7.0, 6.0, 5.0], device, args.seconds))
+        found.append(measure(str(shape), layers, [100.0, 7.0, 6.0, 5.0], args.kernels, device, args.seconds))
     for length in args.length:
         for name, skipped in patterns(length).items():
             layer = made(length, skipped, device)
-            found.append(measure(f"{length}: {name}", [layer], [6.0], device, args.seconds / 5))
+            found.append(measure(f"{length}: {name}", [layer], [6.0], args.kernels, device, args.seconds / 5))
     if args.json is not None:
         args.json.write_text(json.dumps({"device": str(facts["device"]), "results": found}, indent=1))
     return 0
 
 
 if __name__ == "__main__":
-    run(main, prefill.make_options())
+    parser = prefill.make_options()
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=["one", "two", "two-no-v"])
+    run(main, parser)

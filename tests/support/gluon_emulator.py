@@ -176,6 +176,32 @@ def expect(barrier: Barrier, size: int, pred: Any = True) -> None:
         barrier.advance(1, size)
 
 
+def arrive(barrier: Barrier, pred: Any = True) -> None:
+    if pred:
+        barrier.advance(1, 0)
+
+
+class VoteWords:
+    """What the warpgroups of a CTA keep in shared memory: their last kept tiles, and flags of stages of values."""
+
+    def __init__(self) -> None:
+        self.kept, self.flags = [-1] * 4, [-1] * 8
+
+    def announce(self, tile: Any, warpgroup: int, barrier: int) -> None:
+        self.kept[warpgroup] = int(tile)
+
+    def last_kept_tile(self) -> Tile:
+        return tile(max(self.kept))
+
+    def exchange(self, index: Any, value: Any) -> int:
+        with Barrier.turned:
+            old, self.flags[int(index)] = self.flags[int(index)], int(value)
+        return old
+
+    def claim(self, index: Any) -> bool:
+        return self.exchange(index, 1) == 0
+
+
 def block_of(descriptor: Any, position: Sequence[Any]) -> tuple[Tensor, tuple[slice, ...], tuple[slice, ...]]:
     """Return a descriptor's tensor, the slices of it that a block covers, and the slices of the block."""
     source = torch.as_strided(descriptor.base, list(descriptor.shape), list(descriptor.strides))
@@ -328,7 +354,7 @@ def emulated() -> tuple[SimpleNamespace, dict[str, dict[str, Any]]]:
                 scope[name] = as_class(value, scopes[value.__module__])
         scope |= {
             "gl": fake, "copy": copy, "reinterpret": Shared.view_as, "fence_async_shared": lambda: None,
-            "mbarrier": SimpleNamespace(init=init, wait=wait, MBarrierLayout=lambda: None, expect=expect),
+            "mbarrier": SimpleNamespace(init=init, wait=wait, MBarrierLayout=lambda: None, expect=expect, arrive=arrive),
             "_barrier": lambda: None,
             "init_votes": lambda: None, "_any_row_keeps": any_row_keeps, "_announce_keep": lambda *names: None,
             "warpgroup_mma": product, "warpgroup_mma_wait": wait_for_products,
@@ -398,6 +424,13 @@ def run(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], constants:
     fake, scopes = emulated()
     for program in itertools.product(*map(range, grid)):
         barriers = NamedBarriers()
-        scopes[pipeline.__name__] |= {"bar_arrive": barriers.arrive, "bar_sync": barriers.sync}
+        words = VoteWords()
+        scopes[pipeline.__name__] |= {
+            "bar_arrive": barriers.arrive, "bar_sync": barriers.sync, "exchange_flag": words.exchange,
+        }  # fmt: skip
+        scopes[warp_specialized.__name__] |= {
+            "claim_values": words.claim, "last_kept_tile": words.last_kept_tile,
+        }  # fmt: skip
+        scopes[skipping.__name__]["_announce_keep"] = words.announce
         fake.program_id = lambda axis, i=program: tile(i[axis])
         scopes[kernel.fn.__module__][kernel.fn.__name__](*map(given, arguments), **constants)

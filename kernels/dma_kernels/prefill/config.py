@@ -111,6 +111,7 @@ class WarpSpecializedConfig:
     registers: int  # registers per thread of each consumer except the first, which gets the rest
     min_keys: int  # fewest keys of a call
     min_rows: int  # fewest query rows of all heads and batch rows
+    values_on_demand: bool = False  # load values of a low tile only if a warpgroup is likely to keep it, or keeps it
     probe_no_values: bool = False  # to be dropped: load no values of low tiles (wrong results, for timing)
 
 

@@ -12,6 +12,7 @@ from ...device.gluon import aggregate, reinterpret
 from ...device.tiles import TILE
 from .barriers import STAGE_BARRIER
 from .mma import is_16bit
+from .skipping import exchange_flag
 from .tile_range import BLOCK
 
 # Renamed in Triton 3.9.
@@ -82,13 +83,13 @@ class KVSource:
         copy(self.k_low_desc, [(self.tile_row + tile) * TILE + offset, 0], barrier, target, pred=pred)
 
     @gluon.jit
-    def issue_tile_v(self, tile, offset, barrier, target):
+    def issue_tile_v(self, tile, offset, barrier, target, pred=True):
         """Issue the TMA load of values of a low tile; 16-bit ones start at key ``offset`` of the tile."""
         if self.v_low_desc.dtype == gl.float8e4nv:
-            copy(self.v_low_desc, [(self.tile_row + tile) * self.HEAD_DIM, 0], barrier, target)
+            copy(self.v_low_desc, [(self.tile_row + tile) * self.HEAD_DIM, 0], barrier, target, pred=pred)
         else:
             position = tile * TILE + offset
-            copy(self.v_low_desc, [self.i_b, self.i_kv, position - self.v_low_start, 0], barrier, target)
+            copy(self.v_low_desc, [self.i_b, self.i_kv, position - self.v_low_start, 0], barrier, target, pred=pred)
 
 
 @aggregate
@@ -98,6 +99,7 @@ class Stage:
     index: Any  # index of keys, and of the barriers of keys and values
     phase: Any  # phase of the barrier
     v_index: Any  # index of values; ``None`` if it is always that of keys
+    v_phase: Any  # phase of the barrier of values; ``None`` if they have none
 
 
 @aggregate
@@ -113,6 +115,7 @@ class KVPipeline:
     k_smem: Any  # keys ``[STAGES, 128, D]``
     v_smem: Any  # values ``[V_STAGES, Dv, 128]`` in E4M3, or 16-bit ``[V_STAGES, 1, 1, 128, Dv]``
     full: Any  # barriers of stages that are filled
+    v_full: Any  # those of values, if they are loaded on demand; or ``None``
     WARPGROUPS: Any  # consumer warpgroups
 
     @gluon.jit
@@ -121,7 +124,10 @@ class KVPipeline:
         v_index = None
         if self.v_smem.shape[0] > self.k_smem.shape[0]:
             v_index = gl.to_tensor(0)
-        return Stage(index=gl.to_tensor(0), phase=gl.to_tensor(0), v_index=v_index)
+        v_phase = None
+        if self.v_full is not None:
+            v_phase = gl.to_tensor(0)
+        return Stage(index=gl.to_tensor(0), phase=gl.to_tensor(0), v_index=v_index, v_phase=v_phase)
 
     @gluon.jit
     def advance(self, stage):
@@ -133,7 +139,10 @@ class KVPipeline:
         v_index = None
         if V_STAGES > STAGES:
             v_index = gl.where(stage.v_index == V_STAGES - 1, 0, stage.v_index + 1)
-        return Stage(index=index, phase=phase, v_index=v_index)
+        v_phase = None
+        if self.v_full is not None:
+            v_phase = gl.where(stage.v_index == V_STAGES - 1, stage.v_phase ^ 1, stage.v_phase)
+        return Stage(index=index, phase=phase, v_index=v_index, v_phase=v_phase)
 
     @gluon.jit
     def keys(self, stage):
@@ -175,6 +184,24 @@ class KVPipeline:
     def wait(self, stage, pred=True):
         """As a consumer, wait until a stage is filled."""
         mbarrier.wait(self.full.index(stage.index), stage.phase, pred=pred)
+
+    @gluon.jit
+    def reuse_values(self, stage, is_issued):
+        """As the producer, complete the previous phase of a stage of values, and say whether it issues the next ones.
+
+        The phase of values that nobody loaded is completed here, so that every tile has one.
+        """
+        v_full = self.v_full.index(stage.v_index)
+        flag = exchange_flag(stage.v_index, is_issued)
+        mbarrier.arrive(v_full, pred=flag == 0)
+        mbarrier.wait(v_full, stage.v_phase ^ 1)
+        return v_full
+
+    @gluon.jit
+    def wait_values(self, stage):
+        """As a consumer, wait until the values of a stage are filled, if :meth:`wait` has not."""
+        if self.v_full is not None:
+            mbarrier.wait(self.v_full.index(stage.v_index), stage.v_phase)
 
     @gluon.jit
     def release_keys(self, stage):

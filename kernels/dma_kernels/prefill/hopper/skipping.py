@@ -27,10 +27,66 @@ def init_votes():
         .reg .pred keeps_first, keeps_tile;
         .shared .align 1024 .b32 kept_tiles[256];
         st.shared.v4.b32 [kept_tiles], {-1, -1, -1, -1};
+        st.shared.v4.b32 [kept_tiles + 64], {-1, -1, -1, -1};
+        st.shared.v4.b32 [kept_tiles + 80], {-1, -1, -1, -1};
         mov.b32 $0, 0;
         """,
         "=r", [], gl.int32, False, 1,
     )  # fmt: skip
+
+
+@gluon.jit
+def last_kept_tile():
+    """Return the largest last tile that a warpgroup kept, as far as the calling warp can see; -1 if there is none."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 kept_0, kept_1, kept_2, kept_3;
+        ld.volatile.shared.v4.b32 {kept_0, kept_1, kept_2, kept_3}, [kept_tiles];
+        max.s32 kept_0, kept_0, kept_1;
+        max.s32 kept_2, kept_2, kept_3;
+        max.s32 $0, kept_0, kept_2;
+        }""",
+        "=r", [], gl.int32, False, 1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def exchange_flag(index, value):
+    """As a warp, set the flag of a stage of values; return what it was: whether they were issued, or -1 at first."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred is_first;
+        .reg .b32 flag, lane;
+        mov.u32 lane, %laneid;
+        setp.eq.u32 is_first, lane, 0;
+        mov.u32 flag, kept_tiles;
+        mad.lo.u32 flag, $1, 4, flag;
+        mov.b32 lane, 0;
+        @is_first atom.shared.exch.b32 lane, [flag + 64], $2;
+        shfl.sync.idx.b32 $0, lane, 0, 31, 0xffffffff;
+        }""",
+        "=r,r,r", [index, value], gl.int32, False, 1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def claim_values(index):
+    """Whether the calling warp is the one that must issue the values of a stage. Only a warpgroup's first can be."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred is_first;
+        .reg .b32 flag, thread;
+        mov.u32 thread, %tid.x;
+        and.b32 thread, thread, 127;
+        setp.eq.u32 is_first, thread, 0;
+        mov.u32 flag, kept_tiles;
+        mad.lo.u32 flag, $1, 4, flag;
+        mov.b32 thread, 1;
+        @is_first atom.shared.exch.b32 thread, [flag + 64], 1;
+        shfl.sync.idx.b32 $0, thread, 0, 31, 0xffffffff;
+        }""",
+        "=r,r", [index], gl.int32, False, 1,
+    ) == 0  # fmt: skip
 
 
 @gluon.constexpr_function

@@ -32,7 +32,7 @@ from .epilogue import count_tiles, narrow, row_indices, store_lse, store_output
 from .mask import Mask, bitmask_pointers, zero_out_of_bounds
 from .mma import column_chunks, finish_pv, inverse_power_of_two, is_16bit, issue_pv_mma, to_mma_operand, value_chunk
 from .pipeline import KVPipeline, KVSource, block_view, copy, wait_for_operands
-from .skipping import SkipVote, init_vote, init_votes
+from .skipping import SkipVote, claim_values, init_vote, init_votes, last_kept_tile
 from .softmax import finite_or_zero, init_softmax, modify_scores
 from .tile_range import BLOCK, ROWS, ROWS_SHIFT, BlockInfo, SeqInfo, bitmask_range, clamp, load_seq_info, schedule
 
@@ -107,9 +107,15 @@ def _produce(params):
         i_block = blocks.at(t)
         full = pipe.full.index(stage.index)
         pipe.acquire(stage.index)
-        mbarrier.expect(full, BLOCK * (D + DV) * 2)
+        v_full = full
+        if pipe.v_full is None:
+            mbarrier.expect(full, BLOCK * (D + DV) * 2)
+        else:
+            v_full = pipe.reuse_values(stage, gl.to_tensor(1))
+            mbarrier.expect(full, BLOCK * D * 2)
+            mbarrier.expect(v_full, BLOCK * DV * 2)
         source.issue_block_k(i_block, full, block_view(pipe.keys(stage), source.k_desc))
-        source.issue_block_v(i_block, full, block_view(pipe.values(stage), source.v_desc))
+        source.issue_block_v(i_block, v_full, block_view(pipe.values(stage), source.v_desc))
         stage = pipe.advance(stage)
     if IS_LOW_16BIT:
         # Low queries replace the high ones: shared memory has no room for both.
@@ -121,7 +127,15 @@ def _produce(params):
         i_tile = tiles.at(t)
         full = pipe.full.index(stage.index)
         pipe.acquire(stage.index)
-        if params.CONFIG.tuning.probe_no_values:
+        if pipe.v_full is not None:
+            # A tile that all warpgroups are likely to skip is one after several that they skipped.
+            is_likely = (t < 2 * STAGES) | (last_kept_tile() >= i_tile - STAGES - 2)
+            v_full = pipe.reuse_values(stage, is_likely.to(gl.int32))
+            mbarrier.expect(full, TILE * D)
+            mbarrier.expect(v_full, TILE * DV, pred=is_likely)
+            source.issue_tile_k(i_tile, 0, full, pipe.keys(stage))
+            source.issue_tile_v(i_tile, 0, v_full, pipe.values(stage), pred=is_likely)
+        elif params.CONFIG.tuning.probe_no_values:
             mbarrier.expect(full, TILE * D * (2 if IS_LOW_16BIT else 1))
             source.issue_tile_k(i_tile, 0, full, pipe.keys(stage))
         else:
@@ -130,6 +144,12 @@ def _produce(params):
             source.issue_tile_v(i_tile, 0, full, pipe.values(stage))
         stage = pipe.advance(stage)
     pipe.drain()
+    if pipe.v_full is not None:
+        # No load may outlive the CTA.
+        V_STAGES: gl.constexpr = pipe.v_smem.shape[0]
+        for _ in gl.static_range(V_STAGES):
+            pipe.reuse_values(stage, gl.to_tensor(1))
+            stage = pipe.advance(stage)
 
 
 @aggregate
@@ -182,6 +202,11 @@ class _LowTiles:
             keep = self.vote.keeps(s, scale, i_tile)
         if keep:
             self.vote.announce(i_tile)
+            if pipe.v_full is not None:
+                v_full = pipe.v_full.index(stage.v_index)
+                is_mine = claim_values(stage.v_index)
+                mbarrier.expect(v_full, TILE * DV, pred=is_mine)
+                self.params.source.issue_tile_v(i_tile, 0, v_full, pipe.values(stage), pred=is_mine)
             p, alpha, softmax = softmax.update(s, scale, gl.zeros_like(scale))
             if SUM_FIRST:
                 softmax = softmax.update_row_sum(p, alpha)
@@ -189,6 +214,7 @@ class _LowTiles:
             v = pipe.values(stage)
             if not IS_FP8:
                 v = v.reshape([TILE, DV])
+            pipe.wait_values(stage)
             product = issue_pv_mma(accs[0], operand, alpha, value_chunk(v, 0, WIDTH), self.O_LAYOUT)
             if not SUM_FIRST:
                 softmax = softmax.update_row_sum(p, alpha)
@@ -275,6 +301,7 @@ def _attend_to_high(params, queries, high, softmax, acc):
         if mask.window is not None:
             is_near = is_near & (k_start + BLOCK > queries.kv_start)
         if queries.are_present & is_near & ((i_tile < block.sink_tiles) | is_band):
+            pipe.wait_values(stage)
             v = block_view(pipe.values(stage), params.source.v_desc).reshape([BLOCK, DV])
             if params.CHECKS_VALUES:
                 zero_out_of_bounds(v, k_start, mask, DV)
@@ -493,6 +520,12 @@ def prefill_warp_specialized_kernel(
     mbarrier.init(q_full, count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
+    v_full = None
+    if skip_threshold is not None:
+        if CONFIG.tuning.values_on_demand:
+            v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
+            for i in gl.static_range(V_STAGES):
+                mbarrier.init(v_full.index(i), count=1)
     fence_async_shared()
     wait_for_operands()
 
@@ -533,7 +566,7 @@ def prefill_warp_specialized_kernel(
             v_low_start=seq.kv_offset if CONFIG.is_low_value_unquantized else aligned_start,
             tile_row=i_row * storage_tiles - first_tile, HEAD_DIM=HEAD_DIM,
         ),
-        pipe=KVPipeline(k_smem=k_smem, v_smem=v_smem, full=full, WARPGROUPS=GROUPS),
+        pipe=KVPipeline(k_smem=k_smem, v_smem=v_smem, full=full, v_full=v_full, WARPGROUPS=GROUPS),
         seq=seq,
         block=BlockInfo(
             q_tile=start >> TILE_SHIFT, last_q_tile=(last - 1) >> TILE_SHIFT, kv_start=kv_start, kv_stop=kv_stop,
