@@ -16,7 +16,7 @@ from .attention import dma_attention_forward
 from .cache import DMACache
 from .config import IMPLEMENTATIONS, NAME, PRESETS, DMAConfig
 from .configure import configure
-from .integrations.versions import UnsupportedTransformersError
+from .integrations.internals import UnsupportedTransformersError
 from .integrations.wrapping import wrap_generation, wrap_name_check
 from .masks import dma_mask
 from .stats import reset_stats, stats

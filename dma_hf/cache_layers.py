@@ -23,7 +23,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from .cached_states import CachedStates, RepeatedUpdate, Step, kind_of_update
 from .config import cache_format_of, is_dma
-from .integrations.attention_name import attention_name
+from .integrations.internals import attention_name
 from .masks.arguments import autocast_dtype
 from .masks.geometry import PLAIN_STEP, MaskGeometry
 

@@ -24,7 +24,7 @@ from dma_kernels.runtime.chip import BACKENDS
 from torch import nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
-from .integrations.attention_name import attention_name, decoder_attention
+from .integrations.internals import attention_name, decoder_attention
 
 NAME = "dma_mxfp"
 """Name of the attention implementation, and key of its section in ``config.json``."""

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from .cache import DMACache
 from .config import IMPLEMENTATIONS, NAME, DMAConfig, Settings, config_of, is_dma, settings_of
 from .decoding import release
-from .integrations.attention_name import attention_name, decoder_attention, distinct_configs, rename
+from .integrations.internals import attention_name, decoder_attention, distinct_configs, rename
 from .masks.architectures import has_attention, has_built_in_attention, refuse_model
 
 

@@ -27,8 +27,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from .cache import DMACache
 from .cache_layers import Capture, DMALayer, Owner
 from .config import is_ours, settings_of
-from .integrations.cache_argument import CACHE_ARGUMENT, CACHE_ARGUMENTS
-from .integrations.output_capturing import is_output_hook
+from .integrations.internals import CACHE_ARGUMENT, CACHE_ARGUMENTS, is_output_hook
 from .stats import Use, count_eager_decoding, count_replay, recorded_uses
 
 if TYPE_CHECKING:

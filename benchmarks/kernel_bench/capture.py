@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from dma_hf.integrations.attention_name import attention_name
+from dma_hf.integrations.internals import attention_name
 
 from .inputs import Inputs, embedded
 from .results import ModelInputs, PrefillShape

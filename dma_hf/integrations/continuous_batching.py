@@ -14,8 +14,7 @@ from typing import Any
 from transformers import ContinuousBatchingConfig, PreTrainedModel
 
 from ..config import NAME, cache_of, is_dma, is_ours
-from .attention_name import decoder_attention
-from .versions import check_version, private_imports
+from .internals import check_version, decoder_attention, private_imports
 
 
 def init_continuous_batching(

@@ -20,7 +20,7 @@ from ..decoding import DecodingSteps, decodes_by_graphs, lend
 from ..masks.architectures import shares_keys
 from ..masks.arguments import expect_other_cache
 from ..stats import count_eager_decoding
-from .cache_argument import CACHE_ARGUMENT, CACHE_ARGUMENTS
+from .internals import CACHE_ARGUMENT, CACHE_ARGUMENTS
 
 OPEN = (None, "hybrid")
 """Values of ``cache_implementation`` that name no cache. Old configurations of Gemma have "hybrid"."""

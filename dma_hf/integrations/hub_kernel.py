@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..attention import dma_attention_forward
 from ..masks import dma_mask
-from .attention_name import attention_name
+from .internals import attention_name
 
 
 def dma_mxfp(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:

@@ -26,7 +26,7 @@ from ..config import NAME, PAGED_NAME, is_dma
 from ..logit_check import check_first_prompt
 from ..masks.arguments import WAY_OUT, Call, Refusal, find_unsupported
 from ..stats import counted
-from .attention_name import attention_name, decoder_attention, rename, restore_names
+from .internals import attention_name, decoder_attention, rename, restore_names
 
 _OF_THE_BATCH = frozenset(
     {"read_index", "write_index", "block_table", "logits_indices", "logits_processor_args", "is_causal"}

@@ -6,7 +6,7 @@ imports this module, and with it the packages of the extra ``serve``.
 
 from __future__ import annotations
 
-from .versions import check_version, private_imports
+from .internals import check_version, private_imports
 
 check_version("transformers serve")
 with private_imports():

@@ -21,7 +21,7 @@ from types import ModuleType
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..integrations.attention_name import takes_attention_names
+from ..integrations.internals import takes_attention_names
 
 CROSS_ATTENTION_NAMES = ("CrossAttention", "MergedAttention")
 """Parts of class names of layers whose keys are of another sequence, or (T5Gemma 2) of two concatenated ones."""

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from ..config import Settings, settings_of
-from ..integrations.cache_argument import CACHE_ARGUMENT
-from ..integrations.output_capturing import is_collecting_attentions
+from ..integrations.internals import CACHE_ARGUMENT, is_collecting_attentions
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,7 +27,7 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
-from ..integrations.mask_functions import is_causal_window, split_packed
+from ..integrations.internals import is_causal_window, split_packed
 from .architectures import ADDS_THE_MASK, refuse_model
 from .compact_mask import CompactMask
 from .geometry import PLAIN_STEP, MaskGeometry, documents_starting_at, has_no_values

@@ -19,7 +19,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 from transformers import PreTrainedModel
 
-from dma_hf.integrations.attention_name import attention_name
+from dma_hf.integrations.internals import attention_name
 from dma_hf.integrations.serving import ModelManager
 
 from .engines import Engine

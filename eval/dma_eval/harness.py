@@ -24,7 +24,7 @@ from lm_eval.models.utils import Collator
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from dma_hf.integrations.cache_argument import CACHE_ARGUMENT
+from dma_hf.integrations.internals import CACHE_ARGUMENT
 
 from .errors import one_line
 from .load.backends import Backend, activate, new_cache, parse_backends

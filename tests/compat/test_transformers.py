@@ -26,8 +26,7 @@ from tiny_models import FAMILIES, IDENTITY
 from transformers import Cache, ContinuousBatchingConfig, EncoderDecoderCache, GenerationConfig
 
 import dma_hf
-from dma_hf.integrations.cache_argument import CACHE_ARGUMENT
-from dma_hf.integrations.versions import SUPPORTED
+from dma_hf.integrations.internals import CACHE_ARGUMENT, SUPPORTED
 
 pytestmark = [pytest.mark.filterwarnings("error::FutureWarning"), pytest.mark.filterwarnings("error::UserWarning")]
 ROOT = Path(__file__).parents[2]

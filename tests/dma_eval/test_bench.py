@@ -22,7 +22,7 @@ from tiny_models import FAMILIES
 
 import dma_hf
 from dma_hf.config import cache_of
-from dma_hf.integrations.cache_argument import CACHE_ARGUMENT
+from dma_hf.integrations.internals import CACHE_ARGUMENT
 from dma_hf.stats import count_replay
 
 RUNS = ("sdpa+dynamic", "sdpa+static", "dma_mxfp:balanced+int8", "dma_mxfp+int4")

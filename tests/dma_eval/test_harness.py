@@ -15,7 +15,7 @@ from dma_eval.results import low_share
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
-from dma_hf.integrations.cache_argument import CACHE_ARGUMENT
+from dma_hf.integrations.internals import CACHE_ARGUMENT
 
 CONTEXT = "the captain said upon the white sea"
 PAIRS = [

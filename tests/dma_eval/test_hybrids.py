@@ -18,7 +18,7 @@ from dma_eval.results import read_report
 from dma_eval.show.card import make_card
 from transformers import AutoTokenizer, BambaConfig, BambaForCausalLM, DynamicCache, JambaConfig, JambaForCausalLM
 
-from dma_hf.integrations.cache_argument import CACHE_ARGUMENT
+from dma_hf.integrations.internals import CACHE_ARGUMENT
 
 Run = Callable[..., Any]
 NAMES = ("sdpa", "dma_mxfp:balanced", "dma_mxfp:balanced+int8")

@@ -30,7 +30,7 @@ import dma_hf
 from dma_hf import DMACache
 from dma_hf.attention import dma_attention_forward
 from dma_hf.cache_layers import DMALayer
-from dma_hf.integrations.cache_argument import CACHE_ARGUMENT
+from dma_hf.integrations.internals import CACHE_ARGUMENT
 
 NEW_TOKENS = 10
 PROMPT = 250

@@ -10,7 +10,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, LlavaConfig
 
 import dma_hf
 from dma_hf.config import PAGED_NAME, settings_of
-from dma_hf.integrations import versions
+from dma_hf.integrations import internals
 
 NEW_TOKENS = 4
 LENGTHS = (5, 300, 17, 140)  # less than a tile, more than two
@@ -162,7 +162,7 @@ def test_a_generation_thread_that_never_starts_raises_an_error(families, prompts
 def test_an_untested_version_is_rejected_before_anything_runs(families, prompts, monkeypatch):
     model = families["llama"].build(dma_hf.NAME)
     dma_hf.configure(model, "paper")
-    monkeypatch.setattr(versions.transformers, "__version__", "5.99.0")
+    monkeypatch.setattr(internals.transformers, "__version__", "5.99.0")
     message = (
         r"Transformers 5\.99\.0 is installed, where continuous batching has not been tested; dma-hf supports "
         r"transformers>=5\.18,<5\.25: pip install"

@@ -23,7 +23,7 @@ import dma_hf
 from dma_hf import DMACache, decoding
 from dma_hf.cache_layers import Capture, DMALayer
 from dma_hf.integrations import generate as hooks
-from dma_hf.integrations.cache_argument import CACHE_ARGUMENT
+from dma_hf.integrations.internals import CACHE_ARGUMENT
 from dma_hf.stats import recorded_uses
 
 PROMPT, NEW = 240, 24  # steps that complete a tile

@@ -7,7 +7,7 @@ import torch
 
 import dma_hf
 from dma_hf import DMACache
-from dma_hf.integrations.cache_argument import CACHE_ARGUMENT
+from dma_hf.integrations.internals import CACHE_ARGUMENT
 from dma_hf.masks import layer_geometry
 
 LENGTH = 420

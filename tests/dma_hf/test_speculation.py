@@ -14,7 +14,7 @@ from sampling import sampled
 
 import dma_hf
 from dma_hf import DMACache
-from dma_hf.integrations.cache_argument import CACHE_ARGUMENT
+from dma_hf.integrations.internals import CACHE_ARGUMENT
 
 PROMPTS = (633, 700)
 NEW_TOKENS = 10

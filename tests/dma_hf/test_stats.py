@@ -10,7 +10,7 @@ from dma_kernels.testing import random_qkv
 
 import dma_hf
 from dma_hf import DMACache
-from dma_hf.integrations.cache_argument import CACHE_ARGUMENT
+from dma_hf.integrations.internals import CACHE_ARGUMENT
 from dma_hf.stats import Use
 
 

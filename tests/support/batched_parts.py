@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 import dma_hf
-from dma_hf.integrations.cache_argument import CACHE_ARGUMENT
+from dma_hf.integrations.internals import CACHE_ARGUMENT
 
 Parts = dict[str, list[tuple[int, int]]]
 """The calls that computed a request: earlier tokens, and new ones."""

@@ -37,7 +37,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import dma_hf
 from dma_hf.cache_layers import DMALayer
-from dma_hf.integrations.cache_argument import CACHE_ARGUMENT
+from dma_hf.integrations.internals import CACHE_ARGUMENT
 
 WORKS, FALLBACK, REFUSED, UPSTREAM, FAILS = "works", "fallback", "refused", "upstream", "FAILS"
 STATUSES = (WORKS, FALLBACK, REFUSED, UPSTREAM, FAILS)

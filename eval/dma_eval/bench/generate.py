@@ -29,7 +29,7 @@ from dma_eval.errors import UserError, one_line
 from dma_eval.load.backends import Backend, activate, parse_backends
 from dma_eval.load.data import full_windows
 from dma_eval.names import DMA, FORMAT_SUFFIXES, check_runs, refuse_repeats
-from dma_hf.integrations.cache_argument import CACHE_ARGUMENT
+from dma_hf.integrations.internals import CACHE_ARGUMENT
 
 from .results import GenerateResult
 from .timing import FAILURES, Timing, stored_bytes

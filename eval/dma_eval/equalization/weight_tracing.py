@@ -23,7 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import eager_mask
 
 from dma_hf.config import NAME
-from dma_hf.integrations.attention_name import distinct_configs, set_attention_name
+from dma_hf.integrations.internals import distinct_configs, set_attention_name
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 

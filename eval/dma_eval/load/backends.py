@@ -32,7 +32,7 @@ from dma_eval.names import (
 )
 from dma_hf import DMAConfig
 from dma_hf.cache_layers import DMALayer
-from dma_hf.integrations.attention_name import attention_name
+from dma_hf.integrations.internals import attention_name
 
 from .baselines import quantized_cache
 

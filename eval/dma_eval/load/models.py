@@ -31,7 +31,7 @@ from dma_eval.environment import portable
 from dma_eval.errors import UserError, one_line
 from dma_eval.names import ModelSource, check_device, check_loading, parse_source
 from dma_eval.results import ModelInfo
-from dma_hf.integrations.commit_hash import commit_of
+from dma_hf.integrations.internals import commit_of
 
 GIB = 1 << 30
 UNLOADABLE = (
