@@ -1,16 +1,47 @@
-"""The methods of Transformers that this package wraps, once, at import. ``docs/compatibility.md`` says why."""
+"""The methods of Transformers that this package wraps, once, at import: those that make caches, run decoding steps and
+batch continuously, and the check of an attention's name.
+
+Transformers has no registry of caches. All calls of models that do not run ``dma_mxfp`` are passed on.
+``docs/compatibility.md`` lists the alternatives.
+"""
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from transformers import GenerationMixin, PreTrainedModel
+from dma_kernels.numerics.formats import TILE
+from torch import Tensor
+from transformers import (
+    Cache,
+    ContinuousBatchingConfig,
+    DynamicCache,
+    EncoderDecoderCache,
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedModel,
+)
 
-from .attention_tables import check_attention
-from .continuous_batching import init_continuous_batching
-from .generate import assisted_decoding, compiled_call, decodes_by_compiled_call, prepare_cache
+from ..cache import DMACache
+from ..cache_layers import DMALayer
+from ..config import NAME, cache_of, is_dma, is_ours
+from ..decoding import DecodingSteps, decodes_by_graphs, lend
+from ..masks.architectures import shares_keys
+from ..masks.arguments import expect_other_cache
+from ..stats import count_eager_decoding
+from .internals import CACHE_ARGUMENT, CACHE_ARGUMENTS, check_version, decoder_attention, private_imports
+
+OPEN = (None, "hybrid")
+"""Values of ``cache_implementation`` that name no cache. Old configurations of Gemma have "hybrid"."""
+
+MODES = ("greedy_search", "sample")
+"""Generation modes with one query per row and step."""
+
+MAX_CANDIDATES = 128
+"""Candidates of speculative decoding. A cache can always remove that many tokens."""
 
 
 def wrap_generation() -> None:
@@ -38,3 +69,216 @@ def _wrap(owner: type, name: str, function: Callable[..., Any]) -> None:
         return function(method, self, *arguments, **options)
 
     setattr(owner, name, wrapper)
+
+
+# ---- caches of ``generate``, and its decoding steps
+
+
+def prepare_cache(
+    method: Callable[..., Any],
+    model: PreTrainedModel,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    generation_mode: Any,
+    batch_size: int,
+    max_cache_length: int,
+) -> Any:
+    """Make the cache of a call of ``generate``: a ``DMACache`` if the model's settings name one.
+
+    Another cache in the call has priority.
+
+    Raises:
+        ValueError: The call passes a ``DMACache``, and ``use_cache`` is false. Each step would read all tokens again,
+            although the cache has them.
+    """
+    given = (generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+    if not is_ours(model):
+        return method(model, *given)
+    cache = _cache_in(model_kwargs)
+    is_new = cache is None and cache_of(model) is not None
+    is_new = is_new and generation_config.use_cache is not False and generation_config.cache_implementation in OPEN
+    if is_new:
+        cache = _new_cache(model, generation_config, generation_mode, batch_size, max_cache_length)
+        is_new = cache is not None
+    packed = packed_cache(cache)
+    if cache_of(model) is not None:
+        expect_other_cache(model, packed is None)
+    if packed is not None:
+        if generation_config.use_cache is False:
+            raise ValueError(
+                "generate got a DMACache, but use_cache is False; leave one of them out, or pass "
+                "use_cache=True if the generation configuration has False"
+            )
+        packed.owner.expected_tokens = max_cache_length
+        _check_candidates("prompt_lookup_num_tokens", generation_config.prompt_lookup_num_tokens)
+        is_later_turn = packed.get_seq_length() > 0 and model_kwargs.get("inputs_embeds") is None
+        if is_later_turn and shares_keys(packed.owner.config) and generation_config.prefill_chunk_size is None:
+            generation_config.prefill_chunk_size = TILE
+        if generation_mode.value not in MODES:
+            count_eager_decoding(model, f"the generation mode is {generation_mode.value}")
+        elif model.config.is_encoder_decoder:
+            count_eager_decoding(model, "the model is an encoder-decoder")
+        elif generation_config.disable_compile:
+            count_eager_decoding(model, "disable_compile is set")
+    if not is_new:
+        return method(model, *given)
+    model_kwargs[CACHE_ARGUMENT] = cache
+    if generation_config.is_assistant:  # Transformers rolls back its cache
+        cache.activate_past_recording()
+    return None
+
+
+def _new_cache(
+    model: PreTrainedModel, config: GenerationConfig, mode: Any, batch_size: int, max_cache_length: int
+) -> Cache | None:
+    """Return a ``DMACache``, or ``None`` if none of the model's layers can use one (Mamba)."""
+    is_compiled = config.compile_config is not None and not config.disable_compile
+    cache = DMACache(model.config, max_cache_len=max_cache_length if is_compiled else None)
+    if not any(isinstance(layer, DMALayer) for layer in cache.layers):
+        return None
+    if model.config.is_encoder_decoder:
+        return EncoderDecoderCache(cache, DynamicCache(config=model.config))
+    is_returned = config.return_dict_in_generate or config.is_assistant
+    if not (is_compiled or is_returned or config.disable_compile) and mode.value in MODES and _is_on_gpu(model):
+        lend(model, cache, batch_size * max(config.num_beams or 1, config.num_return_sequences or 1))
+    return cache
+
+
+def _check_candidates(name: str, count: int | None) -> None:
+    """Raise a ``ValueError`` for more candidates than the cache can remove."""
+    if count is not None and count > MAX_CANDIDATES:
+        raise ValueError(
+            f"{name} must be at most {MAX_CANDIDATES} with a DMACache, which cannot remove more tokens; got {count}"
+        )
+
+
+def packed_cache(cache: Any) -> DMACache | None:
+    """Return the ``DMACache`` that a cache is or contains, if any."""
+    cache = getattr(cache, "self_attention_cache", cache)
+    return cache if isinstance(cache, DMACache) else None
+
+
+def _cache_in(model_kwargs: Mapping[str, Any]) -> Any:
+    return next((model_kwargs[name] for name in CACHE_ARGUMENTS if model_kwargs.get(name) is not None), None)
+
+
+def _is_on_gpu(model: PreTrainedModel) -> bool:
+    return bool(model.device.type == "cuda")
+
+
+def assisted_decoding(method: Callable[..., Any], model: PreTrainedModel, input_ids: Tensor, **options: Any) -> Any:
+    """Run speculative decoding. The cache learns which tokens of the first call are candidates, not the prompt."""
+    packed = packed_cache(_cache_in(options)) if is_ours(model) else None
+    if packed is None:
+        return method(model, input_ids, **options)
+    own = getattr(options.get("assistant_model"), "generation_config", None)
+    _check_candidates("num_assistant_tokens", getattr(own, "num_assistant_tokens", None))
+    embeddings = options.get("inputs_embeds")
+    packed.owner.prompt_length = max(input_ids.shape[1], 0 if embeddings is None else embeddings.shape[1])
+    try:
+        return method(model, input_ids, **options)
+    finally:
+        packed.owner.prompt_length = None
+
+
+def decodes_by_compiled_call(
+    method: Callable[..., Any],
+    model: PreTrainedModel,
+    model_kwargs: dict[str, Any],
+    generation_config: GenerationConfig,
+) -> bool:
+    """Return whether decoding steps call what ``get_compiled_call`` returns: also over a growing ``DMACache``."""
+    if is_ours(model) and generation_config.compile_config is None and decodes_by_graphs(_cache_in(model_kwargs)):
+        return not generation_config.disable_compile and _is_on_gpu(model)
+    return bool(method(model, model_kwargs, generation_config))
+
+
+def compiled_call(method: Callable[..., Any], model: PreTrainedModel, compile_config: Any) -> Any:
+    """Return what runs decoding steps: CUDA graphs, or ``torch.compile`` if ``compile_config`` asks for it."""
+    if compile_config is None and is_ours(model):
+        return DecodingSteps(model, lambda: method(model, None))
+    return method(model, compile_config)
+
+
+# ---- managers of continuous batching (:mod:`dma_hf.integrations.manager`)
+
+
+def init_continuous_batching(
+    method: Callable[..., Any], model: PreTrainedModel, *arguments: Any, **options: Any
+) -> Any:
+    """Call ``init_continuous_batching``, or return a manager of this package for a model that runs ``dma_mxfp``.
+
+    Raises:
+        RuntimeError: A kept manager is for other settings.
+    """
+    kept = getattr(model, "_cached_continuous_batching_manager", None)
+    if kept is not None:
+        _check_kept(kept, model)
+    elif is_ours(model):
+        return _make_manager(model, *arguments, **options)
+    return method(model, *arguments, **options)
+
+
+def _check_kept(kept: Any, model: PreTrainedModel) -> None:
+    """Raise if the kept manager of a model is for another attention or cache than the model runs now."""
+    name, cache = decoder_attention(model), cache_of(model)
+    is_own = hasattr(kept, "cache_format")
+    if is_own != is_dma(name) or (is_own and kept.cache_format != cache):
+        made_for = f"{NAME} with cache={kept.cache_format!r}" if is_own else "another attention"
+        raise RuntimeError(
+            f"the kept manager is for {made_for}, but the model runs {name!r} with cache={cache!r}; call "
+            "model.destroy_cached_continuous_batching_manager() first"
+        )
+
+
+def _make_manager(
+    model: PreTrainedModel,
+    generation_config: Any = None,
+    continuous_batching_config: ContinuousBatchingConfig | None = None,
+    workload_hints: Any = None,
+) -> Any:
+    """Return a manager. The arguments are those of ``init_continuous_batching``.
+
+    Raises:
+        UnsupportedTransformersError: This package does not support Transformers' manager.
+        ValueError: Packed pages do not support a kind of layer of the model.
+    """
+    check_version("continuous batching")
+    with private_imports():
+        from .manager import DMAManager
+
+    settings = generation_config or model.generation_config
+    batching = continuous_batching_config or getattr(settings, "continuous_batching_config", None)
+    if settings.eos_token_id is None:
+        settings = copy.deepcopy(settings)
+        settings.eos_token_id = -1  # none, as in Transformers' own method; a composite configuration has no default
+    return DMAManager(model, settings, batching or ContinuousBatchingConfig(), workload_hints)
+
+
+# ---- names of attention implementations
+
+
+def check_attention(method: Callable[..., Any], model: PreTrainedModel, *arguments: Any, **options: Any) -> Any:
+    """Call ``get_correct_attn_implementation``, and refuse a model whose constructor would raise a ``KeyError``.
+
+    Raises:
+        ValueError: The model looks up its attention layers by the name of the implementation (Falcon, SAM).
+    """
+    name = method(model, *arguments, **options)
+    table = _table_of(model) if is_dma(name) else None
+    if table is not None:
+        raise ValueError(
+            f"attn_implementation={name!r} does not reach {type(model).__name__}, which chooses its layers from "
+            f"{table}; load the model with attn_implementation='sdpa', or name dma_mxfp for the language model "
+            "alone: {'text_config': 'dma_mxfp'}"
+        )
+    return name
+
+
+def _table_of(model: PreTrainedModel) -> str | None:
+    """Return the name of the table of a model's attention layers, which begins as that of its configuration."""
+    prefix = type(model.config).__name__.removesuffix("Config").upper()
+    for name, table in vars(sys.modules[type(model).__module__]).items():
+        if isinstance(table, dict) and "eager" in table and name.replace("_", "").startswith(prefix):
+            return name
+    return None

@@ -22,7 +22,7 @@ from transformers import CompileConfig, set_seed
 import dma_hf
 from dma_hf import DMACache, decoding
 from dma_hf.cache_layers import Capture, DMALayer
-from dma_hf.integrations import generate as hooks
+from dma_hf.integrations import wrapping as hooks
 from dma_hf.integrations.internals import CACHE_ARGUMENT
 from dma_hf.stats import recorded_uses
 
