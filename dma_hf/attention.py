@@ -21,13 +21,11 @@ from transformers import AttentionInterface
 from .cache_layers import DECODED_AT_ONCE, DMALayer
 from .cached_states import Step, Update, update_of
 from .logit_check import check_first_prompt
-from .masks.arguments import Call, Refusal, autocast_dtype, find_unsupported, note_other_cache
-from .masks.compact_mask import CompactMask
-from .masks.documents import separate_documents
-from .masks.geometry import GEOMETRY, MaskGeometry
-from .masks.layer_geometry import layer_geometry, select_keys
+from .masks.geometry import GEOMETRY, CompactMask, MaskGeometry
+from .masks.layer_geometry import layer_geometry, select_keys, separate_documents
 from .repeated_calls import Compute, cached_step, is_repeatable, let_repeat, prompt, repeat
 from .stats import count_fallback, counted, tile_counts_of
+from .support import Call, Refusal, autocast_dtype, find_unsupported, note_other_cache
 
 
 def dma_attention_forward(
@@ -65,7 +63,7 @@ def dma_attention_forward(
         sliding_window: Window of the layer. It is ignored if there is a mask.
         indices: Keys that a sparse-attention indexer chose for each query (DeepSeek V3.2, GLM-5), integer
             ``[B, Tq, k]``. All other keys are hidden.
-        kwargs: Further arguments of the model, see :meth:`dma_hf.masks.arguments.Call.of`.
+        kwargs: Further arguments of the model, see :meth:`dma_hf.support.Call.of`.
 
     Returns:
         ``[B, Tq, Hq, Dv]``, contiguous, and ``None`` in place of attention weights.

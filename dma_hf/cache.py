@@ -20,7 +20,7 @@ from transformers.cache_utils import (
 
 from .cache_layers import DMALayer, DMAStaticLayer, Owner, lasting
 from .config import cache_format_of, settings_of
-from .masks.architectures import WITHOUT_PACKED_CACHE, refuse_packed_cache
+from .support import WITHOUT_PACKED_CACHE, refuse_packed_cache
 
 DEFAULT_FORMAT = "int8"
 """The format of a cache if neither the caller nor the model names one. It is almost lossless."""

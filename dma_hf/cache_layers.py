@@ -24,8 +24,8 @@ from transformers.cache_utils import CacheLayerMixin
 from .cached_states import CachedStates, RepeatedUpdate, Step, kind_of_update
 from .config import cache_format_of, is_dma
 from .integrations.internals import attention_name
-from .masks.arguments import autocast_dtype
 from .masks.geometry import PLAIN_STEP, MaskGeometry
+from .support import autocast_dtype
 
 DECODED_AT_ONCE = 16
 """Calls with more queries than this, such as prompts, may wait for the device to check their arguments."""

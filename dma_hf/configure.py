@@ -15,7 +15,7 @@ from .cache import DMACache
 from .config import IMPLEMENTATIONS, NAME, DMAConfig, Settings, config_of, is_dma, settings_of
 from .decoding import release
 from .integrations.internals import attention_name, decoder_attention, distinct_configs, rename
-from .masks.architectures import has_attention, has_built_in_attention, refuse_model
+from .support import has_attention, has_built_in_attention, refuse_model
 
 
 def configure(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from .config import EVERY_TILE
-from .masks.arguments import Call
+from .support import Call
 
 LARGEST_ERROR = 4.0
 """RMS error of a head's logits, in nats, that triggers the warning.

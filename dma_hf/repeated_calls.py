@@ -21,10 +21,9 @@ from torch import Tensor, nn
 
 from .cache_layers import DMALayer
 from .cached_states import Step, Update
-from .masks.arguments import HARMLESS, OF_GENERATION, Call
-from .masks.compact_mask import CompactMask
-from .masks.geometry import MaskGeometry
+from .masks.geometry import CompactMask, MaskGeometry
 from .stats import Use, count_use
+from .support import HARMLESS, OF_GENERATION, Call
 
 Compute = Callable[[nn.Module, DMALayer | None, Step | None, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """Takes a module, its cache layer and update, queries, keys, values and sink logits. Returns ``[B, T, Hq, Dv]``."""

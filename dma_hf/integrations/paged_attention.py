@@ -24,8 +24,8 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from ..config import NAME, PAGED_NAME, is_dma
 from ..logit_check import check_first_prompt
-from ..masks.arguments import WAY_OUT, Call, Refusal, find_unsupported
 from ..stats import counted
+from ..support import WAY_OUT, Call, Refusal, find_unsupported
 from .internals import attention_name, decoder_attention, rename, restore_names
 
 _OF_THE_BATCH = frozenset(
@@ -127,7 +127,7 @@ def dma_paged_attention_forward(
         attention_mask: ``None``, because the lengths imply it.
         sliding_window: Window of the layer. The default is that of the configuration.
         cache: The paged cache, or ``None`` if the layer has updated it and ``key`` and ``value`` come from it.
-        kwargs: Further arguments, see :meth:`dma_hf.masks.arguments.Call.of`. The description of the batch is that of
+        kwargs: Further arguments, see :meth:`dma_hf.support.Call.of`. The description of the batch is that of
             the model's forward pass.
 
     Returns:

@@ -34,8 +34,7 @@ from transformers.generation.continuous_batching.utils import find_head_dim, fin
 
 from ..config import cache_format_of, settings_of
 from ..logit_check import check_first_prompt
-from ..masks.architectures import refuse_packed_cache, shares_keys
-from ..masks.arguments import Call
+from ..support import Call, refuse_packed_cache, shares_keys
 
 Batch = tuple[Tensor | None, Tensor, Tensor]
 """Transformers' block table or ``None``, offsets of the requests among the queries, and position ids."""

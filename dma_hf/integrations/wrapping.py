@@ -29,9 +29,8 @@ from ..cache import DMACache
 from ..cache_layers import DMALayer
 from ..config import NAME, cache_of, is_dma, is_ours
 from ..decoding import DecodingSteps, decodes_by_graphs, lend
-from ..masks.architectures import shares_keys
-from ..masks.arguments import expect_other_cache
 from ..stats import count_eager_decoding
+from ..support import expect_other_cache, shares_keys
 from .internals import CACHE_ARGUMENT, CACHE_ARGUMENTS, check_version, decoder_attention, private_imports
 
 OPEN = (None, "hybrid")

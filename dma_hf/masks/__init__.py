@@ -13,11 +13,8 @@ The geometry says: ``q_len = 2, kv_len = 5, is_causal, q_offset = 2, kv_offset =
 hides distant keys, a ``pattern`` any others, and ``documents`` separates packed rows. The modules, in order:
 
 - ``mask_function``: once a forward pass, ``dma_mask`` reads Transformers' pattern and the padding.
-- ``compact_mask``: carries the geometry to the layers, in place of a dense mask.
-- ``layer_geometry``: fits the geometry to the tensors of a layer, or reads a dense mask.
-- ``documents``: finds the documents of packed rows.
-- ``arguments``: reads all other arguments of a layer, and refuses those that are not supported.
-- ``architectures``: lists models that need special treatment, and refuses others.
+- ``geometry``: the geometry, and the compact mask that carries it to the layers in place of a dense one.
+- ``layer_geometry``: fits the geometry to the tensors of a layer, or reads a dense mask, and finds packed documents.
 """
 
 from .mask_function import dma_mask

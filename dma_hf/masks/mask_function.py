@@ -5,7 +5,7 @@ function of indices, the 2-D padding mask and the offsets of the cache. The resu
 
 Flags of Transformers tell which patterns are plain. ``allow_is_causal_skip`` means a causal or local mask without
 anything else, ``allow_is_bidirectional_skip`` the same for bidirectional attention, and ``local_size`` is the window or
-chunk. The documents of packed rows are taken out of a pattern (:mod:`dma_hf.masks.documents`). Any other pattern
+chunk. The documents of packed rows are taken out of a pattern (:mod:`dma_hf.masks.layer_geometry`). Any other pattern
 (prefix-LM, chunks, blocks) becomes a dense boolean mask from ``sdpa_mask``.
 
 A padding mask costs one device synchronization, as in ``sdpa_mask``, and a second one if it hides keys. There is none
@@ -28,9 +28,8 @@ from transformers.masking_utils import (
 )
 
 from ..integrations.internals import is_causal_window, split_packed
-from .architectures import ADDS_THE_MASK, refuse_model
-from .compact_mask import CompactMask
-from .geometry import PLAIN_STEP, MaskGeometry, documents_starting_at, has_no_values
+from ..support import ADDS_THE_MASK, refuse_model
+from .geometry import PLAIN_STEP, CompactMask, MaskGeometry, documents_starting_at, has_no_values
 
 
 class _Kind(NamedTuple):

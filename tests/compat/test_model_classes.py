@@ -1,4 +1,4 @@
-"""Model classes of the installed Transformers that may need an entry in ``dma_hf/masks/architectures.py``.
+"""Model classes of the installed Transformers that may need an entry in ``dma_hf/support.py``.
 
 The sources of all models are searched for the patterns of each entry. A class that is neither in the table nor in
 ``KNOWN`` fails: compare its outputs with eager attention (``tests/hf/test_architectures.py``), then add it to the table
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from dma_hf.masks import architectures
+from dma_hf import support
 
 CLASS = re.compile(r"^class (\w+)[^\n]*:\n(?:(?:[ \t][^\n]*)?\n)*", re.MULTILINE)
 DISPATCH = "ALL_ATTENTION_FUNCTIONS"
@@ -97,20 +97,20 @@ def _sources() -> Iterator[tuple[str, str]]:
 
 
 def _is_named_cross_attention(name: str) -> bool:
-    return any(part in name for part in architectures.CROSS_ATTENTION_NAMES)
+    return any(part in name for part in support.CROSS_ATTENTION_NAMES)
 
 
 def _has_entry(name: str, model_type: str) -> bool:
-    is_refused = model_type in architectures.NEEDS_ADDITIVE_MASK
-    adds_the_mask = any(entry.startswith(model_type) for entry in architectures.ADDS_THE_MASK) and "Audio" in name
-    return is_refused or adds_the_mask or name in architectures.NEVER_CAUSAL
+    is_refused = model_type in support.NEEDS_ADDITIVE_MASK
+    adds_the_mask = any(entry.startswith(model_type) for entry in support.ADDS_THE_MASK) and "Audio" in name
+    return is_refused or adds_the_mask or name in support.NEVER_CAUSAL
 
 
 @pytest.mark.parametrize("kind", KNOWN)
 def test_every_class_that_matches_a_pattern_is_in_the_table_or_known(kind: str) -> None:
     found = _found()[kind]
     new = {name: model for name, model in found.items() if name not in KNOWN[kind] and not _has_entry(name, model)}
-    assert not new, f"{kind}: {new} may need an entry in dma_hf/masks/architectures.py"
+    assert not new, f"{kind}: {new} may need an entry in dma_hf/support.py"
 
 
 def test_the_patterns_match_the_classes_in_the_table() -> None:
@@ -122,10 +122,10 @@ def test_the_patterns_match_the_classes_in_the_table() -> None:
 
 def test_every_class_in_the_table_exists() -> None:
     sources = dict(_sources())
-    assert set(architectures.NEEDS_ADDITIVE_MASK) <= sources.keys()
+    assert set(support.NEEDS_ADDITIVE_MASK) <= sources.keys()
     model_types = {"t5gemma2_decoder": "t5gemma2"}  # of a part
-    assert {model_types.get(name, name) for name in architectures.NO_PACKED_CACHE} <= sources.keys()
-    for name in architectures.NEVER_CAUSAL:
+    assert {model_types.get(name, name) for name in support.NO_PACKED_CACHE} <= sources.keys()
+    for name in support.NEVER_CAUSAL:
         assert any(f"class {name}(" in source for source in sources.values())
-    for part in architectures.CROSS_ATTENTION_NAMES:
+    for part in support.CROSS_ATTENTION_NAMES:
         assert any(re.search(rf"class \w*{part}\(", source) for source in sources.values())

@@ -348,7 +348,7 @@ class TestFallbacks:
 
     @pytest.fixture
     def wide(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("dma_hf.masks.arguments.MAX_HEAD_DIM", 16)
+        monkeypatch.setattr("dma_hf.support.MAX_HEAD_DIM", 16)
 
     @pytest.mark.usefixtures("wide")
     def test_are_counted(self, compared: Compared, identity_file: Any) -> None:

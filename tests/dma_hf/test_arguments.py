@@ -20,7 +20,7 @@ from transformers import (
 
 import dma_hf
 from dma_hf.attention import dma_attention_forward
-from dma_hf.masks.arguments import HARMLESS
+from dma_hf.support import HARMLESS
 
 NEW_TOKENS = 3
 OF_ATTENTION = {"attention_mask", "past_key_values", "kwargs", "self"}  # has its own parameters, or none

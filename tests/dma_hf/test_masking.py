@@ -14,9 +14,8 @@ from transformers import masking_utils as upstream
 
 import dma_hf
 from dma_hf.masks import dma_mask
-from dma_hf.masks.architectures import has_built_in_attention
-from dma_hf.masks.compact_mask import CompactMask
-from dma_hf.masks.geometry import MaskGeometry
+from dma_hf.masks.geometry import CompactMask, MaskGeometry
+from dma_hf.support import has_built_in_attention
 
 WINDOW = 6
 

@@ -16,7 +16,7 @@ import dma_hf
 from dma_hf import DMACache
 from dma_hf.attention import dma_attention_forward
 from dma_hf.masks import dma_mask
-from dma_hf.masks import documents as packing
+from dma_hf.masks import layer_geometry as packing
 
 LENGTHS = (128, 500, 1, 171)
 TOKENS = sum(LENGTHS)
