@@ -404,13 +404,7 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
 class DMAStaticLayer(DMALayer):
     """A layer of fixed size for ``torch.compile`` and CUDA graphs. Its decoding steps do not wait for the host.
 
-    A sliding window bounds its memory, but not its masks, which cover all tokens.
-
-    Args:
-        owner: State that all layers share.
-        cache: The format as users call it.
-        max_cache_len: Tokens that fit.
-        window: Tokens that a query sees, its own included, or ``None`` for all.
+    A sliding window bounds its memory, but not its masks, which cover all ``max_cache_len`` tokens.
     """
 
     is_compileable = True

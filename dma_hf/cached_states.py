@@ -46,11 +46,7 @@ class Step:
 class RepeatedUpdate(NamedTuple):
     """The update of a step's first layer. Those of other layers of the same kind need no further checks.
 
-    Attributes:
-        kind: What :func:`kind_of_update` returned.
-        kv_len: See :class:`Step`.
-        kv_offset: See :class:`Step`.
-        states: Tensors with the shapes of the :class:`CachedStates`.
+    ``kind`` is what :func:`kind_of_update` returned. ``states`` have the shapes of the :class:`CachedStates`.
     """
 
     kind: tuple[Any, ...]

@@ -46,9 +46,6 @@ class Section(dict[str, Any]):
         super().__init__(saved)
         self.runtime = dict(runtime)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (dict(self), self.runtime)
-
 
 @dataclass(frozen=True, kw_only=True)
 class DMAConfig(Recipe):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from .config import EVERY_TILE
+from .masks.geometry import has_no_values
 from .support import Call
 
 LARGEST_ERROR = 4.0
@@ -40,19 +41,12 @@ def check_first_prompt(
 ) -> bool:
     """Warn if 4 bits cannot represent a layer's queries and keys, once for each model and recipe.
 
-    The check reads the first 128 keys of the longest row, and its last 128 queries. It waits for the device.
-
-    Args:
-        module: The layer.
-        call: Keyword arguments of its call.
-        query: ``[B, Hq, Tq, D]``.
-        key: ``[B, Hkv, Tk, D]``, from the first token on.
-        kv_range: The visible keys of each row, integer ``[B, 2]``, or ``None`` for all.
-
-    Returns:
-        Whether this call was the one that was checked.
+    The check reads the first 128 keys, ``[B, Hkv, Tk, D]``, of the longest row, and its last 128 queries,
+    ``[B, Hq, Tq, D]``. Key 0 is the first token. It waits for the device. Returns whether this call was checked.
     """
-    if not _may_wait(query) or min(query.shape[2], key.shape[2]) < TILE:
+    if has_no_values(query) or torch.is_grad_enabled() or type(query) is not Tensor:
+        return False
+    if min(query.shape[2], key.shape[2]) < TILE:
         return False
     recipe = call.settings.recipe
     choice = recipe, call.settings.config.high_layers
@@ -81,10 +75,3 @@ def check_first_prompt(
             stacklevel=3,
         )
     return True
-
-
-def _may_wait(query: Tensor) -> bool:
-    """Return whether the host may read results: not while a call is traced, captured or differentiated."""
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or type(query) is not Tensor or query.is_meta:
-        return False
-    return not (query.is_cuda and torch.cuda.is_current_stream_capturing())

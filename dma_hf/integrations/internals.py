@@ -172,12 +172,10 @@ def split_packed(mask_function: Callable[..., Any]) -> tuple[Callable[..., Any],
     documents = _captured(packed, _PACKED).get("packed_sequence_mask")
     if documents is None:
         return None
-    if _REMAPPED is not None:
-        pattern = _captured(pattern, _REMAPPED).get("mask_function", pattern)
-    return pattern, documents
+    return _captured(pattern, _REMAPPED).get("mask_function", pattern), documents
 
 
-def _captured(function: Any, code: CodeType) -> dict[str, Any]:
+def _captured(function: Any, code: CodeType | None) -> dict[str, Any]:
     """Return the variables that a function with this code captured, by name; none of another function."""
     if not isinstance(function, FunctionType) or function.__code__ is not code:
         return {}

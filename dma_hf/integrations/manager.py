@@ -28,12 +28,6 @@ class DMAManager(ContinuousBatchingManager):  # type: ignore[misc]
     """Transformers' manager of continuous batching for a model that runs ``dma_mxfp``, with the cache in its settings.
 
     The attention of the model has a name for batching while the manager runs, and its own name afterwards.
-
-    Args:
-        model: The model.
-        settings: The generation configuration.
-        batching: The configuration of continuous batching.
-        hints: Transformers' ``WorkloadHints``, or ``None``.
     """
 
     _batching: weakref.finalize[..., Any] | None = None
