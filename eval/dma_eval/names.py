@@ -57,41 +57,31 @@ def is_file(setting: str) -> bool:
 
 
 def check_names(names: Iterable[str], option: str = "--attn") -> None:
-    """Check the names of backends."""
+    """Check the names of backends. If Transformers is loaded, it knows the implementations: some may be registered."""
     for name in names:
         rest, suffix = split_suffix(name)
         implementation, colon, setting = (name if suffix in (*PEER_SUFFIXES, DYNAMIC) else rest).partition(":")
-        if implementation == DMA and (setting in PRESETS or not colon):
+        if implementation.partition("+")[0] == DMA:
+            is_preset = implementation == DMA and (setting in PRESETS or not colon)
+            if setting.endswith(".toml") and not Path(setting).is_file():
+                raise UserError(f"{option}: no such file: {setting}")
+            if not is_preset and not Path(setting).is_file():
+                raise UserError(
+                    f"{option}: unknown preset {setting or name!r}; valid: {', '.join(PRESETS)}, or a TOML file "
+                    f"({DMA}:FILE.toml), and after it a cache ({', '.join(FORMAT_SUFFIXES)})"
+                )
             continue
-        if implementation.partition("+")[0] != DMA:
-            _check_other(name, option)
-            continue
-        if setting.endswith(".toml") and not Path(setting).is_file():
-            raise UserError(f"{option}: no such file: {setting}")
-        if not Path(setting).is_file():
+        implementation, colon, _ = rest.partition(":")
+        if implementation.startswith(PAGED):
+            why = "needs continuous batching, which is not evaluated here"
+            raise UserError(f"{option}: {name!r} {why}; valid: {', '.join(IMPLEMENTATIONS)}")
+        if implementation not in IMPLEMENTATIONS and "transformers" not in sys.modules:
+            raise unknown_backend(name, option, IMPLEMENTATIONS)
+        if colon or suffix in FORMAT_SUFFIXES:
             raise UserError(
-                f"{option}: unknown preset {setting or name!r}; valid: {', '.join(PRESETS)}, or a TOML file "
-                f"({DMA}:FILE.toml), and after it a cache ({', '.join(FORMAT_SUFFIXES)})"
+                f"{option}: {implementation!r} takes neither presets nor caches of {DMA}, got {name!r}; valid: "
+                f"{implementation}{'|'.join(PEER_SUFFIXES)}, {DMA}:PRESET{'|'.join(FORMAT_SUFFIXES)}"
             )
-
-
-def _check_other(name: str, option: str) -> None:
-    """Check the name of a backend other than ``dma_mxfp``.
-
-    If Transformers is loaded, it alone knows the implementations: some may have been registered.
-    """
-    rest, suffix = split_suffix(name)
-    implementation, colon, _ = rest.partition(":")
-    if implementation.startswith(PAGED):
-        valid = ", ".join(IMPLEMENTATIONS)
-        raise UserError(f"{option}: {name!r} needs continuous batching, which is not evaluated here; valid: {valid}")
-    if implementation not in IMPLEMENTATIONS and "transformers" not in sys.modules:
-        raise unknown_backend(name, option, IMPLEMENTATIONS)
-    if colon or suffix in FORMAT_SUFFIXES:
-        raise UserError(
-            f"{option}: {implementation!r} takes neither presets nor caches of {DMA}, got {name!r}; valid: "
-            f"{implementation}{'|'.join(PEER_SUFFIXES)}, {DMA}:PRESET{'|'.join(FORMAT_SUFFIXES)}"
-        )
 
 
 def unknown_backend(name: str, option: str, valid: Sequence[str]) -> UserError:
@@ -131,14 +121,6 @@ def check_yarn(factor: float | None) -> None:
     """Check the factor by which YaRN extends positions."""
     if factor is not None and factor <= 1:
         raise UserError(f"--yarn: expected a factor above 1, got {factor:g}")
-
-
-def check_loading(name: str, *, device: str, device_map: str | None, revision: str | None) -> None:
-    """Check options of loading a model that exclude each other."""
-    if revision is not None and Path(parse_source(name).path).is_dir():
-        raise UserError(f"--revision: {name} is a local model, which has none; leave it out")
-    if device_map is not None and device != "auto":
-        raise UserError("--device and --device-map exclude each other; give one of them")
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,11 @@ import torch
 import transformers
 from dma_eval.cli import main
 from dma_eval.config import PerplexityPart
+from dma_eval.console import Progress
 from dma_eval.load.backends import parse_backends
 from dma_eval.load.data import load_text
 from dma_eval.load.models import LoadedModel, load_model
 from dma_eval.measures.perplexity import measure_perplexity
-from dma_eval.progress import Progress
 from dma_eval.results import PerplexitySection
 from dma_eval.session import Session
 from gguf_files import write_gguf

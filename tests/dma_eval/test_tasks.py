@@ -13,16 +13,15 @@ import pytest
 import torch
 import yaml
 from dma_eval.config import TasksPart
+from dma_eval.console import Progress
 from dma_eval.errors import UserError
 from dma_eval.files import slug
 from dma_eval.load.backends import Backend, parse_backends
 from dma_eval.load.models import LoadedModel
 from dma_eval.measures import tasks as tasks_module
 from dma_eval.measures.tasks import find_tasks, measure_tasks
-from dma_eval.pieces import Store
-from dma_eval.progress import Progress
 from dma_eval.results import Report, TaskResult, TaskSection, read_report
-from dma_eval.session import Session
+from dma_eval.session import Session, Store
 from dma_eval.show.pages import task_page
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
@@ -92,9 +91,6 @@ class TestNumbers:
         assert group.values["sdpa"] == pytest.approx(np.mean([value or 0.0 for value in accuracies]))
         assert section.backends[0].mean_accuracy == pytest.approx(np.mean([value or 0.0 for value in accuracies]))
 
-    def test_limit(self, evaluate: Evaluate) -> None:
-        assert by_name(evaluate("tiny_choice", "sdpa", limit=5))["tiny_choice"].samples == 5
-
     def test_fewshot(self, evaluate: Evaluate) -> None:
         found = by_name(evaluate("tiny_choice,tiny_few", "sdpa", limit=3))
         assert [found[name].num_fewshot for name in ("tiny_choice", "tiny_few")] == [0, 2]
@@ -145,14 +141,6 @@ class TestPairs:
             assert other.low <= other.difference <= other.high
             if metric.right_or_wrong:
                 assert ((other.gained or 0) - (other.lost or 0)) / 24 == pytest.approx(other.difference)
-
-    def test_one_pass_per_backend(self, evaluate: Evaluate, loaded: LoadedModel) -> None:
-        rows: list[int] = []
-        loaded.model.register_forward_pre_hook(
-            lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
-        )
-        evaluate("tiny_last_word", "sdpa", "dma_mxfp:balanced", "dma_mxfp:paper", batch_size=8)
-        assert rows == [8, 8, 8] * 3
 
     def test_as_many_passes_as_lm_eval_itself(self, evaluate: Evaluate, loaded: LoadedModel, tiny_tasks: Path) -> None:
         """Of every kind of task, one after the other as ours are; each backend costs as many again."""
@@ -259,12 +247,6 @@ class TestResuming:
         path.write_text(path.read_text(encoding="utf-8").replace(before, after, 1) if path.exists() else after)
         evaluate()
         assert len(kept) == 1
-
-    def test_half_a_file_is_evaluated(self, evaluate: Evaluate, tmp_path: Path) -> None:
-        first = evaluate("tiny_choice", "sdpa", folder=tmp_path)
-        (file,) = tmp_path.rglob("tiny_choice.json")
-        file.write_text(file.read_text(encoding="utf-8")[:500], encoding="utf-8")
-        assert evaluate("tiny_choice", "sdpa", folder=tmp_path).tasks == first.tasks
 
     def test_interrupted(self, evaluate: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         original = tasks_module._evaluate
@@ -376,18 +358,27 @@ class TestNames:
         with pytest.raises(UserError, match=r"unknown task 'tiny_choic'; did you mean: tiny_choice, .*in --incl"):
             find_tasks(["tiny_choic"], [tiny_tasks])
 
-    @pytest.mark.parametrize("names", [[], ["", ","]])
-    def test_none(self, names: list[str]) -> None:
-        with pytest.raises(UserError, match="--tasks needs at least one name"):
-            find_tasks(names)
+    @pytest.mark.parametrize(
+        ("names", "folders", "message"),
+        [
+            (["", ","], [], "--tasks needs at least one name"),
+            (["a"], ["none"], "--include-path: no such folder"),
+            (["missing.yaml"], [], "--tasks: cannot read missing.yaml: No such file"),
+        ],
+    )
+    def test_what_is_not_there(self, names: list[str], folders: list[str], message: str) -> None:
+        with pytest.raises(UserError, match=message):
+            find_tasks(names, [*map(Path, folders)])
 
-    def test_no_folder(self, tmp_path: Path) -> None:
-        with pytest.raises(UserError, match="--include-path: no such folder"):
-            find_tasks(["a"], [tmp_path / "none"])
-
-    def test_no_yaml_file(self) -> None:
-        with pytest.raises(UserError, match=r"--tasks: cannot read missing.yaml: No such file"):
-            find_tasks(["missing.yaml"])
+    @pytest.mark.parametrize(("file", "message"), [("none.jsonl", ""), ("empty.jsonl", "its data have no rows")])
+    def test_lacking_data(self, tmp_path: Path, loaded: LoadedModel, file: str, message: str) -> None:
+        (tmp_path / "empty.jsonl").touch()
+        data = f"{{data_files: {{test: {tmp_path / file}}}}}"
+        text = f"task: gone\ndataset_path: json\ndataset_kwargs: {data}\ntest_split: test\n"
+        (tmp_path / "gone.yaml").write_text(text + "doc_to_text: a\ndoc_to_target: b\n", encoding="utf-8")
+        session, names = Session(loaded, parse_backends(["sdpa"])), find_tasks(["gone"], [tmp_path])
+        with pytest.raises(UserError, match=f"--tasks: cannot load 'gone': {message}"):
+            measure_tasks(session, names, TasksPart(names=["gone"]))
 
     def test_yaml_file(self, tiny_tasks: Path, evaluate: Evaluate) -> None:
         section = evaluate(str(tiny_tasks / "tiny_choice.yaml"), "sdpa", "dma_mxfp:paper", limit=2)
@@ -435,22 +426,6 @@ class TestNames:
         with pytest.raises(UserError) as caught:
             find_tasks([name if name == "broken" else str(file)], [tmp_path])
         assert str(caught.value).startswith(f"--tasks: {file} is not YAML: line 3, column 11: ")
-
-    def test_lacking_data(self, tmp_path: Path, loaded: LoadedModel) -> None:
-        text = "task: gone\ndataset_path: json\ndataset_kwargs: {data_files: {test: /none.jsonl}}\ntest_split: test\n"
-        (tmp_path / "gone.yaml").write_text(text + "doc_to_text: a\ndoc_to_target: b\n", encoding="utf-8")
-        session, names = Session(loaded, parse_backends(["sdpa"])), find_tasks(["gone"], [tmp_path])
-        with pytest.raises(UserError, match="--tasks: cannot load 'gone': "):
-            measure_tasks(session, names, TasksPart(names=["gone"]))
-
-    def test_empty_data(self, tmp_path: Path, loaded: LoadedModel) -> None:
-        (tmp_path / "none.jsonl").touch()
-        data = f"{{data_files: {{test: {tmp_path / 'none.jsonl'}}}}}"
-        text = f"task: bare\ndataset_path: json\ndataset_kwargs: {data}\ntest_split: test\n"
-        (tmp_path / "bare.yaml").write_text(text + "doc_to_text: a\ndoc_to_target: b\n", encoding="utf-8")
-        session, names = Session(loaded, parse_backends(["sdpa"])), find_tasks(["bare"], [tmp_path])
-        with pytest.raises(UserError, match="--tasks: cannot load 'bare': its data have no rows"):
-            measure_tasks(session, names, TasksPart(names=["bare"]))
 
 
 class TestCommand:

@@ -90,15 +90,8 @@ def failures(results: Sequence[SpeedResult]) -> list[str]:
 def _reference_runs(report: SpeedReport, results: Sequence[SpeedResult]) -> list[str]:
     """Return a warning that names what the PyTorch reference computed: its speed is not that of the kernels."""
     device = torch.device("cpu" if report.device.capability is None else "cuda")
+    ran = {result.label: result.config["backend"] for result in results if result.config and not result.failure}
     dtype = getattr(torch, report.dtype)
-    ran = {result.label: result.config for result in results if result.failure is None}
-    labels = [
-        label
-        for label, config in ran.items()
-        if config is not None and resolve_backend(config["backend"], device, dtype) == "reference"
-    ]
-    if not labels:
-        return []
-    where = f"{device.type}, {report.dtype}"
-    way_out = "kernels need a CUDA device, and bfloat16 or float16"
-    return [f"{', '.join(labels)} ran in the PyTorch reference, not in the kernels ({where}); {way_out}"]
+    labels = [label for label, backend in ran.items() if resolve_backend(backend, device, dtype) == "reference"]
+    where = f"({device.type}, {report.dtype}); kernels need a CUDA device, and bfloat16 or float16"
+    return [f"{', '.join(labels)} ran in the PyTorch reference, not in the kernels {where}"] if labels else []

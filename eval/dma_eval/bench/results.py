@@ -57,26 +57,19 @@ class SpeedResult:
     label: str  # its name, as asked for
     config: dict[str, Any] | None  # its resolved configuration; null for anything but ``dma_mxfp``
     failure: str | None = None  # Why it did not run; null if it did. If it did not, the numbers are null.
-    # Time of the first that is compared on its shape or context over this one's: ``milliseconds``, of a graph in
-    # decoding; ``step_milliseconds``.
-    speedup: float | None = None
+    speedup: float | None = None  # time of the first on its shape or context over this one's
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionResult(SpeedResult):
-    """Attention of one layer, on random inputs."""
-
     call: Call
     shape: Shape
-    # Median time of a call. Quantization is counted, and in a step over a packed cache storing the new key. On a GPU a
-    # step is a CUDA graph.
+    # Median time of a call, with quantization and the storing of a new key. On a GPU a step is a CUDA graph.
     milliseconds: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateResult(SpeedResult):
-    """One attention and cache at one length of context."""
-
     context: int  # tokens of the prompt, in each sequence
     first_token_seconds: float | None = None  # from the call of ``generate`` to the first new token
     step_milliseconds: float | None = None  # median time between two tokens
