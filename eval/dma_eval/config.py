@@ -67,10 +67,13 @@ class Command(typer.core.TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Repeat the name of a list option before each of its values, and add the given value to errors."""
-        lists = {name for each in self.params if getattr(each, "multiple", False) for name in each.opts}
+        known = {name: vars(each) for each in self.params for name in each.opts if name.startswith("-")}
+        lists = {name for name, each in known.items() if each["multiple"]}
         spread: list[str] = []
         name = ""  # of the list option that further values belong to
         for previous, given in pairwise(["", *args]):
+            if given in known and previous in known and not known[previous]["is_flag"]:
+                raise UserError(f"Option {previous!r} requires an argument (try: {ctx.command_path} --help)")
             if given.startswith("-") and not re.fullmatch(r"-\.?\d.*", given):
                 option = given.partition("=")[0]
                 name = option if option in lists else ""

@@ -181,6 +181,7 @@ WRONG = {
     "bench --run sdpa+dynamo": "--run: expected ATTENTION+CACHE with a cache of dynamic, static, int8, ",
     "bench --shape big": "Invalid value for '--shape': 'big' is not one of 'llama-3.1-8b', ",
     "ppl -m m -d none.txt -c 128 --stride 129": "--stride must be from 1 to the context, 128, got 129",
+    "ppl -m m -d --stride 2": "Option '-d' requires an argument (try: dma-hf ppl --help)",
     "ppl -m m -d none.txt --stride 2049": "--stride must be from 1 to the context, 2048, got 2049",
     "ppl -m m -d none.txt --spread": "--spread needs --max-windows; without it all windows are read",
     "suite -s s.toml -m m -d none.txt --out o": "--stride must be from 1 to the context, 128, got 129",

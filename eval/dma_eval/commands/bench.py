@@ -96,8 +96,7 @@ def bench(args: BenchOptions) -> int:
         import torch
 
         from dma_eval.bench import attention, generate
-        from dma_eval.bench.report import finish, record, tables
-        from dma_eval.bench.results import BenchReport
+        from dma_eval.bench.results import BenchReport, finish, record, tables
         from dma_eval.bench.timing import look_at
         from dma_eval.load.data import leading_tokens, load_text, tokenize
         from dma_eval.load.models import load_model, parse_device
