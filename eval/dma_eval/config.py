@@ -29,18 +29,14 @@ from .files import parse
 from .names import check_device, check_yarn, parse_source
 from .results import RetrievalKind
 
-REQUIRED = MISSING
-"""The default of a required option."""
-KEY = "option"
-"""Key of the option in a field's metadata."""
+REQUIRED = MISSING  # the default of a required option
+KEY = "option"  # key of the option in a field's metadata
 DEBUG = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 DEFAULT_ATTN = ["sdpa", "dma_mxfp:balanced"]
-DEFAULT_CONTEXT = 2048
-"""Tokens per window, or the model's maximum if that is less."""
+DEFAULT_CONTEXT = 2048  # tokens per window, or the model's maximum if that is less
 MODEL: dict[str, Any] = {"metavar": "NAME|FOLDER|FILE.gguf", "help": "Hub name, local folder, or GGUF file."}
 DATA = "Text file; .json, .jsonl, .csv or .parquet file; or a Hub dataset, NAME, NAME:CONFIG or NAME:CONFIG:SPLIT."
-OUTPUT = "Output"
-"""Section of the help."""
+OUTPUT = "Output"  # section of the help
 SUITES = resources.files("dma_eval") / "suites"
 Run = Callable[..., int]
 
@@ -94,10 +90,7 @@ class Command(typer.core.TyperCommand):
 
 
 def add_command(app: typer.Typer, name: str, run: Run) -> None:
-    """Add a command to ``app``: a function of dataclasses of options that returns the exit code.
-
-    Its docstring is the help, with examples after a line ``Examples:``.
-    """
+    """Add a command: a function of dataclasses of options. Its docstring is the help, with examples at the end."""
     kinds = {key: kind for key, kind in get_type_hints(run).items() if key != "return"}
     own = {key: [each for each in fields(kind) if KEY in each.metadata] for key, kind in kinds.items()}
 

@@ -32,8 +32,7 @@ from .names import DMA
 Request = tuple[Any, list[int], list[int]]
 """The strings (or ``None``), the tokens of the context and those of the continuation."""
 OWN = "has no token of its own to score"  # for it is empty, or merges with the end of its context
-SHOWN_CHARACTERS = 40
-"""Characters of a context and of a continuation that an error shows."""
+SHOWN_CHARACTERS = 40  # characters of a context and of a continuation that an error shows
 
 
 class BackendFailure(RuntimeError):

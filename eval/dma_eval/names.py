@@ -17,27 +17,20 @@ from .errors import UserError
 
 DMA = "dma_mxfp"
 PRESETS = ("balanced", "fp4", "paper")
-FORMAT_SUFFIXES = {"+int8": "int8", "+int4": "int4"}
-"""Suffixes of ``dma_mxfp`` and their cache formats."""
+FORMAT_SUFFIXES = {"+int8": "int8", "+int4": "int4"}  # suffixes of ``dma_mxfp`` and their cache formats
 PEER_SUFFIXES = ("+quanto4", "+quanto2", "+hqq8", "+hqq4", "+hqq2", "+fp8")
 """Suffixes of other implementations, which select a ``QuantizedCache`` of Transformers."""
-DYNAMIC = "+dynamic"
-"""Suffix that selects the ``DynamicCache`` of Transformers, in 16 bits."""
-SIMULATED = "sim_"
-"""Prefix of the names of simulated kernels."""
+DYNAMIC = "+dynamic"  # suffix that selects the ``DynamicCache`` of Transformers, in 16 bits
+SIMULATED = "sim_"  # prefix of the names of simulated kernels
 IMPLEMENTATIONS = (
     *(DMA, "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention", "sdpa"),
     *(f"{SIMULATED}{kernel}" for kernel in ("fa3_fp8", "fp8_cache", "sage")),
 )
 """Attention implementations of the supported versions of Transformers, and simulated ones."""
-GENERATE_CACHES = ("dynamic", "static", "int8", "int4")
-"""Caches of ``dma-hf bench``."""
-PAGED = "paged|"
-"""Part of the name of what continuous batching runs in place of an implementation."""
-API_KEY_VARIABLE = "DMA_HF_API_KEY"
-"""Environment variable with the key that the requests to a server must carry."""
-TILE = 128
-"""Tokens of a chunk that is read through a cache."""
+GENERATE_CACHES = ("dynamic", "static", "int8", "int4")  # caches of ``dma-hf bench``
+PAGED = "paged|"  # part of the name of what continuous batching runs in place of an implementation
+API_KEY_VARIABLE = "DMA_HF_API_KEY"  # environment variable with the key that the requests to a server must carry
+TILE = 128  # tokens of a chunk that is read through a cache
 
 
 def split_suffix(name: str) -> tuple[str, str]:

@@ -22,8 +22,7 @@ from .errors import UserError
 from .files import parse
 from .names import TILE
 
-RESULTS = "results.json"
-"""The report in a run's folder."""
+RESULTS = "results.json"  # the report in a run's folder
 Backend = TypeVar("Backend")
 Compared = Annotated[list[Backend], Field(min_length=1)]
 Edges = Annotated[list[int], Field(min_length=2)]
@@ -428,10 +427,7 @@ def low_share(lengths: Sequence[int], config: Mapping[str, Any]) -> float:
 
 
 def backend_configs(report: Report) -> dict[str, dict[str, Any]]:
-    """The configuration of every ``dma_mxfp`` backend in a report, by label.
-
-    A file may have changed between two commands. The label of its second configuration ends in `` (2)``.
-    """
+    """The configuration of every ``dma_mxfp`` backend, by label, which for a second configuration ends in `` (2)``."""
     found: dict[str, list[dict[str, Any]]] = {}
     for backend in (each for group in backend_groups(report) for each in group):
         if backend.config is not None and backend.config not in found.setdefault(backend.label, []):

@@ -72,10 +72,7 @@ class Run:
         self.session = Session(load(args), backends, Store(args.out), seed=args.seed)
 
     def _parts(self, limit: int | None) -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
-        """Yield the name of each section, the function that measures it, and the settings that it depends on.
-
-        Contexts beyond ``limit`` are skipped.
-        """
+        """Yield name, function and settings of each section. Contexts beyond ``limit`` are skipped."""
         suite, default = self._suite, default_context(self.session.loaded)
 
         def fits(part: str, lengths: Sequence[int]) -> list[int]:

@@ -29,8 +29,7 @@ from .load.backends import Backend, with_references
 from .load.models import LoadedModel, load_model
 from .results import Origin, here_and_now
 
-COMPUTING = ("dma-hf", "lm-eval", "transformers", "torch")
-"""Packages whose versions affect results."""
+COMPUTING = ("dma-hf", "lm-eval", "transformers", "torch")  # packages whose versions affect results
 Value = TypeVar("Value")
 
 
@@ -79,10 +78,7 @@ class Store:
 
 
 def join_processes(device: str, seed: int) -> PartialState:
-    """Join the processes of a run, and seed PyTorch. All except the first are silent from then on.
-
-    On the CPU they use gloo.
-    """
+    """Join the processes of a run, on the CPU by gloo, and seed PyTorch. All except the first become silent."""
     is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
     state = PartialState(cpu=is_alone or device == "cpu" or not torch.cuda.is_available())
     torch.manual_seed(seed)
@@ -129,10 +125,9 @@ class Session:
         is_final: Callable[[Value], bool] = lambda content: True,
         **settings: Any,
     ) -> tuple[Value, bool]:
-        """Return a piece of a section, and whether it is from the run's folder. If not, it is made and saved.
+        """Return a piece of a section, and whether it is from the run's folder. If not, it is made, and saved if final.
 
-        ``kind`` is its type, and ``place`` has the names of its folders and file. What is not final is not saved, so
-        the next run tries again.
+        ``kind`` is its type, and ``place`` has the names of its folders and file.
         """
         identity = self.identity(*backends, **settings)
         saved = self.store.load(kind, identity, "parts", *place)

@@ -21,8 +21,7 @@ from dma_eval.results import Results
 from dma_eval.show.pages import Columns, Page, Table, make_table, of
 
 GIB = 1 << 30
-Call = Literal["prompt", "step"]
-"""Causal attention over a prompt, or one new token of each sequence over a cache."""
+Call = Literal["prompt", "step"]  # causal attention over a prompt, or one new token of each sequence over a cache
 
 
 @dataclass(frozen=True, kw_only=True)

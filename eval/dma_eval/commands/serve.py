@@ -32,10 +32,7 @@ if TYPE_CHECKING:
     from dma_hf.serving.gate import Gate
 
 NEEDED = ("fastapi", "uvicorn", "openai")
-DEFAULT_PORT = 8000
 DEFAULT_REQUESTS = 64
-
-
 server, on_ray = partial(option, panel="Server"), partial(option, panel="Replicas, on Ray Serve")
 
 
@@ -59,7 +56,7 @@ class ServeOptions(config.LoadOptions):
     )
     compile: bool = server(False, help="Compile the batches of --continuous-batching: faster, but slower to start.")
     host: str = server("localhost", help="Address to listen on.")
-    port: int = server(DEFAULT_PORT, min=0, max=65535, help="Port to listen on; 0 takes any free one.")
+    port: int = server(8000, min=0, max=65535, help="Port to listen on; 0 takes any free one.")
     max_requests: int = server(
         DEFAULT_REQUESTS, min=1, help="Requests at once, running and waiting; more are refused with status 429."
     )
@@ -176,11 +173,7 @@ def _end_process() -> int:
 
 
 def load(args: ServeOptions, api_key: str | None = None) -> tuple[Engine, Gate]:
-    """Load the model, switch it to its attention, and return its engine and its application.
-
-    Raises:
-        UserError: The model does not load, or continuous batching does not start.
-    """
+    """Load the model, switch it to its attention, and return its engine and its application."""
     import torch
     from transformers.utils import logging
 

@@ -29,12 +29,9 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 BASE = 32
 """Base of the digits that number channels. BF16 represents them exactly, even with a long-context factor."""
-WATCHED = f"{NAME}_watched"
-"""The attention implementation of a model while its layers are watched."""
-_watching: ContextVar[Callable[..., Any]] = ContextVar("_watching")
-"""The attention function of this thread."""
-LARGE = 2.0**20
-"""Multiples of this number reveal functions that are linear for small numbers only, such as clipping."""
+WATCHED = f"{NAME}_watched"  # the attention implementation of a model while its layers are watched
+_watching: ContextVar[Callable[..., Any]] = ContextVar("_watching")  # the attention function of this thread
+LARGE = 2.0**20  # multiples of this number reveal functions that are linear for small numbers only, such as clipping
 
 
 class Operands(NamedTuple):

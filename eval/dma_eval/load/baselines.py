@@ -57,15 +57,12 @@ def _as_e4m3(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a kernel rounds queries ``[B, Hkv, G, T, D]``, keys and values ``[B, Hkv, 1, T, D]``, and probabilities.
-
-    Probabilities are relative to the largest of their row.
-    """
+    """How a kernel rounds queries ``[B, Hkv, G, T, D]``, keys and values ``[B, Hkv, 1, T, D]``, and probabilities."""
 
     query: Rounding = lambda x: x
     key: Rounding = lambda x: x
     value: Rounding = lambda x: x
-    probability: Rounding = lambda x: x
+    probability: Rounding = lambda x: x  # relative to the largest of its row
 
     def attend(
         self,

@@ -44,14 +44,11 @@ class Text:
 
 @dataclass(frozen=True)
 class Window:
-    """The ``prefix`` first tokens of the text, then its tokens ``begin`` to ``end``.
-
-    Those from index ``first`` of the window on are scored. The prefix is what :func:`leading_tokens` returns.
-    """
+    """The ``prefix`` first tokens of the text, which are special ones, then its tokens ``begin`` to ``end``."""
 
     begin: int
     end: int
-    first: int
+    first: int  # index of the first token that is scored
     prefix: int = 0
 
     @property

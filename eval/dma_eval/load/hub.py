@@ -32,11 +32,7 @@ def check_inputs(model: str | None, data: str | None) -> None:
 
 
 def prepare(model: str | None) -> None:
-    """Let this process use the Hub's cache only, if the Hub cannot be reached. The libraries would retry for a minute.
-
-    Raises:
-        UserError: ``model`` is not in the cache either.
-    """
+    """Use the Hub's cache only if the Hub cannot be reached. The libraries would retry for a minute."""
     variable = next((name for name in OFFLINE if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")), None)
     reason = f"{variable} is set" if variable else _unreachable(os.environ.get("HF_ENDPOINT") or HUB)
     if reason is None:

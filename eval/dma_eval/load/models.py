@@ -129,10 +129,9 @@ def load_model(
     tensor_parallel: int = 1,
     option: str = "--model",
 ) -> LoadedModel:
-    """Load a causal language model and its tokenizer, as the options of the same names say.
+    """Load a causal language model and its tokenizer, as the options of the same names say. Errors name ``option``.
 
-    Of ``tensor_parallel`` processes in a process group, each loads its share of every layer. Errors name ``option``,
-    which gave the model.
+    Of ``tensor_parallel`` processes in a process group, each loads its share of every layer.
     """
     source = parse_source(name, option)
     default = None if source.gguf_file is None else torch.float32

@@ -220,11 +220,7 @@ def head_errors(
 
 
 def _sums_of(output: Tensor, reference: Tensor, tiles: Tensor | None) -> Array:
-    """Return the sums of one call, ``[6, H]``, from outputs ``[B, T, H, D]``.
-
-    The rows are the error, the reference, their cosine, the number of tokens, and the tiles skipped and examined
-    (``tiles``, ``[H, 2]``).
-    """
+    """Return sums over outputs ``[B, T, H, D]``: error, reference, cosine, tokens, tiles skipped, tiles examined."""
     output, reference = output.double(), reference.double()
     cosine = nn.functional.cosine_similarity(output, reference, dim=-1).sum((0, 1))
     tokens = torch.full_like(cosine, output.shape[0] * output.shape[1])

@@ -83,10 +83,7 @@ class Reading:
 def measure_perplexity(
     session: Session, text: Text, part: PerplexityPart, context: int | None = None, *, name: str = "perplexity"
 ) -> PerplexitySection:
-    """Measure perplexity and fidelity of every backend on the same tokens. Finished batches are saved under ``name``.
-
-    If it is interrupted after at least one batch of windows, the results of those are returned.
-    """
+    """Measure perplexity and fidelity of every backend on the same tokens. Batches are saved under ``name``."""
     reading = cut(session.loaded, text, part, context)
     return compare(session, reading, session.backends, place=(name,), keeps_partial=True)
 
@@ -122,18 +119,10 @@ def compare(
 ) -> PerplexitySection:
     """Run every backend on every window. The first one is the reference, or what :func:`reference_of` returns.
 
-    A backend that raises or gives logits that are not finite is stopped and marked as failed. The others continue. If
-    the reference fails, KL and agreement of the others are meaningless.
-
-    Args:
-        session: The session.
-        reading: What is read.
-        backends: What is compared.
-        place: Names under which finished batches are saved.
-        seed: The seed that the model depends on, if it does. Batches are reused only for the same one.
-        keeps_partial: Whether an interrupted run returns partial results.
-        reference_model: Returns the model of the first ``references`` backends: the same weights in another dtype.
-        references: Number of backends that run on it.
+    A backend that raises or gives logits that are not finite is stopped and marked as failed. The others continue.
+    Finished batches are saved under the names ``place``, and reused for the same ``seed``, if the model depends on one.
+    ``keeps_partial`` returns partial results of an interrupted run. The first ``references`` backends run on what
+    ``reference_model`` returns, which has the same weights in another dtype.
     """
     part, context, model, windows = reading.part, reading.context, session.loaded.model, reading.windows
     batches = make_batches(windows, part.batch_size)

@@ -32,12 +32,9 @@ from dma_hf.stats import counted_tiles
 
 from .perplexity import Reading, compare, cut
 
-RANGE_TOKENS = 1024
-"""Tokens over which ranges are measured."""
-SCALED_PAIRS = 2
-"""Pairs of channels of each key head that a twin scales, and channels of each value head."""
-THRESHOLDS = (4.0, 5.0, 6.0, 7.0, 8.0)
-"""Tested thresholds of tile skipping, in nats."""
+RANGE_TOKENS = 1024  # tokens over which ranges are measured
+SCALED_PAIRS = 2  # pairs of channels of each key head that a twin scales, and channels of each value head
+THRESHOLDS = (4.0, 5.0, 6.0, 7.0, 8.0)  # tested thresholds of tile skipping, in nats
 BIASED = (10 / 32, 26 / 32, 29 / 32)
 """Positions of the biased pairs in each key head, from the fastest of the rotary embedding, 0, to the slowest, 1. Slow
 pairs hardly rotate, so their bias is nearly the same for every token, as in Qwen2."""
@@ -168,10 +165,7 @@ def attention_layers(model: PreTrainedModel, tokens: Tensor) -> list[Layer]:
 
 @contextmanager
 def stressed(model: PreTrainedModel, layers: Sequence[Layer], twin: Twin, seed: int = 0) -> Iterator[None]:
-    """Turn ``model`` into a twin within a ``with`` block. ``layers`` come from :func:`attention_layers`.
-
-    A twin with other keys than an equalized model does not count as equalized.
-    """
+    """Turn ``model`` into a twin within a ``with`` block. With other keys it does not count as equalized."""
     generator = torch.Generator().manual_seed(seed)
     config = model.config.get_text_config(decoder=True)
     with ExitStack() as stack:

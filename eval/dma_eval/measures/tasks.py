@@ -44,8 +44,7 @@ from dma_hf import DMAConfig
 
 from .task_summary import TaskRecord, UnitRecord, metric_values, summarize_tasks, task_record
 
-FOLDER = "samples"
-"""Subfolder of a run's folder with the records: a folder for each backend, with a file for each name."""
+FOLDER = "samples"  # subfolder of a run's folder with the records: a folder for each backend, with a file for each name
 SHOWN_NAMES = 12
 DATA_KEYS = ("dataset_path", "dataset_kwargs")  # of a task, whose values may be files, patterns or folders
 UNUSABLE = (
@@ -65,10 +64,7 @@ class TaskNames:
 
 
 def find_tasks(names: Sequence[str], include_paths: Sequence[Path] = ()) -> TaskNames:
-    """Look up tasks, groups, tags and YAML files, in folders and in lm-eval itself.
-
-    A string may contain several names, separated by commas.
-    """
+    """Look up tasks, groups, tags and YAML files, in folders and in lm-eval itself. Commas separate names, too."""
     asked = list(dict.fromkeys(part for name in names for part in name.split(",") if part))
     if not asked:
         raise UserError("--tasks needs at least one name, for example: --tasks lambada_openai,arc_easy")
@@ -149,10 +145,7 @@ def _data(value: Any) -> Iterator[str]:
 
 
 def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSection:
-    """Evaluate every backend on every task. Finished tasks and answers in the run's folder are reused.
-
-    The session's seed selects few-shot examples, sampled answers and bootstrap resamples.
-    """
+    """Evaluate every backend on every task. Finished tasks and answers in the run's folder are reused."""
     backends, processes, store, progress = session.backends, PartialState(), session.store, session.progress
     if part.chat_template and session.loaded.tokenizer.chat_template is None:
         raise UserError("--apply-chat-template: the model's tokenizer has no chat template")
@@ -215,10 +208,7 @@ def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSe
 
 
 def _load(session: Session, tasks: TaskNames, name: str, length: int, part: TasksPart) -> Mapping[str, Any]:
-    """Load a task or group with its data, or let it make prompts of ``length`` tokens, unless that is 0.
-
-    The few-shot setting is overridden as in lm-eval's own command line.
-    """
+    """Load a task or group with its data, or let it make prompts of ``length`` tokens, unless that is 0."""
     manager = tasks.manager
     try:
         if length:
@@ -290,11 +280,7 @@ def at_length(record: TaskRecord, length: int) -> TaskRecord:
 
 
 def _draw_examples_alike(task: Any) -> None:
-    """Let every process draw the same few-shot examples as a single process.
-
-    The examples of a document depend on how many were drawn before. So each process builds all requests and keeps those
-    of its own documents.
-    """
+    """Let every process draw the few-shot examples of a single process: it builds all requests, and keeps its own."""
     build_all = task.build_all_requests
 
     def build_own(*, rank: int, world_size: int, **options: Any) -> None:

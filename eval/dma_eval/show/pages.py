@@ -58,8 +58,7 @@ class Page:
     warnings: list[str] = field(default_factory=list)
 
 
-Columns = dict[str, Callable[[Any], str]]
-"""Functions that make the cells of each column from a result."""
+Columns = dict[str, Callable[[Any], str]]  # functions that make the cells of each column from a result
 
 
 def number(value: float | None, form: str, unit: str = "", *, factor: float = 1.0) -> str:
