@@ -256,6 +256,12 @@ def tiny_tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def broken_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every call of ``dma_mxfp`` without a packed cache give NaN."""
+    monkeypatch.setattr("dma_hf.attention.attention", lambda query, *_, **__: query * torch.nan)
+
+
+@pytest.fixture
 def rows_decide_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every query skip tiles by itself: 64 rows of a random model never agree."""
     for module in ("attention", "skipping"):

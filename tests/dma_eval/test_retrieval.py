@@ -93,10 +93,8 @@ class TestScores:
         assert [cell.correct for cell in one.cells] == [cell.correct for cell in two.cells]
         assert [cell.nll for cell in one.cells] == pytest.approx([cell.nll for cell in two.cells], abs=1e-4)
 
-    def test_failure_keeps_the_others(self, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-        import dma_hf.attention
-
-        monkeypatch.setattr(dma_hf.attention, "attention", lambda query, *_, **__: query * torch.nan)
+    @pytest.mark.usefixtures("broken_kernels")
+    def test_failure_keeps_the_others(self, loaded: LoadedModel) -> None:
         backends = parse_backends(["sdpa", "dma_mxfp:paper"])
         section = ask(loaded, backends, lengths=[128], depths=[0.0, 1.0], samples=1)
         assert [len(backend.cells) for backend in section.backends] == [2, 0]

@@ -230,10 +230,8 @@ class TestRun:
         labels = [backend.label for backend in read_report(tmp_path / "run/results.json").tasks[0].backends]
         assert labels == default_names()
 
-    def test_failure_of_a_backend(self, suite: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-        import dma_hf.attention
-
-        monkeypatch.setattr(dma_hf.attention, "attention", lambda query, *_, **__: query * float("nan"))
+    @pytest.mark.usefixtures("broken_kernels")
+    def test_failure_of_a_backend(self, suite: Run) -> None:
         result = suite("--attn", "sdpa", "dma_mxfp:paper")
         assert result.exit_code == 1
         assert result.stderr.count("dma_mxfp:paper failed") == 5
@@ -276,11 +274,9 @@ class TestRun:
         assert "Wrote results.json" in result.stdout
 
     def test_failures_are_tried_again(self, suite: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        import dma_hf.attention
-
         (tmp_path / "mine.toml").write_text("[perplexity]\ncontexts = [128]\nmax_windows = 1\n", encoding="utf-8")
         with monkeypatch.context() as patch:
-            patch.setattr(dma_hf.attention, "attention", lambda query, *_, **__: query * float("nan"))
+            patch.setattr("dma_hf.attention.attention", lambda query, *_, **__: query * float("nan"))
             assert suite("--attn", "sdpa", "dma_mxfp:paper").exit_code == 1
         assert suite("--attn", "sdpa", "dma_mxfp:paper").exit_code == 0
 

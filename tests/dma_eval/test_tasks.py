@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import yaml
 from dma_eval.config import TasksPart
 from dma_eval.console import Progress
@@ -317,14 +316,9 @@ class TestResuming:
 
 
 class TestFailure:
-    def test_keeps_the_others(self, evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    @pytest.mark.usefixtures("broken_kernels")
+    def test_keeps_the_others(self, evaluate: Evaluate, tmp_path: Path) -> None:
         """NaN under one backend: it is stopped, its layer is named, and the others' results stand."""
-        import dma_hf.attention
-
-        attend = dma_hf.attention.attention
-        monkeypatch.setattr(
-            dma_hf.attention, "attention", lambda *args, **options: attend(*args, **options) * torch.nan
-        )
         section = evaluate("tiny_choice,tiny_answer", "sdpa", "dma_mxfp:paper", folder=tmp_path)
         failures = section.backends[1].failures
         assert failures.keys() == {"tiny_choice", "tiny_answer"}
@@ -338,13 +332,8 @@ class TestFailure:
         kept = (tmp_path / "samples" / slug("dma_mxfp:paper")).rglob("*")
         assert not list(kept)  # so that the next run tries again
 
-    def test_of_the_reference(self, evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch) -> None:
-        import dma_hf.attention
-
-        attend = dma_hf.attention.attention
-        monkeypatch.setattr(
-            dma_hf.attention, "attention", lambda *args, **options: attend(*args, **options) * torch.nan
-        )
+    @pytest.mark.usefixtures("broken_kernels")
+    def test_of_the_reference(self, evaluate: Evaluate) -> None:
         section = evaluate("tiny_choice", "dma_mxfp:paper", "sdpa")
         values = section.tasks[0].metrics[0].values
         assert (values[0].value, values[1].difference, values[1].low) == (None, None, None)
@@ -461,10 +450,8 @@ class TestCommand:
         result = lm_eval("--tasks", "tiny_choice", "--apply-chat-template")
         assert "the model's tokenizer has no chat template" in refused(result)
 
-    def test_exit_code_of_a_failure(self, lm_eval: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-        import dma_hf.attention
-
-        monkeypatch.setattr(dma_hf.attention, "attention", lambda query, *_, **__: query * torch.nan)
+    @pytest.mark.usefixtures("broken_kernels")
+    def test_exit_code_of_a_failure(self, lm_eval: Run) -> None:
         result = lm_eval("--tasks", "tiny_choice", "--limit", 2)
         assert result.exit_code == 1
         assert "Warning: dma_mxfp:balanced failed in tiny_choice" in result.stderr
