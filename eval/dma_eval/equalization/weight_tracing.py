@@ -17,7 +17,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import eager_mask
@@ -108,7 +111,10 @@ class Layer:
         of_queries = slots.view(heads, 1, dim).expand(-1, group, -1).flatten()
         made = [(slots, self.key), (of_queries, self.query)]
         pairs = [torch.stack((ends, len(slots) + shares(channels).flatten())) for ends, channels in made]
-        return tied(len(slots) + self.channels, torch.cat([self.mixed, *pairs], 1))[: len(slots)].view(heads, dim)
+        first, second = torch.cat([self.mixed, *pairs], 1).numpy()
+        graph = coo_array((np.ones(len(first)), (first, second)), shape=(len(slots) + self.channels,) * 2)
+        _, labels = connected_components(graph, directed=False)
+        return torch.from_numpy(labels).long()[: len(slots)].view(heads, dim)
 
     def weight_of(self, channels: Tensor) -> Tensor:
         """Return the index of the weight that makes each of these source channels."""
@@ -189,19 +195,6 @@ def watched(
             vars(config).update(previous)
         for module, mode in modes:
             module.training = mode
-
-
-def tied(count: int, pairs: Tensor) -> Tensor:
-    """Label the connected components of ``count`` nodes with edges ``pairs``, ``[2, N]``."""
-    labels = torch.arange(count)
-    while True:
-        lower = labels[pairs].amin(0)
-        new = labels.clone()
-        for ends in pairs:
-            new.scatter_reduce_(0, ends, lower, "amin")
-        if torch.equal(new, labels):
-            return labels
-        labels = new
 
 
 def _trace(name: str, module: nn.Module, call: Arguments, count: int) -> Layer:
