@@ -185,25 +185,26 @@ class TestResuming:
 
     @pytest.fixture
     def composed(self, tmp_path: Path) -> Path:
-        """A group of a task that includes a file, has functions in a module, and reads data from two files."""
-        folder = tmp_path / "tasks"
+        """A group of a task that includes a file with functions from elsewhere, and reads data from two files."""
+        folder, shared = tmp_path / "tasks", tmp_path / "shared"
+        shared.mkdir()
         (folder / "data").mkdir(parents=True)
         for part, word in (("a", "ship"), ("b", "sea")):
             row = json.dumps({"question": "the white", "word": word}) + "\n"
             (folder / f"data/{part}.jsonl").write_text(row, encoding="utf-8")
-        (folder / "common.yaml").write_text(
+        (shared / "common.yaml").write_text(
             "output_type: loglikelihood\ndoc_to_text: '{{question}}'\ndoc_to_target: !function functions.target\n"
             "metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]\ntest_split: test\n",
             encoding="utf-8",
         )
-        (folder / "helpers.py").write_text("END = ''\n", encoding="utf-8")
-        (folder / "functions.py").write_text(
-            f"import runpy\nEND = runpy.run_path({str(folder / 'helpers.py')!r})['END']\n"
+        (shared / "helpers.py").write_text("END = ''\n", encoding="utf-8")
+        (shared / "functions.py").write_text(
+            f"import runpy\nEND = runpy.run_path({str(shared / 'helpers.py')!r})['END']\n"
             "def target(doc):\n    return f\" {doc['word']}{END}\"\n",
             encoding="utf-8",
         )
         (folder / "member.yaml").write_text(
-            f"task: member\ninclude: common.yaml\ntag: [tagged]\ndataset_path: json\n"
+            f"task: member\ninclude: ../shared/common.yaml\ntag: [tagged]\ndataset_path: json\n"
             f"dataset_kwargs: {{data_files: {{test: '{folder}/data/*.jsonl'}}}}\n",
             encoding="utf-8",
         )
@@ -218,9 +219,9 @@ class TestResuming:
         [
             ("data/b.jsonl", "sea", "whale"),
             ("data/c.jsonl", "", '{"question": "the", "word": "sea"}\n'),
-            ("common.yaml", "'{{question}}'", "'{{question}} and the'"),
-            ("functions.py", "END}", "END} and"),
-            ("helpers.py", "''", "' and'"),
+            ("../shared/common.yaml", "'{{question}}'", "'{{question}} and the'"),
+            ("../shared/functions.py", "END}", "END} and"),
+            ("../shared/helpers.py", "''", "' and'"),
             ("member.yaml", "dataset_path", "description: 'Say: '\ndataset_path"),
         ],
     )

@@ -127,7 +127,7 @@ def fingerprint(folders: Sequence[Path]) -> str:
             continue
         if isinstance(config, dict):
             named = {Path(each) for key in DATA_KEYS for each in _data(config.get(key))}
-            named.add(file.parent / str(config.get("include")))
+            named |= {file.parent / str(config.get("include")), *file.parent.glob("*.py")}
             pending += {each.resolve() for each in named if each.is_file()} - found
     digest = hashlib.sha256()
     for file in sorted(found):
