@@ -42,7 +42,7 @@ Run = Callable[..., int]
 
 
 def option(default: Any, *names: str, shown: str | bool = True, panel: str | None = None, **settings: Any) -> Any:
-    """Declare a dataclass field as an option. The field's name is that of the option unless ``names`` are given.
+    """Declare a dataclass field as an option. A long name in ``names`` replaces that of the field.
 
     ``shown`` replaces the default in the help, and ``panel`` is the section of the help. The other settings are those
     of ``typer.Option``: ``help``, ``metavar``, ``min``, ``max``.
@@ -104,8 +104,8 @@ def add_command(app: typer.Typer, name: str, run: Run) -> None:
             default = each.default if each.default_factory is MISSING else each.default_factory()
             default = inspect.Parameter.empty if default is MISSING else default
             info = each.metadata[KEY]
-            if isinstance(info, OptionInfo):  # typer's own name of a flag would have a negation
-                info.param_decls = info.param_decls or (f"--{each.name.replace('_', '-')}",)
+            if isinstance(info, OptionInfo) and not any(name.startswith("--") for name in info.param_decls):
+                info.param_decls = (f"--{each.name.replace('_', '-')}", *info.param_decls)  # typer negates flags
             annotation: Any = Annotated[types[each.name], info]
             parameters.append(declared(each.name, annotation, default))
     parameters.append(declared("debug", DEBUG, False))
@@ -194,17 +194,16 @@ class LoadOptions(RunOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(LoadOptions):
-    model: str = option(REQUIRED, "--model", "-m", **MODEL)
+    model: str = option(REQUIRED, "-m", **MODEL)
 
 
 @dataclass(frozen=True, kw_only=True)
 class QualityOptions(ModelOptions):
     """Options of every command that compares backends on a model."""
 
-    attn: list[str] = attn_option(DEFAULT_ATTN, "--attn", "-a")
+    attn: list[str] = attn_option(DEFAULT_ATTN, "-a")
     out: Path | None = out_option(
         None,
-        "--out",
         "-o",
         help="Folder for the whole report: results.json, pages, plots, configurations. Finished parts in it are not "
         "measured again.",
@@ -213,12 +212,12 @@ class QualityOptions(ModelOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class AllPresetsOptions(QualityOptions):
-    attn: list[str] = attn_option([], "--attn", "-a", shown="sdpa and every preset")
+    attn: list[str] = attn_option([], "-a", shown="sdpa and every preset")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptionalTextOptions:
-    data: str | None = data_option(None, "--data", "-d")
+    data: str | None = data_option(None, "-d")
     split: str | None = option(
         None, panel="Text", shown="test; all of a file", help="Split of the dataset, if --data does not name it."
     )
@@ -227,7 +226,7 @@ class OptionalTextOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TextOptions(OptionalTextOptions):
-    data: str = data_option(REQUIRED, "--data", "-d")
+    data: str = data_option(REQUIRED, "-d")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,7 +267,7 @@ class PerplexityPart:
 @dataclass(frozen=True, kw_only=True)
 class FidelityPart:
     data: str | None = None
-    context: int | None = context_option(None, "--context", "-c")
+    context: int | None = context_option(None, "-c")
     max_windows: int | None = windows_option(None, shown="all")
     batch_size: int = batch_size_option()
     head_windows: int = piece(2, min=0, help="Windows for the errors by head; 0 skips them.")
@@ -334,7 +333,7 @@ class StressPart:
     """Perplexity and divergence on twins of the model with larger outlier channels."""
 
     data: str | None = None
-    context: int | None = context_option(None, "--context", "-c")
+    context: int | None = context_option(None, "-c")
     max_windows: int | None = windows_option(2)
     batch_size: int = batch_size_option()
 

@@ -31,14 +31,10 @@ class BenchOptions(config.RunOptions):
         None, shown=f"{DEFAULT_MODEL}; on a CPU {CPU_MODEL}", help="Model with random weights."
     )
     model: str | None = option(
-        None,
-        "--model",
-        "-m",
-        metavar=config.MODEL["metavar"],
-        help="Hub name, local folder, or GGUF file; instead of --shape.",
+        None, "-m", metavar=config.MODEL["metavar"], help="Hub name, local folder, or GGUF file; instead of --shape."
     )
     data: str | None = config.data_option(
-        None, "--data", "-d", help="Text file or Hub dataset for the prompts of --model.", panel=None
+        None, "-d", help="Text file or Hub dataset for the prompts of --model.", panel=None
     )
     yarn: float | None = config.yarn_option()
     context: list[int] = option(

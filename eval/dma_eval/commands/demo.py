@@ -20,7 +20,7 @@ RECALLED = slice(600, 632)
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
-    out: Path = config.out_option(Path("dma-demo"), "--out", "-o", help="Folder for the report.")
+    out: Path = config.out_option(Path("dma-demo"), "-o", help="Folder for the report.")
 
 
 def demo(args: DemoOptions) -> int:

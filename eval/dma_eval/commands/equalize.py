@@ -15,7 +15,7 @@ from dma_eval.load.hub import check_inputs
 @dataclass(frozen=True, kw_only=True)
 class EqualizeOptions(config.ModelOptions, config.TextOptions):
     tokens: int = option(4096, min=1024, help="Read at most this many tokens of the text.")
-    out: Path = config.out_option(REQUIRED, "--out", "-o", help="Folder for the model. It loads in plain Transformers.")
+    out: Path = config.out_option(REQUIRED, "-o", help="Folder for the model. It loads in plain Transformers.")
 
 
 def equalize(args: EqualizeOptions) -> int:

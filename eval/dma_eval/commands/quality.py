@@ -22,14 +22,14 @@ SUITES = ", ".join(config.suite_names())
 
 @dataclass(frozen=True, kw_only=True)
 class PplOptions(config.QualityOptions):
-    context: int | None = config.context_option(None, "--context", "-c")
+    context: int | None = config.context_option(None, "-c")
     json: Path | None = config.json_option()
 
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteOptions(config.AllPresetsOptions):
-    suite: str = option(REQUIRED, "--suite", "-s", metavar="NAME|FILE.toml", help=f"{SUITES}, or a TOML file.")
-    out: Path = config.out_option(REQUIRED, "--out", "-o", help="Folder for the report and every answer.")
+    suite: str = option(REQUIRED, "-s", metavar="NAME|FILE.toml", help=f"{SUITES}, or a TOML file.")
+    out: Path = config.out_option(REQUIRED, "-o", help="Folder for the report and every answer.")
     max_windows: int | None = config.windows_option(None, shown="all")
     limit: int | None = config.limit_option()
     batch_size: int | None = config.sequences_option(None, shown="what the suite says")

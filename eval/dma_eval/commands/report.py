@@ -16,7 +16,7 @@ from dma_eval.files import check_file, check_folder, write_json, write_text
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
     run: Path = argument(metavar="RUN", help="Folder of a run, or its results.json.")
-    out: Path | None = config.out_option(None, "--out", "-o", help="Folder for the report.", shown="that of the run")
+    out: Path | None = config.out_option(None, "-o", help="Folder for the report.", shown="that of the run")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class CardOptions:
     )
     license_name: str | None = option(None, "--license", help="The licence, as the Hub spells it.")
     out: Path | None = config.out_option(
-        None, "--out", "-o", help="File for the card.", metavar="FILE", shown="shown on the screen"
+        None, "-o", help="File for the card.", metavar="FILE", shown="shown on the screen"
     )
     push: str | None = option(
         None,

@@ -41,7 +41,6 @@ class ServeOptions(config.LoadOptions):
     model: str = argument(**config.MODEL)
     attn: str = option(
         DMA,
-        "--attn",
         "-a",
         metavar="BACKEND",
         help="Attention backend: dma_mxfp (the settings in the model's config.json, or balanced), dma_mxfp:PRESET or "
