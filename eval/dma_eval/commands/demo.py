@@ -8,7 +8,6 @@ from pathlib import Path
 
 from dma_eval import config, console
 from dma_eval.config import PerplexityPart, Suite
-from dma_eval.errors import UserError
 from dma_eval.files import check_folder
 
 PART = PerplexityPart(contexts=[4096], max_windows=2)
@@ -46,8 +45,6 @@ def demo(args: DemoOptions) -> int:
 
     assets = resources.files("dma_eval") / "assets"
     with resources.as_file(assets / "demo_model") as folder, resources.as_file(assets / "heldout.txt") as file:
-        if not folder.is_dir() or not file.is_file():
-            raise UserError("this installation lacks the demo model; install the dma-hf package again")
         model = config.QualityOptions(model=str(folder), dtype="float32", out=args.out)
         text = config.TextOptions(data=str(file))
         run = Run(model, parse_backends(default_names()), Suite(name="demo", perplexity=PART), text, ())
