@@ -96,9 +96,7 @@ def check_runs(names: Sequence[str], option: str = "--run") -> None:
 
 
 def refuse_repeats(option: str, labels: Sequence[str]) -> None:
-    """Refuse an option with no values, or with a value twice."""
-    if not labels:
-        raise UserError(f"{option} needs at least one value")
+    """Refuse an option with a value twice."""
     repeated = {label for label in labels if labels.count(label) > 1}
     if repeated:
         raise UserError(f"{option}: {', '.join(sorted(repeated))} is given more than once")

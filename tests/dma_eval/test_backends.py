@@ -127,10 +127,6 @@ class TestParse:
         monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, PAGED_NAME, ALL_ATTENTION_FUNCTIONS[dma_hf.NAME])
         assert not any("paged" in each for each in implementations())
 
-    def test_none(self) -> None:
-        with pytest.raises(UserError, match="--attn needs at least one backend, for example"):
-            parse_backends([])
-
 
 def test_presets_are_those_of_the_plugin() -> None:
     assert tuple(dma_hf.PRESETS) == names.PRESETS

@@ -204,7 +204,6 @@ class TestFp8Weights:
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        ([], "--run needs at least one value"),
         (
             ["sdpa"],
             "expected ATTENTION.CACHE with a cache of dynamic, static, int8, int4, got 'sdpa'",

@@ -59,8 +59,6 @@ def default_names() -> list[str]:
 
 def parse_backends(names: Sequence[str], option: str = "--attn") -> tuple[Backend, ...]:
     """Resolve the names that an option lists. The first one is the reference."""
-    if not names:
-        raise UserError(f"{option} needs at least one backend, for example: {option} sdpa dma_mxfp:balanced")
     backends = [_parse_backend(name, option) for name in names]
     total, seen = Counter(backend.label for backend in backends), Counter[str]()
     unique = []
