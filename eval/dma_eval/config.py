@@ -104,8 +104,9 @@ def add_command(app: typer.Typer, name: str, run: Run) -> None:
             default = each.default if each.default_factory is MISSING else each.default_factory()
             default = inspect.Parameter.empty if default is MISSING else default
             info = each.metadata[KEY]
-            if isinstance(info, OptionInfo) and not any(name.startswith("--") for name in info.param_decls):
-                info.param_decls = (f"--{each.name.replace('_', '-')}", *info.param_decls)  # typer negates flags
+            names = tuple(info.param_decls or ()) if isinstance(info, OptionInfo) else ("--",)
+            if not any(name.startswith("--") for name in names):
+                info.param_decls = (f"--{each.name.replace('_', '-')}", *names)  # typer negates flags
             annotation: Any = Annotated[types[each.name], info]
             parameters.append(declared(each.name, annotation, default))
     parameters.append(declared("debug", DEBUG, False))
