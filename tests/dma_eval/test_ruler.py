@@ -13,12 +13,10 @@ from dma_eval.config import TasksPart, load_suite
 from dma_eval.errors import UserError
 from dma_eval.load.backends import parse_backends
 from dma_eval.load.models import LoadedModel
-from dma_eval.measures.ruler import at_length, load
 from dma_eval.measures.task_summary import TaskRecord
-from dma_eval.measures.tasks import find_tasks, measure_tasks
-from dma_eval.pieces import Store
+from dma_eval.measures.tasks import at_length, find_tasks, load_at_length, measure_tasks
 from dma_eval.results import TaskSection
-from dma_eval.session import Session
+from dma_eval.session import Session, Store
 from sampling import sampled
 
 RULER = Path(lm_eval.__file__).parent / "tasks" / "ruler"
@@ -103,7 +101,7 @@ def test_missing_packages_are_named(loaded: LoadedModel, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "wonderwords", None)
     monkeypatch.delitem(sys.modules, "lm_eval.tasks.ruler.cwe_utils", raising=False)
     with pytest.raises(UserError, match=r"'ruler_cwe' needs more packages: pip install 'dma-hf\[ruler\]' \(.*wonder"):
-        load("ruler_cwe", RULER / "cwe.yaml", 512, loaded.tokenizer, 0)
+        load_at_length("ruler_cwe", RULER / "cwe.yaml", 512, loaded.tokenizer, 0)
 
 
 def test_the_suite_has_the_tasks_that_need_no_network() -> None:
