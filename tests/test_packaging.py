@@ -32,18 +32,6 @@ def test_folders_are_no_packages(folder):
     assert not (ROOT / folder / "__init__.py").exists()
 
 
-def test_transformers_does_not_take_the_folder_for_hugging_faces_kernels():
-    done = _python(
-        "import dma_hf\n"
-        "from transformers.integrations import hub_kernels\n"
-        "from transformers.utils.import_utils import is_kernels_available\n"
-        "import importlib.metadata as metadata\n"
-        "installed = any(each.metadata['Name'] == 'kernels' for each in metadata.distributions())\n"
-        "assert installed or not is_kernels_available()\n"
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-
-
 def test_hugging_faces_kernels_stays_importable_from_the_root():
     try:
         installed = importlib.metadata.distribution("kernels")
@@ -124,6 +112,12 @@ def test_importing_the_plugin_imports_nothing_of_the_evaluation():
         "before = set(sys.modules)\n"
         "import dma_hf\n"
         "print(*set(sys.modules) - before)\n"
+        # Nor does Transformers take the folder ``kernels`` for Hugging Face's package.
+        "from transformers.integrations import hub_kernels\n"
+        "from transformers.utils.import_utils import is_kernels_available\n"
+        "import importlib.metadata as metadata\n"
+        "installed = any(each.metadata['Name'] == 'kernels' for each in metadata.distributions())\n"
+        "assert installed or not is_kernels_available()\n"
     )
     assert done.returncode == 0, done.stderr[-2000:]
     added = set(done.stdout.split())
