@@ -131,16 +131,15 @@ UNITS = {
 
 IN_CI = {
     *("paper:80:128", "int8:80:128:skip", "int8:89:128", "paper:89:128"),
-    *("int8:90:128", "int8:90:64:padded", "int8:90:64:mask", "int8:90:64:softcap", "int8:90:128:skip"),
-    *("int8-pv16:90:128", "paper:90:64", "fp4:90:128:padded", "nvfp4-keys:90:64", "int8:90:128:short"),
+    *("int8:90:64:mask", "int8:90:128:skip", "int8-pv16:90:128", "paper:90:64", "fp4:90:128:padded"),
+    *("nvfp4-keys:90:64", "int8:90:128:short"),
     *("int8:90:80", "nvfp4-keys:90:80"),
     *("int8:90:128:long", "int8:90:256:long-mask", "paper:90:128:long", "int8:90:64:long-skip", "fp4:90:128:long-skip"),
-    *("int8:100:128", "identity:100:128", "paper:100:128", "paper:100:256", "fp4:100:128:skip"),
+    *("int8:100:128", "paper:100:128", "paper:100:256", "fp4:100:128:skip"),
     *("int8:120:128", "paper:120:128", "fp4:120:128"),
-    *("balanced:80:64:decode-options", "balanced:90:128:decode"),
-    *("balanced:100:128:decode-63", "balanced:120:64:decode"),
+    *("balanced:80:64:decode-options", "balanced:90:128:decode", "balanced:100:128:decode-63"),
 }
-"""Every compute path of a chip, each kernel on Hopper, and each option that changes the loop over low tiles."""
+"""Every compute path of a chip, each kernel on Hopper, and masks, padding and skipping, which change its loop most."""
 
 LONG = [call for call in UNITS if ":long" in call]
 """Calls of the warp-specialized kernel."""
