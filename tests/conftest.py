@@ -35,8 +35,8 @@ if not torch.cuda.is_available():
 
     make_quick()
 
-KEPT_TOGETHER = ("tests/dma_eval/test_serve_replicas.py",)
-"""Modules whose tests share a server that takes long to start."""
+KEPT_TOGETHER = ("tests/dma_eval/test_serve_replicas.py", "tests/dma_hf/test_parallel.py")
+"""Modules whose tests share processes that take long to start."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
