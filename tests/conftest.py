@@ -35,8 +35,11 @@ if not torch.cuda.is_available():
 
     make_quick()
 
-KEPT_TOGETHER = ("tests/dma_eval/test_serve_replicas.py", "tests/dma_hf/test_parallel.py")
-"""Modules whose tests share processes that take long to start."""
+KEPT_TOGETHER = (
+    *(f"tests/dma_eval/test_{name}.py" for name in ("serve", "serve_replicas", "runs", "hybrids", "bench")),
+    *("tests/dma_hf/test_parallel.py", "tests/test_hub_kernel.py"),
+)
+"""Modules whose tests share processes, models or results that take long to make."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
