@@ -48,10 +48,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Select exhaustive tests only if asked for, take the pages first, and skip what needs a missing CUDA device."""
-    if "exhaustive" not in config.option.markexpr and not any("::" in argument for argument in config.args):
-        config.hook.pytest_deselected(items=[item for item in items if "exhaustive" in item.keywords])
-        items[:] = [item for item in items if "exhaustive" not in item.keywords]
+    """Leave out exhaustive tests, and those for a missing CUDA device, unless asked for; take the pages first."""
+    left_out = ["exhaustive"] if torch.cuda.is_available() else ["exhaustive", "gpu"]
+    if any("::" in argument for argument in config.args):
+        left_out = []
+    left_out = [name for name in left_out if name not in config.option.markexpr]
+    config.hook.pytest_deselected(items=[item for item in items if any(map(item.keywords.__contains__, left_out))])
+    items[:] = [item for item in items if not any(map(item.keywords.__contains__, left_out))]
     items.sort(
         key=lambda item: item.path.parent.name != "docs"
     )  # the longest, for which no worker shall wait at the end
