@@ -103,11 +103,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(autouse=True)
-def nan_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill uninitialized memory if ``--nan-memory`` is given. All bits are one: NaN in every floating-point format."""
-    if not request.config.getoption("--nan-memory"):
-        return
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill new memory with bytes of 255: NaN in every floating-point format."""
 
     def filled(allocate: Any) -> Any:
         @wraps(allocate)
@@ -123,3 +121,10 @@ def nan_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, filled(getattr(owner, name)))
+
+
+@pytest.fixture(autouse=True)
+def nan_memory(request: pytest.FixtureRequest) -> None:
+    """Poison memory in every test if ``--nan-memory`` is given."""
+    if request.config.getoption("--nan-memory"):
+        request.getfixturevalue("poisoned")

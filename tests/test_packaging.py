@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,12 @@ def _python(script: str) -> subprocess.CompletedProcess[str]:
     """Run a script in the root of the repository, as a user in a checkout would."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, env=environment)
+
+
+def _imported(nodes: Iterable[ast.AST]) -> set[str]:
+    """Return the modules that statements import from, except relative ones."""
+    named = {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 0}
+    return named | {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
 
 
 @pytest.mark.parametrize("folder", ["kernels", "eval"])
@@ -95,9 +102,7 @@ def test_what_a_package_imports_is_a_requirement(folder, extras):
     known = {canonicalize_name(Requirement(each).name) for each in asked}
     paths = [path for path in (ROOT / folder).rglob("*.py") if extras or "serving" not in path.parent.parts]
     statements = [node for path in paths for node in ast.walk(ast.parse(path.read_text()))]
-    named = {node.module for node in statements if isinstance(node, ast.ImportFrom) and node.level == 0}
-    named |= {alias.name for node in statements if isinstance(node, ast.Import) for alias in node.names}
-    tops = {name.partition(".")[0] for name in named} - sys.stdlib_module_names
+    tops = {name.partition(".")[0] for name in _imported(statements)} - sys.stdlib_module_names
     tops -= {"dma_hf", "dma_kernels", "dma_eval"}
     homes = importlib.metadata.packages_distributions()
     assert {top for top in tops if not set(map(canonicalize_name, homes.get(top, [top]))) & known} == set()
@@ -135,9 +140,7 @@ IMPORTED = [path for path, name in NAMES.items() if name not in LATER]
 def test_importing_the_plugin_names_nothing_that_transformers_may_move(path):
     """What has no documented place is imported where it is used."""
     statements = ast.parse(path.read_text(encoding="utf-8")).body
-    named = {node.module for node in statements if isinstance(node, ast.ImportFrom) and node.level == 0}
-    named |= {alias.name for node in statements if isinstance(node, ast.Import) for alias in node.names}
-    assert {name for name in named if name and name.partition(".")[0] == "transformers"} <= MAY_STAY
+    assert {name for name in _imported(statements) if name.partition(".")[0] == "transformers"} <= MAY_STAY
 
 
 DOCUMENTED = MAY_STAY | {"transformers.utils", "transformers.generation.streamers"}
@@ -153,9 +156,7 @@ OUTSIDE = [
 @pytest.mark.parametrize("path", OUTSIDE, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_private_interfaces_of_transformers_are_in_the_integrations_only(path):
     nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-    named = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 0}
-    named |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    assert {name for name in named if name and name.partition(".")[0] == "transformers"} <= DOCUMENTED
+    assert {name for name in _imported(nodes) if name.partition(".")[0] == "transformers"} <= DOCUMENTED
     used = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     used |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     assert not used & PRIVATE
