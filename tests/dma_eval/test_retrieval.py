@@ -15,7 +15,7 @@ from dma_eval.load.backends import Backend, parse_backends
 from dma_eval.load.data import Text
 from dma_eval.load.models import LoadedModel
 from dma_eval.measures import retrieval
-from dma_eval.measures.retrieval import Prompt, _Prompts, default_lengths, measure_retrieval
+from dma_eval.measures.retrieval import _Prompts, default_lengths, measure_retrieval
 from dma_eval.pieces import Store
 from dma_eval.results import RetrievalKind, RetrievalSection, read_report
 from dma_eval.session import Session
@@ -50,15 +50,16 @@ class TestPrompts:
 
     @pytest.mark.parametrize("kind", ["needle", "kv"])
     def test_shortest(self, prompts: Callable[[str], _Prompts], kind: str) -> None:
-        def make(length: int) -> Prompt:
-            return prompts(kind).make(length, 0.5, random.Random(0))
+        def tokens(length: int) -> int:
+            prompt = prompts(kind).make(length, 0.5, random.Random(0))
+            return len(prompt.tokens) + len(prompt.answer)
 
         with pytest.raises(UserError, match="8 tokens are too few for a prompt; the minimum is") as refused:
-            make(8)
+            tokens(8)
         shortest = int(str(refused.value).split()[-1])
-        assert len(make(shortest).tokens) + len(make(shortest).answer) == shortest
+        assert tokens(shortest) == shortest
         with pytest.raises(UserError, match=f"the minimum is {shortest}"):
-            make(shortest - 1)
+            tokens(shortest - 1)
 
     def test_seed(self, prompts: Callable[[str], _Prompts]) -> None:
         make = prompts("kv").make
