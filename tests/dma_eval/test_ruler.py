@@ -29,6 +29,7 @@ Evaluate = Callable[..., TaskSection]
 @pytest.fixture
 def few_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """lm-eval makes 500 prompts of each length, with a bar of tqdm, whatever the limit is."""
+    pytest.importorskip("wonderwords")
 
     def first_ones(samples: Iterable[int], **_: Any) -> Iterable[int]:
         return islice(samples, 5)
@@ -56,8 +57,6 @@ def evaluate(loaded: LoadedModel) -> Evaluate:
 def test_each_length_has_its_own_paired_answers(
     evaluate: Evaluate, tmp_path: Path, name: str, metrics: list[str]
 ) -> None:
-    if name.startswith("niah"):
-        pytest.importorskip("wonderwords")
     section = evaluate(name, [480, 512], tmp_path)
     assert [task.name for task in section.tasks] == [f"{name}, 480 tokens", f"{name}, 512 tokens"]
     for task, length in zip(section.tasks, (480, 512), strict=True):
