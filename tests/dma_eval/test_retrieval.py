@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from dma_eval.config import RetrievalPart
+from dma_eval.errors import UserError
 from dma_eval.load.backends import Backend, parse_backends
 from dma_eval.load.data import Text
 from dma_eval.load.models import LoadedModel
@@ -45,6 +46,19 @@ class TestPrompts:
         assert text.count(question + answer) == 1
         place = text.index(question + answer) / (len(text) - 2 * len(question) - len(answer))
         assert place == pytest.approx(depth, abs=0.12)
+
+    @pytest.mark.parametrize("kind", ["needle", "kv"])
+    def test_shortest(self, prompts: Callable[[str], _Prompts], kind: str) -> None:
+        def tokens(length: int) -> int:
+            prompt = prompts(kind).make(length, 0.5, random.Random(0))
+            return len(prompt.tokens) + len(prompt.answer)
+
+        with pytest.raises(UserError, match="8 tokens are too few for a prompt; the minimum is") as refused:
+            tokens(8)
+        shortest = int(str(refused.value).split()[-1])
+        assert tokens(shortest) == shortest
+        with pytest.raises(UserError, match=f"the minimum is {shortest}"):
+            tokens(shortest - 1)
 
     def test_seed(self, prompts: Callable[[str], _Prompts]) -> None:
         make = prompts("kv").make

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,18 @@ Evaluate = Callable[..., TaskSection]
 
 
 @pytest.fixture
+def few_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """lm-eval makes 500 prompts of each length, with a bar of tqdm, whatever the limit is."""
+    pytest.importorskip("wonderwords")
+
+    def first_ones(samples: Iterable[int], **_: Any) -> Iterable[int]:
+        return islice(samples, 5)
+
+    for name in ("fwe_utils", "prepare_niah"):
+        monkeypatch.setattr(f"lm_eval.tasks.ruler.{name}.tqdm", first_ones)
+
+
+@pytest.fixture
 def evaluate(loaded: LoadedModel) -> Evaluate:
     def run(name: str, lengths: list[int], folder: Path | None = None) -> TaskSection:
         session = Session(loaded, parse_backends(["sdpa", "dma_mxfp:paper"]), store=Store(folder))
@@ -38,11 +51,10 @@ def evaluate(loaded: LoadedModel) -> Evaluate:
         [("ruler_fwe", ["score", "all_found"]), ("niah_single_1", ["score"])], lambda name, metrics: name != "ruler_fwe"
     ),
 )
+@pytest.mark.usefixtures("few_prompts")
 def test_each_length_has_its_own_paired_answers(
     evaluate: Evaluate, tmp_path: Path, name: str, metrics: list[str]
 ) -> None:
-    if name.startswith("niah"):
-        pytest.importorskip("wonderwords")
     section = evaluate(name, [480, 512], tmp_path)
     assert [task.name for task in section.tasks] == [f"{name}, 480 tokens", f"{name}, 512 tokens"]
     for task, length in zip(section.tasks, (480, 512), strict=True):
@@ -55,6 +67,7 @@ def test_each_length_has_its_own_paired_answers(
         assert all(f'"max_length":{length}' in file.read_text(encoding="utf-8") for file in files)
 
 
+@pytest.mark.usefixtures("few_prompts")
 def test_resumed_answers_are_to_the_same_prompts(evaluate: Evaluate, tmp_path: Path) -> None:
     first = evaluate("ruler_fwe", [480, 512], tmp_path)
     files = [file for file in tmp_path.rglob("*512-tokens*.json") if "paper" in str(file)]
