@@ -21,8 +21,7 @@ from itertools import chain, product
 import torch
 from dma_eval import console
 from dma_eval.bench.attention import ROOM, filled_storage
-from dma_eval.bench.report import finish, record
-from dma_eval.bench.results import Shape
+from dma_eval.bench.results import Shape, finish, record
 from dma_eval.bench.timing import FAILURES, Run, stored_bytes, time_interleaved
 from dma_eval.errors import UserError, one_line
 from dma_eval.load.backends import DEFAULT_PRESET, Backend

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from dma_eval import console
-from dma_eval.bench.report import finish, record
+from dma_eval.bench.results import finish, record
 from dma_eval.bench.timing import FAILURES, Run, capture, time_interleaved
 from dma_eval.errors import UserError, one_line
 from dma_eval.load.backends import Backend

@@ -35,8 +35,11 @@ if not torch.cuda.is_available():
 
     make_quick()
 
-KEPT_TOGETHER = ("tests/dma_eval/test_serve_replicas.py",)
-"""Modules whose tests share a server that takes long to start."""
+KEPT_TOGETHER = (
+    *(f"tests/dma_eval/test_{name}.py" for name in ("serve", "serve_replicas", "runs", "hybrids", "bench")),
+    *("tests/dma_hf/test_parallel.py", "tests/test_hub_kernel.py"),
+)
+"""Modules whose tests share processes, models or results that take long to make."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,10 +48,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Select exhaustive tests only if asked for, take the pages first, and skip what needs a missing CUDA device."""
-    if "exhaustive" not in config.option.markexpr and not any("::" in argument for argument in config.args):
-        config.hook.pytest_deselected(items=[item for item in items if "exhaustive" in item.keywords])
-        items[:] = [item for item in items if "exhaustive" not in item.keywords]
+    """Leave out exhaustive tests, and those for a missing CUDA device, unless asked for; take the pages first."""
+    left_out = ["exhaustive"] if torch.cuda.is_available() else ["exhaustive", "gpu"]
+    if any("::" in argument for argument in config.args):
+        left_out = []
+    left_out = [name for name in left_out if name not in config.option.markexpr]
+    config.hook.pytest_deselected(items=[item for item in items if any(map(item.keywords.__contains__, left_out))])
+    items[:] = [item for item in items if not any(map(item.keywords.__contains__, left_out))]
     items.sort(
         key=lambda item: item.path.parent.name != "docs"
     )  # the longest, for which no worker shall wait at the end
@@ -97,11 +103,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(autouse=True)
-def nan_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill uninitialized memory if ``--nan-memory`` is given. All bits are one: NaN in every floating-point format."""
-    if not request.config.getoption("--nan-memory"):
-        return
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill new memory with bytes of 255: NaN in every floating-point format."""
 
     def filled(allocate: Any) -> Any:
         @wraps(allocate)
@@ -117,3 +121,10 @@ def nan_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, filled(getattr(owner, name)))
+
+
+@pytest.fixture(autouse=True)
+def nan_memory(request: pytest.FixtureRequest) -> None:
+    """Poison memory in every test if ``--nan-memory`` is given."""
+    if request.config.getoption("--nan-memory"):
+        request.getfixturevalue("poisoned")

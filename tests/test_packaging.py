@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -26,22 +27,16 @@ def _python(script: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, env=environment)
 
 
+def _imported(nodes: Iterable[ast.AST]) -> set[str]:
+    """Return the modules that statements import from, except relative ones."""
+    named = {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 0}
+    return named | {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+
+
 @pytest.mark.parametrize("folder", ["kernels", "eval"])
 def test_folders_are_no_packages(folder):
     """A top-level package ``kernels`` would hide Hugging Face's, which Transformers looks for."""
     assert not (ROOT / folder / "__init__.py").exists()
-
-
-def test_transformers_does_not_take_the_folder_for_hugging_faces_kernels():
-    done = _python(
-        "import dma_hf\n"
-        "from transformers.integrations import hub_kernels\n"
-        "from transformers.utils.import_utils import is_kernels_available\n"
-        "import importlib.metadata as metadata\n"
-        "installed = any(each.metadata['Name'] == 'kernels' for each in metadata.distributions())\n"
-        "assert installed or not is_kernels_available()\n"
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_hugging_faces_kernels_stays_importable_from_the_root():
@@ -107,9 +102,7 @@ def test_what_a_package_imports_is_a_requirement(folder, extras):
     known = {canonicalize_name(Requirement(each).name) for each in asked}
     paths = [path for path in (ROOT / folder).rglob("*.py") if extras or "serving" not in path.parent.parts]
     statements = [node for path in paths for node in ast.walk(ast.parse(path.read_text()))]
-    named = {node.module for node in statements if isinstance(node, ast.ImportFrom) and node.level == 0}
-    named |= {alias.name for node in statements if isinstance(node, ast.Import) for alias in node.names}
-    tops = {name.partition(".")[0] for name in named} - sys.stdlib_module_names
+    tops = {name.partition(".")[0] for name in _imported(statements)} - sys.stdlib_module_names
     tops -= {"dma_hf", "dma_kernels", "dma_eval"}
     homes = importlib.metadata.packages_distributions()
     assert {top for top in tops if not set(map(canonicalize_name, homes.get(top, [top]))) & known} == set()
@@ -124,6 +117,12 @@ def test_importing_the_plugin_imports_nothing_of_the_evaluation():
         "before = set(sys.modules)\n"
         "import dma_hf\n"
         "print(*set(sys.modules) - before)\n"
+        # Nor does Transformers take the folder ``kernels`` for Hugging Face's package.
+        "from transformers.integrations import hub_kernels\n"
+        "from transformers.utils.import_utils import is_kernels_available\n"
+        "import importlib.metadata as metadata\n"
+        "installed = any(each.metadata['Name'] == 'kernels' for each in metadata.distributions())\n"
+        "assert installed or not is_kernels_available()\n"
     )
     assert done.returncode == 0, done.stderr[-2000:]
     added = set(done.stdout.split())
@@ -141,9 +140,7 @@ IMPORTED = [path for path, name in NAMES.items() if name not in LATER]
 def test_importing_the_plugin_names_nothing_that_transformers_may_move(path):
     """What has no documented place is imported where it is used."""
     statements = ast.parse(path.read_text(encoding="utf-8")).body
-    named = {node.module for node in statements if isinstance(node, ast.ImportFrom) and node.level == 0}
-    named |= {alias.name for node in statements if isinstance(node, ast.Import) for alias in node.names}
-    assert {name for name in named if name and name.partition(".")[0] == "transformers"} <= MAY_STAY
+    assert {name for name in _imported(statements) if name.partition(".")[0] == "transformers"} <= MAY_STAY
 
 
 DOCUMENTED = MAY_STAY | {"transformers.utils", "transformers.generation.streamers"}
@@ -159,9 +156,7 @@ OUTSIDE = [
 @pytest.mark.parametrize("path", OUTSIDE, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_private_interfaces_of_transformers_are_in_the_integrations_only(path):
     nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-    named = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 0}
-    named |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    assert {name for name in named if name and name.partition(".")[0] == "transformers"} <= DOCUMENTED
+    assert {name for name in _imported(nodes) if name.partition(".")[0] == "transformers"} <= DOCUMENTED
     used = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     used |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     assert not used & PRIVATE

@@ -13,7 +13,7 @@ import torch
 from dma_eval import console
 from dma_eval.bench.timing import look_at
 from dma_eval.errors import UserError
-from dma_eval.files import prepare_file
+from dma_eval.files import check_file
 from dma_eval.load.backends import Backend, parse_backends
 from dma_eval.load.models import parse_device
 from dma_eval.names import DMA, PRESETS, refuse_repeats
@@ -39,7 +39,7 @@ def run(main: Callable[[argparse.Namespace], int], parser: argparse.ArgumentPars
     """Run a script with the arguments of the process, and exit with its code."""
     args = parser.parse_args()
     try:
-        prepare_file(args.json, "--json")
+        check_file(args.json, "--json")
         sys.exit(main(args))
     except UserError as error:
         console.print_error(str(error))

@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
 from . import console
-from .command import Run, add_command
 from .commands import bench, demo, env, equalize, quality, report, serve
+from .config import Run, add_command
 from .environment import versions
 from .errors import UserError, one_line
 
@@ -41,8 +41,9 @@ START = """Start here:
 
 def make_app() -> typer.Typer:
     """Return the application with all commands."""
-    settings: dict[str, Any] = {"rich_markup_mode": "rich", "add_completion": False, "invoke_without_command": True}
-    app = typer.Typer(name="dma-hf", epilog=START, callback=_root, **settings)
+    app = typer.Typer(
+        epilog=START, callback=_root, rich_markup_mode="rich", add_completion=False, invoke_without_command=True
+    )
     for name, run in COMMANDS.items():
         add_command(app, name, run)
     return app
@@ -56,11 +57,6 @@ def _root(
     if version:
         console.print_line(f"dma-hf {versions(['dma-hf']).get('dma-hf', '(not installed)')}")  # in a source tree
         raise typer.Exit
-    _group(context)
-
-
-def _group(context: typer.Context) -> None:
-    """Show the help if no command is given."""
     if context.invoked_subcommand is None:
         context.get_help()
         raise typer.Exit(console.USER_ERROR)

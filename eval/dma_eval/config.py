@@ -1,96 +1,283 @@
-"""The parts of a measurement with their options, and suites of parts in TOML files.
+"""What a command is told: options as fields of dataclasses, the parts of a measurement, and suites of parts.
 
-A field of a part is a key of a suite's table. If it is also an option of the command line, the default is the same. The
-suites in the folder ``suites`` come with the package.
+Typer reads one flat signature (:func:`add_command`). The command is called with the dataclasses. A list option takes
+several values at once (``--attn sdpa dma_mxfp``) and may be repeated. A field of a part is a key of a suite's table. If
+it is also an option, the default is the same. The suites in the folder ``suites`` come with the package.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
+import textwrap
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, get_type_hints
 
-from .command import KEY, REQUIRED, option
+import typer.core
+from typer.models import OptionInfo
+
+from . import console
 from .errors import UserError
 from .files import parse
+from .names import check_device, check_yarn, parse_source
 from .results import RetrievalKind
 
+REQUIRED = MISSING  # the default of a required option
+KEY = "option"  # key of the option in a field's metadata
+DEBUG = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+DEFAULT_ATTN = ["sdpa", "dma_mxfp:balanced"]
+DEFAULT_CONTEXT = 2048  # tokens per window, or the model's maximum if that is less
+MODEL: dict[str, Any] = {"metavar": "NAME|FOLDER|FILE.gguf", "help": "Hub name, local folder, or GGUF file."}
+DATA = "Text file; .json, .jsonl, .csv or .parquet file; or a Hub dataset, NAME, NAME:CONFIG or NAME:CONFIG:SPLIT."
+OUTPUT = "Output"  # section of the help
 SUITES = resources.files("dma_eval") / "suites"
-DEFAULT_CONTEXT = 2048
-"""Tokens per window, or the model's maximum if that is less."""
+Run = Callable[..., int]
+
+
+def option(default: Any, *names: str, shown: str | bool = True, panel: str | None = None, **settings: Any) -> Any:
+    """Declare a dataclass field as an option. A long name in ``names`` replaces that of the field.
+
+    ``shown`` replaces the default in the help, and ``panel`` is the section of the help. The other settings are those
+    of ``typer.Option``: ``help``, ``metavar``, ``min``, ``max``.
+    """
+    metadata = {KEY: OptionInfo(default=..., param_decls=names, show_default=shown, rich_help_panel=panel, **settings)}
+    if isinstance(default, list):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def argument(**settings: Any) -> Any:
+    """Declare a dataclass field as a required argument."""
+    return field(metadata={KEY: typer.Argument(**settings)})
+
+
+class Command(typer.core.TyperCommand):
+    """A command whose list options take several values after one name."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Repeat the name of a list option before each of its values, and add the given value to errors."""
+        known = {name: vars(each) for each in self.params for name in each.opts if name.startswith("-")}
+        lists = {name for name, each in known.items() if each["multiple"]}
+        spread: list[str] = []
+        name = ""  # of the list option that further values belong to
+        for previous, given in pairwise(["", *args]):
+            if given in known and previous in known and not known[previous]["is_flag"]:
+                raise UserError(f"Option {previous!r} requires an argument (try: {ctx.command_path} --help)")
+            if given.startswith("-") and not re.fullmatch(r"-\.?\d.*", given):
+                option = given.partition("=")[0]
+                name = option if option in lists else ""
+                spread.append(given)
+            else:
+                spread += [name, given] if name and previous != name else [given]
+        try:
+            return super().parse_args(ctx, [*spread])
+        except typer.TyperException as error:
+            vars(error)["ctx"] = ctx  # the parser names no command
+            names = set(getattr(getattr(error, "param", None), "opts", ()))
+            values = [value for name, value in pairwise(spread) if name in names]
+            shown = values if names & lists else values[-1:]  # if an option is repeated, the last value counts
+            error.message = error.message.removeprefix("Value error, ")
+            if shown and repr(shown[0]) not in error.message:
+                error.message += f", got {' '.join(shown)!r}"
+            raise
+
+
+def add_command(app: typer.Typer, name: str, run: Run) -> None:
+    """Add a command: a function of dataclasses of options. Its docstring is the help, with examples at the end."""
+    kinds = {key: kind for key, kind in get_type_hints(run).items() if key != "return"}
+    own = {key: [each for each in fields(kind) if KEY in each.metadata] for key, kind in kinds.items()}
+
+    def declared(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+
+    parameters = []
+    for key, kind in kinds.items():
+        types: dict[str, Any] = get_type_hints(kind)
+        for each in own[key]:
+            default = each.default if each.default_factory is MISSING else each.default_factory()
+            default = inspect.Parameter.empty if default is MISSING else default
+            info = each.metadata[KEY]
+            names = tuple(info.param_decls or ()) if isinstance(info, OptionInfo) else ("--",)
+            if not any(name.startswith("--") for name in names):
+                info.param_decls = (f"--{each.name.replace('_', '-')}", *names)  # typer negates flags
+            annotation: Any = Annotated[types[each.name], info]
+            parameters.append(declared(each.name, annotation, default))
+    parameters.append(declared("debug", DEBUG, False))
+
+    def call(debug: bool, **values: Any) -> int:
+        console.shows_tracebacks = debug
+        for key, value in values.items():
+            for each in value if isinstance(value, list) else [value]:
+                if isinstance(each, float) and not math.isfinite(each):
+                    raise UserError(f"--{key.replace('_', '-')}: expected a finite number, got {each}")
+        try:
+            given = {key: {each.name: values[each.name] for each in own[key]} for key in kinds}
+            return run(**{key: kind(**given[key]) for key, kind in kinds.items()})
+        except KeyboardInterrupt:
+            console.print_error("interrupted")
+            return console.INTERRUPTED
+
+    parameters.sort(key=lambda each: each.default is not inspect.Parameter.empty)  # required ones first
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    call.__annotations__ = {each.name: each.annotation for each in parameters}
+    text, _, examples = inspect.cleandoc(run.__doc__ or "").partition("\nExamples:\n")
+    paragraphs = "\n\n".join(paragraph.replace("\n", " ") for paragraph in text.strip().split("\n\n"))
+    epilog = f"Examples:\n{textwrap.indent(examples, '  ')}" if examples else None
+    app.command(name, cls=Command, help=paragraphs, epilog=epilog)(call)
+
+
+# Options that several commands share.
+
 window, task, piece, prompt = (partial(option, panel=name) for name in ("Windows", "Tasks", "Parts", "Prompts"))
 """Options in a section of the help."""
-context_option = partial(
-    window,
-    None,
-    "--context",
-    "-c",
-    min=2,
-    shown="2048, or the model's maximum if that is less",
-    help="Tokens per window.",
+yarn_option = partial(option, None, metavar="FACTOR", help="Extend the model's positions by this factor with YaRN.")
+json_option = partial(option, None, metavar="FILE", panel=OUTPUT, help="Write all results as JSON.")
+out_option = partial(option, metavar="FOLDER", panel=OUTPUT)
+data_option = partial(option, metavar="FILE|DATASET", help=DATA, panel="Text")
+attn_option = partial(
+    option,
+    metavar="BACKEND...",
+    help="Attention backends to compare; the first is the reference. An attn_implementation of Transformers, "
+    "dma_mxfp:PRESET, or dma_mxfp:FILE.toml; +int8 or +int4 reads through a DMACache. Takes several values.",
 )
-batch_size_option = partial(window, 1, "--batch-size", min=1, help="Windows per forward pass.")
-limit_option = partial(task, None, "--limit", min=1, shown="all", help="Use the first samples of each task.")
+context_option = partial(window, min=2, shown="2048, or the model's maximum if that is less", help="Tokens per window.")
+windows_option = partial(window, min=1, help="Read at most this many windows.")
+batch_size_option = partial(window, 1, min=1, help="Windows per forward pass.")
+limit_option = partial(task, None, min=1, shown="all", help="Use the first samples of each task.")
+sequences_option = partial(task, min=1, help="Sequences per forward pass.")
 
 
-def sequences_option(default: int | None = 8, shown: str | bool = True) -> Any:
-    """How many sequences of a task to read at once."""
-    return task(default, "--batch-size", min=1, shown=shown, help="Sequences per forward pass.")
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    device: str = option("auto", help="auto, cpu, cuda or cuda:N; auto is CUDA if present.")
+    seed: int = option(0, min=0, max=2**32 - 1, help="Seed of PyTorch's random numbers.")
+
+    def __post_init__(self) -> None:
+        check_device(self.device)
 
 
-def max_windows_option(default: int | None = None) -> Any:
-    """How many windows to read."""
-    shown = "all" if default is None else True
-    return window(default, "--max-windows", min=1, shown=shown, help="Read at most this many windows.")
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions(RunOptions):
+    """How a model is loaded. Subclasses name the model."""
+
+    model: str = ""
+    revision: str | None = option(None, shown="the main branch", help="Branch, tag or commit on the Hub.")
+    trust_remote_code: bool = option(False, help="Allow code that comes with the model to run.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto", help="Data type of the weights; auto is the checkpoint's own, float32 for GGUF."
+    )
+    device_map: str | None = option(
+        None, help="Spread the model over several devices: auto, balanced, sequential. Instead of --device."
+    )
+    yarn: float | None = yarn_option()
+
+    @property
+    def loading(self) -> dict[str, Any]:
+        """The arguments of ``load_model`` of the same names."""
+        names = ("device", "dtype", "device_map", "revision", "trust_remote_code", "yarn")
+        return {name: getattr(self, name) for name in names}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_yarn(self.yarn)
+        if self.revision is not None and Path(parse_source(self.model).path).is_dir():
+            raise UserError(f"--revision: {self.model} is a local model, which has none; leave it out")
+        if self.device_map is not None and self.device != "auto":
+            raise UserError("--device and --device-map exclude each other; give one of them")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(LoadOptions):
+    model: str = option(REQUIRED, "-m", **MODEL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QualityOptions(ModelOptions):
+    """Options of every command that compares backends on a model."""
+
+    attn: list[str] = attn_option(DEFAULT_ATTN, "-a")
+    out: Path | None = out_option(
+        None,
+        "-o",
+        help="Folder for the whole report: results.json, pages, plots, configurations. Finished parts in it are not "
+        "measured again.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllPresetsOptions(QualityOptions):
+    attn: list[str] = attn_option([], "-a", shown="sdpa and every preset")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptionalTextOptions:
+    data: str | None = data_option(None, "-d")
+    split: str | None = option(
+        None, panel="Text", shown="test; all of a file", help="Split of the dataset, if --data does not name it."
+    )
+    column: str = option("text", panel="Text", help="The dataset's column of text.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextOptions(OptionalTextOptions):
+    data: str = data_option(REQUIRED, "-d")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskFolderOptions:
+    include_path: list[Path] = task([], metavar="FOLDER...", help="Folders with your own task YAMLs.")
+
+
+# The parts of a measurement. In a suite, lengths and contexts beyond the model's maximum are skipped.
 
 
 @dataclass(frozen=True, kw_only=True)
 class PerplexityPart:
     """Perplexity, and divergence from the first backend."""
 
-    # Tokens per window, one section for each; in a suite, those beyond the model's maximum are skipped. By default
-    # 2,048, or the model's maximum if that is less.
+    # Tokens per window, one section for each. By default 2,048, or the model's maximum if that is less.
     contexts: list[int] = field(default_factory=list)
-    data: str | None = None  # the text, as for ``dma-hf ppl``; the command line's by default
+    data: str | None = None  # the text, as for ``dma-hf ppl``; by default, here and below, the command line's
     stride: int | None = window(
         None,
-        "--stride",
         min=1,
         shown="the context",
         help="Distance of two windows. Below the context, windows overlap and each scores only its new tokens.",
     )
-    max_windows: int | None = max_windows_option()
-    skip_windows: int = window(0, "--skip-windows", min=0, help="Skip the first windows of the text.")
+    max_windows: int | None = windows_option(None, shown="all")
+    skip_windows: int = window(0, min=0, help="Skip the first windows of the text.")
     spread: bool = window(
         False, "--spread", help="Spread --max-windows over the whole text instead of taking the first ones."
     )
     batch_size: int = batch_size_option()
 
+    def check(self, context: int) -> None:
+        if self.stride is not None and not 1 <= self.stride <= context:
+            raise UserError(f"--stride must be from 1 to the context, {context}, got {self.stride}")
+        if self.spread and self.max_windows is None:
+            raise UserError("--spread needs --max-windows; without it all windows are read")
+
 
 @dataclass(frozen=True, kw_only=True)
 class FidelityPart:
-    """Fidelity to SDPA in fp32."""
-
-    data: str | None = None  # the text; the command line's by default
-    context: int | None = context_option()
-    max_windows: int | None = max_windows_option()
+    data: str | None = None
+    context: int | None = context_option(None, "-c")
+    max_windows: int | None = windows_option(None, shown="all")
     batch_size: int = batch_size_option()
-    head_windows: int = piece(2, "--head-windows", min=0, help="Windows for the errors by head; 0 skips them.")
-    prompts: int = piece(
-        4, "--prompts", min=0, help="Greedy continuations, each of the first half of a window; 0 skips them."
-    )
-    new_tokens: int = piece(64, "--new-tokens", min=1, help="Tokens of each continuation.")
+    head_windows: int = piece(2, min=0, help="Windows for the errors by head; 0 skips them.")
+    prompts: int = piece(4, min=0, help="Greedy continuations, each of the first half of a window; 0 skips them.")
+    new_tokens: int = piece(64, min=1, help="Tokens of each continuation.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TasksPart:
-    """lm-eval tasks."""
-
     names: list[str] = task(
         REQUIRED,
         "--tasks",
@@ -99,13 +286,10 @@ class TasksPart:
         help="Tasks or groups of lm-eval, or YAML files. Takes several values, separated by commas or spaces.",
     )
     limit: int | None = limit_option()
-    num_fewshot: int | None = task(
-        None, "--num-fewshot", min=0, shown="what each task says", help="Examples in each prompt."
-    )
-    batch_size: int = sequences_option()
-    lengths: list[int] = task(  # in a suite, those beyond the model's maximum are skipped
+    num_fewshot: int | None = task(None, min=0, shown="what each task says", help="Examples in each prompt.")
+    batch_size: int = sequences_option(8)
+    lengths: list[int] = task(
         [],
-        "--lengths",
         metavar="TOKENS...",
         min=1,
         shown="what each task says",
@@ -116,18 +300,15 @@ class TasksPart:
 
 @dataclass(frozen=True, kw_only=True)
 class RetrievalPart:
-    """Retrieval from long prompts."""
-
     kinds: list[RetrievalKind] = prompt(
         [RetrievalKind.KV],
         "--kind",
         metavar="KIND...",
         help="needle hides a sentence in the text of --data; kv hides a pair among key-value pairs.",
     )
-    data: str | None = None  # the prose for needles; the command line's text by default
-    lengths: list[int] = prompt(  # in a suite, those beyond the model's maximum are skipped
+    data: str | None = None  # the prose for needles
+    lengths: list[int] = prompt(
         [],
-        "--lengths",
         metavar="TOKENS...",
         min=1,
         shown="the four largest powers of two from 1024 to the model's maximum",
@@ -135,13 +316,12 @@ class RetrievalPart:
     )
     depths: list[float] = prompt(
         [0.0, 0.25, 0.5, 0.75, 1.0],
-        "--depths",
         metavar="DEPTH...",
         min=0,
         max=1,
         help="Positions of the answer, from 0 (start of the prompt) to 1 (its end).",
     )
-    samples: int = prompt(5, "--samples", min=1, help="Questions for each length and depth.")
+    samples: int = prompt(5, min=1, help="Questions for each length and depth.")
 
     @property
     def needs_text(self) -> bool:
@@ -153,19 +333,19 @@ class RetrievalPart:
 class StressPart:
     """Perplexity and divergence on twins of the model with larger outlier channels."""
 
-    data: str | None = None  # the text; the command line's by default
-    context: int | None = context_option()
-    max_windows: int | None = max_windows_option(2)
+    data: str | None = None
+    context: int | None = context_option(None, "-c")
+    max_windows: int | None = windows_option(2)
     batch_size: int = batch_size_option()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Suite:
-    """What to measure."""
+    """What to measure; ``None`` is not measured."""
 
     name: str  # its name, or the file it was read from
     description: str = ""  # its purpose, in one line
-    perplexity: PerplexityPart | None = None  # None if it is not measured; likewise below
+    perplexity: PerplexityPart | None = None
     fidelity: FidelityPart | None = None
     tasks: TasksPart | None = None
     retrieval: RetrievalPart | None = None

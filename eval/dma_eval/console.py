@@ -6,26 +6,27 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich import box
+from rich import box, progress
 from rich.console import Console
 from rich.markup import escape
 from rich.measure import Measurement
+from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from rich.status import Status
-
     from .results import Generation
     from .show import pages
 
 USER_ERROR, FAILED, INTERRUPTED = 2, 1, 130  # exit codes
 FILE_WIDTH = 120  # width of tables in a file or a pipe
+SECONDS_BETWEEN_LINES = 15.0  # of progress where there is no terminal to draw a bar on
 
 out = Console(emoji=False)  # ":b:" in "NAME:b:SPLIT" is not an emoji
 err = Console(stderr=True, emoji=False)
@@ -38,12 +39,10 @@ def print_error(message: str) -> None:
 
 
 def print_warning(message: str) -> None:
-    """Show a warning on standard error."""
     err.print(f"[bold yellow]Warning:[/] {escape(message)}", soft_wrap=True, highlight=False)
 
 
 def print_note(message: str) -> None:
-    """Show a note on standard error."""
     err.print(f"[dim]{escape(message)}[/]", soft_wrap=True, highlight=False)
 
 
@@ -97,11 +96,9 @@ def print_generations(generations: Sequence[Generation]) -> None:
         print_line(escape(generation.continuation.strip()))
 
 
-@contextmanager
-def working(message: str) -> Iterator[Status]:
-    """Show a spinner during an activity of unknown duration."""
-    with err.status(Text(message)) as status:
-        yield status
+def working(message: str) -> Status:
+    """Return a spinner to show during an activity of unknown duration."""
+    return err.status(Text(message))
 
 
 @contextmanager
@@ -136,3 +133,45 @@ def confirm(question: str) -> bool:
 def quiet() -> None:
     """Stop all output, because another process of the run shows it."""
     out.quiet = err.quiet = True
+
+
+class Progress:
+    """Progress bars on a terminal, and a line every 15 seconds elsewhere. Without :meth:`shown` there are none."""
+
+    def __init__(self) -> None:
+        self._bars: progress.Progress | None = None
+        self._what = ""
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        columns = progress.TextColumn("{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn()
+        times = progress.TimeElapsedColumn(), progress.TextColumn("so far,"), progress.TimeRemainingColumn()
+        bars = progress.Progress(*columns, *times, "left", console=err, transient=True, disable=not err.is_terminal)
+        with bars as self._bars:
+            self._task = bars.add_task("", total=None)
+            self._began = self._told = time.monotonic()
+            yield
+        self._bars = None
+
+    def begin(self, what: str, steps: int | None = None) -> None:
+        """Begin an activity, with its number of steps if that is known."""
+        self._what, self._steps, self._done = what, steps, 0
+        if self._bars is not None:
+            self._bars.reset(self._task, description=escape(what), total=steps)
+
+    def advance(self, what: str = "", steps: int = 1) -> None:
+        if self._bars is None:
+            return
+        self._done += steps
+        description = f"{self._what}: {what}" if what else self._what
+        self._bars.update(self._task, advance=steps, description=escape(description))
+        now = time.monotonic()
+        if not err.is_terminal and now - self._told >= SECONDS_BETWEEN_LINES:
+            self._told = now
+            total = "" if self._steps is None else f" of {self._steps:,}"
+            print_note(f"{description}, {self._done:,}{total}, {now - self._began:,.0f} s so far")
+
+    def kept(self, what: str) -> None:
+        """Note a result that was taken from the run's folder."""
+        if self._bars is not None:
+            print_note(f"{what}: taken from the folder")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -26,10 +25,8 @@ def parse(kind: type[Kind], content: bytes | Mapping[str, Any]) -> Kind:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
-        is_value_missing = first["type"] in ("missing", "json_invalid", "value_error")  # or the message has it
-        got = "" if is_value_missing else f", got {first['input']!r:.60}"
-        message = first["msg"].removeprefix("Value error, ")
-        raise ValueError(f"{place}{': ' if place else ''}{message}{got}") from None
+        got = "" if first["type"] in ("missing", "json_invalid") else f", got {first['input']!r:.60}"
+        raise ValueError(f"{place}{': ' if place else ''}{first['msg']}{got}") from None
 
 
 def write_json(value: Any, path: Path, indent: int = 2) -> None:
@@ -53,40 +50,26 @@ def write_text(text: str, path: Path) -> None:
 
 
 def check_folder(folder: Path, option: str = "--out") -> None:
-    """Check that a folder can be created and written to."""
+    """Check before a long run that a folder can be created and written to."""
     nearest = next(each for each in (folder, *folder.parents) if each.exists())
     if not nearest.is_dir():
         what = "it" if nearest == folder else nearest
         raise UserError(f"{option}: cannot create the folder {folder}: {what} is a file")
     if not os.access(nearest, os.W_OK | os.X_OK):
         what = "write to" if nearest == folder else "make"
-        raise UserError(f"{option}: cannot {what} the folder {folder}: {os.strerror(errno.EACCES)}")
+        raise UserError(f"{option}: cannot {what} the folder {folder}: Permission denied")
 
 
-def make_folder(folder: Path, option: str = "--out") -> None:
-    """Create the folder that a run writes to."""
-    check_folder(folder, option)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{option}: cannot create the folder {folder}: {error.strerror}") from error
-
-
-def prepare_file(path: Path | None, option: str) -> None:
-    """Check before a long run that its results can be written. Missing folders are created."""
+def check_file(path: Path | None, option: str) -> None:
+    """Check before a long run that its results can be written to a file."""
     if path is None:
         return
     if path.is_dir():
         raise UserError(f"{option}: cannot write to {path}: it is a folder; name a file in it")
-    existed = path.exists()
-    if not existed:
-        make_folder(path.parent, option)
-    try:
-        path.open("ab").close()
-    except OSError as error:
-        raise UserError(f"{option}: cannot write to {path}: {error.strerror}") from error
-    if not existed:
-        path.unlink(missing_ok=True)  # another process of the run may have done so
+    if not path.exists():
+        check_folder(path.parent, option)
+    elif not os.access(path, os.W_OK):
+        raise UserError(f"{option}: cannot write to {path}: Permission denied")
 
 
 def slug(name: str) -> str:

@@ -1,13 +1,10 @@
 """The lm-eval model ``dma-hf``: lm-eval's Hugging Face model with a choice of attention backend.
 
-The package declares it as an entry point of lm-eval, ``lm_eval.models``. For versions of lm-eval that do not read entry
-points, ``python -m dma_eval.lm_eval`` is lm-eval's own command line with the model registered::
-
-    python -m dma_eval.lm_eval run --model dma-hf --model_args pretrained=gpt2,attn_preset=fp4 --tasks lambada_openai
-
-It scores log-likelihoods differently from lm-eval's ``hf`` in three ways. Padding is masked: in a quantized format
-several keys share a scale, so visible padding would make results depend on the batch. Probabilities are computed in
-fp32, at scored positions only. Logits that are not finite stop the evaluation.
+The package declares it as an entry point of lm-eval. For versions of lm-eval that do not read entry points,
+``python -m dma_eval.lm_eval`` is lm-eval's own command line with the model registered. It scores log-likelihoods
+differently from lm-eval's ``hf`` in three ways. Padding is masked: in a quantized format several keys share a scale, so
+visible padding would make results depend on the batch. Probabilities are computed in fp32, at scored positions only.
+Logits that are not finite stop the evaluation.
 """
 
 from __future__ import annotations
@@ -34,11 +31,8 @@ from .names import DMA
 
 Request = tuple[Any, list[int], list[int]]
 """The strings (or ``None``), the tokens of the context and those of the continuation."""
-
-
-SHOWN_CHARACTERS = 40
-"""Characters of a context and of a continuation that an error shows."""
-WAY_OUT = "change the sample, or its target_delimiter"
+OWN = "has no token of its own to score"  # for it is empty, or merges with the end of its context
+SHOWN_CHARACTERS = 40  # characters of a context and of a continuation that an error shows
 
 
 class BackendFailure(RuntimeError):
@@ -104,17 +98,13 @@ class DMALM(HFLM):  # type: ignore[misc]
     loglikelihood_rolling = partialmethod(HFLM.loglikelihood_rolling, disable_tqdm=True)
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """Return the log-likelihood of each continuation after its context, and whether it is the greedy one.
-
-        Pairs are split into tokens as lm-eval does it.
-        """
+        """Return the log-likelihood of each continuation after its context, and whether it is the greedy one."""
         for context, continuation in (request.args for request in requests):
             # After an empty context, lm-eval looks at the first token of the continuation.
             if context == "" and not self.tok_encode(continuation, add_special_tokens=False):
-                self._fail(_nothing_to_score(context, continuation))
+                self._fail(_no_token(context, continuation, OWN))
                 return [(0.0, False)] * len(requests)
-        answers: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
-        return answers
+        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)  # type: ignore[no-any-return]
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, override_bs: int | None = None
@@ -131,9 +121,9 @@ class DMALM(HFLM):  # type: ignore[misc]
     def _score(self, requests: Sequence[Request], batch_size: int) -> list[tuple[float, bool]]:
         for strings, context, continuation in requests:
             if not continuation:
-                raise _nothing_to_score(*strings)
+                raise _no_token(strings[0], strings[1], OWN)
             if not context:
-                raise ValueError(f"{_named(*strings)} has no token to read before the continuation; {WAY_OUT}")
+                raise _no_token(strings[0], strings[1], "has no token to read before the continuation")
         collator = Collator(
             requests,
             sort_fn=lambda request: (-len(request[1]) - len(request[2]), tuple(request[1] + request[2])),
@@ -198,13 +188,9 @@ class DMALM(HFLM):  # type: ignore[misc]
             raise BackendFailure(self.failure) from error
 
 
-def _nothing_to_score(context: str, continuation: str) -> ValueError:
-    """Return the error of a continuation without a token: it is empty, or merges with the end of its context."""
-    return ValueError(f"{_named(context, continuation)} has no token of its own to score; {WAY_OUT}")
-
-
-def _named(context: str, continuation: str) -> str:
-    """Name a sample by the end of its context and the beginning of its continuation."""
+def _no_token(context: str, continuation: str, why: str) -> ValueError:
+    """Return the error of a sample, named by the end of its context and the beginning of its continuation."""
     end = context if len(context) <= SHOWN_CHARACTERS else f"…{context[-SHOWN_CHARACTERS:]}"
     start = continuation if len(continuation) <= SHOWN_CHARACTERS else f"{continuation[:SHOWN_CHARACTERS]}…"
-    return f"context {end!r} with continuation {start!r}"
+    which = f"context {end!r} with continuation {start!r}"
+    return ValueError(f"{which} {why}; change the sample, or its target_delimiter")

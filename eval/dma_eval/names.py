@@ -17,27 +17,20 @@ from .errors import UserError
 
 DMA = "dma_mxfp"
 PRESETS = ("balanced", "fp4", "paper")
-FORMAT_SUFFIXES = {"+int8": "int8", "+int4": "int4"}
-"""Suffixes of ``dma_mxfp`` and their cache formats."""
+FORMAT_SUFFIXES = {"+int8": "int8", "+int4": "int4"}  # suffixes of ``dma_mxfp`` and their cache formats
 PEER_SUFFIXES = ("+quanto4", "+quanto2", "+hqq8", "+hqq4", "+hqq2", "+fp8")
 """Suffixes of other implementations, which select a ``QuantizedCache`` of Transformers."""
-DYNAMIC = "+dynamic"
-"""Suffix that selects the ``DynamicCache`` of Transformers, in 16 bits."""
-SIMULATED = "sim_"
-"""Prefix of the names of simulated kernels."""
+DYNAMIC = "+dynamic"  # suffix that selects the ``DynamicCache`` of Transformers, in 16 bits
+SIMULATED = "sim_"  # prefix of the names of simulated kernels
 IMPLEMENTATIONS = (
     *(DMA, "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention", "sdpa"),
     *(f"{SIMULATED}{kernel}" for kernel in ("fa3_fp8", "fp8_cache", "sage")),
 )
 """Attention implementations of the supported versions of Transformers, and simulated ones."""
-GENERATE_CACHES = ("dynamic", "static", "int8", "int4")
-"""Caches of ``dma-hf bench``."""
-PAGED = "paged|"
-"""Part of the name of what continuous batching runs in place of an implementation."""
-API_KEY_VARIABLE = "DMA_HF_API_KEY"
-"""Environment variable with the key that the requests to a server must carry."""
-TILE = 128
-"""Tokens of a chunk that is read through a cache."""
+GENERATE_CACHES = ("dynamic", "static", "int8", "int4")  # caches of ``dma-hf bench``
+PAGED = "paged|"  # part of the name of what continuous batching runs in place of an implementation
+API_KEY_VARIABLE = "DMA_HF_API_KEY"  # environment variable with the key that the requests to a server must carry
+TILE = 128  # tokens of a chunk that is read through a cache
 
 
 def split_suffix(name: str) -> tuple[str, str]:
@@ -57,41 +50,31 @@ def is_file(setting: str) -> bool:
 
 
 def check_names(names: Iterable[str], option: str = "--attn") -> None:
-    """Check the names of backends."""
+    """Check the names of backends. If Transformers is loaded, it knows the implementations: some may be registered."""
     for name in names:
         rest, suffix = split_suffix(name)
         implementation, colon, setting = (name if suffix in (*PEER_SUFFIXES, DYNAMIC) else rest).partition(":")
-        if implementation == DMA and (setting in PRESETS or not colon):
+        if implementation.partition("+")[0] == DMA:
+            is_preset = implementation == DMA and (setting in PRESETS or not colon)
+            if setting.endswith(".toml") and not Path(setting).is_file():
+                raise UserError(f"{option}: no such file: {setting}")
+            if not is_preset and not Path(setting).is_file():
+                raise UserError(
+                    f"{option}: unknown preset {setting or name!r}; valid: {', '.join(PRESETS)}, or a TOML file "
+                    f"({DMA}:FILE.toml), and after it a cache ({', '.join(FORMAT_SUFFIXES)})"
+                )
             continue
-        if implementation.partition("+")[0] != DMA:
-            _check_other(name, option)
-            continue
-        if setting.endswith(".toml") and not Path(setting).is_file():
-            raise UserError(f"{option}: no such file: {setting}")
-        if not Path(setting).is_file():
+        implementation, colon, _ = rest.partition(":")
+        if implementation.startswith(PAGED):
+            why = "needs continuous batching, which is not evaluated here"
+            raise UserError(f"{option}: {name!r} {why}; valid: {', '.join(IMPLEMENTATIONS)}")
+        if implementation not in IMPLEMENTATIONS and "transformers" not in sys.modules:
+            raise unknown_backend(name, option, IMPLEMENTATIONS)
+        if colon or suffix in FORMAT_SUFFIXES:
             raise UserError(
-                f"{option}: unknown preset {setting or name!r}; valid: {', '.join(PRESETS)}, or a TOML file "
-                f"({DMA}:FILE.toml), and after it a cache ({', '.join(FORMAT_SUFFIXES)})"
+                f"{option}: {implementation!r} takes neither presets nor caches of {DMA}, got {name!r}; valid: "
+                f"{implementation}{'|'.join(PEER_SUFFIXES)}, {DMA}:PRESET{'|'.join(FORMAT_SUFFIXES)}"
             )
-
-
-def _check_other(name: str, option: str) -> None:
-    """Check the name of a backend other than ``dma_mxfp``.
-
-    If Transformers is loaded, it alone knows the implementations: some may have been registered.
-    """
-    rest, suffix = split_suffix(name)
-    implementation, colon, _ = rest.partition(":")
-    if implementation.startswith(PAGED):
-        valid = ", ".join(IMPLEMENTATIONS)
-        raise UserError(f"{option}: {name!r} needs continuous batching, which is not evaluated here; valid: {valid}")
-    if implementation not in IMPLEMENTATIONS and "transformers" not in sys.modules:
-        raise unknown_backend(name, option, IMPLEMENTATIONS)
-    if colon or suffix in FORMAT_SUFFIXES:
-        raise UserError(
-            f"{option}: {implementation!r} takes neither presets nor caches of {DMA}, got {name!r}; valid: "
-            f"{implementation}{'|'.join(PEER_SUFFIXES)}, {DMA}:PRESET{'|'.join(FORMAT_SUFFIXES)}"
-        )
 
 
 def unknown_backend(name: str, option: str, valid: Sequence[str]) -> UserError:
@@ -113,9 +96,7 @@ def check_runs(names: Sequence[str], option: str = "--run") -> None:
 
 
 def refuse_repeats(option: str, labels: Sequence[str]) -> None:
-    """Refuse an option with no values, or with a value twice."""
-    if not labels:
-        raise UserError(f"{option} needs at least one value")
+    """Refuse an option with a value twice."""
     repeated = {label for label in labels if labels.count(label) > 1}
     if repeated:
         raise UserError(f"{option}: {', '.join(sorted(repeated))} is given more than once")
@@ -131,14 +112,6 @@ def check_yarn(factor: float | None) -> None:
     """Check the factor by which YaRN extends positions."""
     if factor is not None and factor <= 1:
         raise UserError(f"--yarn: expected a factor above 1, got {factor:g}")
-
-
-def check_loading(name: str, *, device: str, device_map: str | None, revision: str | None) -> None:
-    """Check options of loading a model that exclude each other."""
-    if revision is not None and Path(parse_source(name).path).is_dir():
-        raise UserError(f"--revision: {name} is a local model, which has none; leave it out")
-    if device_map is not None and device != "auto":
-        raise UserError("--device and --device-map exclude each other; give one of them")
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,8 @@
-"""The results file of a run: its schema, as dataclasses, with reading and writing.
+"""The results file of a run: its schema, as dataclasses.
 
 ``results.json`` is the JSON of a :class:`Report`. Objects have the fields of the dataclasses below, and every field is
 written. ``schema_version`` increases when a field is added, removed or changes its meaning. Reports of another version
-are refused; version 10 left out ``memory_kind``. Numbers that do not exist (of a failed backend, or without a
-reference) are null.
+are refused. Numbers that do not exist (of a failed backend, or without a reference) are null.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 
@@ -23,9 +22,7 @@ from .errors import UserError
 from .files import parse
 from .names import TILE
 
-SCHEMA_VERSION = 10
-RESULTS = "results.json"
-"""The report in a run's folder."""
+RESULTS = "results.json"  # the report in a run's folder
 Backend = TypeVar("Backend")
 Compared = Annotated[list[Backend], Field(min_length=1)]
 Edges = Annotated[list[int], Field(min_length=2)]
@@ -33,8 +30,6 @@ Edges = Annotated[list[int], Field(min_length=2)]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInfo:
-    """The model that was measured."""
-
     name: str  # as it was given: Hub name, folder or GGUF file
     revision: str | None  # requested Hub revision; null for the default
     commit: str | None  # Hub commit that was loaded, where the model came from the Hub
@@ -54,8 +49,6 @@ class ModelInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class DataInfo:
-    """The text that the model read."""
-
     name: str  # file or dataset
     config: str | None  # configuration of the dataset
     split: str | None  # split of the dataset
@@ -79,8 +72,6 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A section of a report."""
-
     origin: Origin | None = None  # how it was measured; null in a section that is part of another
 
 
@@ -91,35 +82,27 @@ class BackendInfo:
     label: str  # its name in tables and plots, unique in the section
     implementation: str  # its name in Transformers
     config: dict[str, Any] | None  # its resolved configuration; null for any implementation but ``dma_mxfp``
-    # What it is compared with, if that is not the section's first: a 16-bit cache read in the same chunks.
-    reference: str | None = None
+    reference: str | None = None  # what it is compared with, if not the first: a 16-bit cache in the same chunks
 
 
 @dataclass(frozen=True, kw_only=True)
 class BackendResult(BackendInfo):
-    """One attention backend in a perplexity section."""
-
-    failure: str | None  # why it was stopped, or null. If it was stopped, the numbers below are null or empty
+    failure: str | None  # why it was stopped, or null; if it was, the numbers below are null or empty
     perplexity: float | None = None  # exp(``nll``)
     nll: float | None = None  # mean negative log-likelihood per scored token, in nats
     change_percent: float | None = None  # change of the perplexity against the reference
-    # Its standard error, from differences of tokens treated as independent.
-    change_stderr: float | None = None
+    change_stderr: float | None = None  # its standard error, from differences of tokens treated as independent
     kl_mean: float | None = None  # mean of KL(reference || backend) per scored token, in nats
     kl_p99: float | None = None  # its 99th percentile over tokens
     kl_max: float | None = None  # its maximum over tokens
     top1_agreement: float | None = None  # share of scored tokens at which the most likely token is the reference's
-    # Tokens per second of forward passes in one process. The first pass of each process does not count if there are
-    # others.
-    tokens_per_second: float | None = None
+    tokens_per_second: float | None = None  # of forward passes, without the first of each process if there are others
     forward_seconds: list[float] = field(default_factory=list)  # of each forward pass; a process's first warms up
-    # On a GPU: memory allocated with the model loaded, plus the most that a forward pass added; the maximum over
-    # processes, each summed over its GPUs.
+    # On a GPU: memory allocated with the model loaded, plus the most that a forward pass added; summed over GPUs.
     peak_memory_bytes: int | None = None
     fallbacks: dict[str, int] = field(default_factory=dict)  # calls that ran another attention, by reason
     window_nll: list[float] = field(default_factory=list)  # mean ``nll`` of each window
-    # Mean ``nll`` in each position bucket of the section; null where no token is scored.
-    position_nll: list[float | None] = field(default_factory=list)
+    position_nll: list[float | None] = field(default_factory=list)  # in each position bucket; null without a token
     position_kl: list[float | None] = field(default_factory=list)  # mean KL in each position bucket
 
 
@@ -129,8 +112,7 @@ class PerplexitySection(Section):
 
     data: DataInfo  # the text
     context: int  # tokens per window
-    # Special tokens that every window begins with, because the tokenizer puts them before a text; part of ``context``.
-    begins_with: list[str] = field(default_factory=list)
+    begins_with: list[str] = field(default_factory=list)  # special tokens before each window, part of ``context``
     stride: int  # distance of two windows; less than ``context`` without ``begins_with`` if they overlap
     batch_size: int  # windows per forward pass
     windows: int  # number of windows that were read
@@ -168,8 +150,7 @@ class MetricValue:
     label: str  # the backend
     value: float | None  # the metric over all samples; null if the backend failed
     difference: float | None = None  # ``value`` minus the reference's; null for the reference or if either failed
-    # Lower end of the 95 % confidence interval of ``difference``, by a paired bootstrap over samples; null if the
-    # metric is not an average over samples.
+    # Lower end of its 95 % confidence interval, by a paired bootstrap over samples; null if it is no average of them.
     low: float | None = None
     high: float | None = None  # its upper end
     lost: int | None = None  # samples that only the reference has right; null if not a right-or-wrong metric
@@ -184,8 +165,6 @@ class MetricValue:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricResult:
-    """One metric of a task."""
-
     name: str  # its name in lm-eval
     filter: str  # the filter of its answers; usually ``none``
     aggregation: str | None  # how samples are aggregated (``mean``, ``perplexity``); null if lm-eval has no name
@@ -195,18 +174,14 @@ class MetricResult:
 
     @property
     def title(self) -> str:
-        """Its name, with its filter unless that is ``none``."""
         return self.name if self.filter == "none" else f"{self.name}, {self.filter}"
 
     def of(self, label: str) -> MetricValue:
-        """Return the value of one backend."""
         return next(value for value in self.values if value.label == label)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskResult:
-    """One task."""
-
     name: str  # its name in lm-eval
     version: str  # version of the task's definition
     output_type: str  # ``multiple_choice``, ``loglikelihood``, ``loglikelihood_rolling`` or ``generate_until``
@@ -224,11 +199,10 @@ class TaskResult:
 class TaskBackend(BackendInfo):
     """One backend in a section on tasks."""
 
-    failures: dict[str, str]  # Why it was stopped, by the given name (a task or a group). Empty is good.
+    failures: dict[str, str]  # why it was stopped, by the given name of a task or a group
     fallbacks: dict[str, int]  # calls that ran another attention, by reason
     mean_accuracy: float | None  # mean over tasks of their first right-or-wrong metric; null if any failed
-    # Share of visible keys that are in low tiles, by the same names; without generated texts.
-    low_share: dict[str, float] = field(default_factory=dict)
+    low_share: dict[str, float] = field(default_factory=dict)  # of visible keys in low tiles; not of generated texts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,8 +235,7 @@ class HeadErrors:
     """Error of the attention output of every head with one backend, on the reference's inputs of each layer."""
 
     label: str  # the backend
-    # sum |output - reference| / sum |reference| over tokens and channels, ``[layer][query head]``.
-    relative_l1: list[list[float]]
+    relative_l1: list[list[float]]  # sum |output - reference| / sum |reference|, ``[layer][query head]``
     cosine: list[list[float]]  # mean over tokens of the cosine of output and reference, ``[layer][query head]``
     skipped: list[list[float]] | None = None  # share of low tiles skipped; null for a backend that skips none
 
@@ -272,10 +245,8 @@ class Divergence:
     """Where one backend's greedy continuations diverge from the reference's."""
 
     label: str  # the backend
-    # For each prompt, number of leading tokens that equal the reference's.
-    same_tokens: list[int]
-    # Share of the first 64, 256, ... tokens that equal the reference's at the same place, mean over prompts; by that
-    # number of tokens. Empty in older files.
+    same_tokens: list[int]  # number of leading tokens that equal the reference's, for each prompt
+    # Share of the first 64, 256, ... tokens that equal the reference's at the same place, mean over prompts.
     equal_share: dict[str, float] = field(default_factory=dict)
 
 
@@ -292,10 +263,8 @@ class RetrievalCell:
 
 @dataclass(frozen=True, kw_only=True)
 class RetrievalBackend(BackendInfo):
-    """One backend in a section on retrieval."""
-
-    failure: str | None  # Why it was stopped, or null. The cells below are those that it finished.
-    cells: list[RetrievalCell]  # by length, then by depth
+    failure: str | None  # why it was stopped, or null
+    cells: list[RetrievalCell]  # that it finished, by length, then by depth
 
 
 class RetrievalKind(StrEnum):
@@ -342,15 +311,11 @@ class ChannelRange:
 
 @dataclass(frozen=True, kw_only=True)
 class TwinResult:
-    """One twin of the model."""
-
     name: str  # what was changed in it
-    # The largest ratio of a key channel's range to the median channel's, over its layers.
-    key_ratio: float | None = None
-    query_ratio: float | None = None  # the same for query channels; null in older files
+    key_ratio: float | None = None  # largest ratio of a key channel's range to the median channel's, over its layers
+    query_ratio: float | None = None  # the same for query channels
     refused: str | None = None  # why the model cannot be changed like this, or null
-    # The results of the backends; null if the twin was refused. The first backend is exact on the same twin.
-    tokens: PerplexitySection | None = None
+    tokens: PerplexitySection | None = None  # the backends on it, the first exact; null if the twin was refused
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -371,8 +336,8 @@ class StressSection(Section):
     range_tokens: int  # tokens over which ranges were measured
     key_ranges: list[ChannelRange]  # one entry per attention layer of the model itself
     twins: list[TwinResult]  # the unchanged model comes first
-    query_ranges: list[ChannelRange] = field(default_factory=list)  # the same for queries; empty in older files
-    thresholds: list[ThresholdStudy] = field(default_factory=list)  # of backends that skip tiles; empty in older files
+    query_ranges: list[ChannelRange] = field(default_factory=list)  # the same for queries
+    thresholds: list[ThresholdStudy] = field(default_factory=list)  # of backends that skip tiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -390,7 +355,7 @@ class Results:
 class Report(Results):
     """All results in one folder. Its own date, command, seed, environment and model are those of the last command."""
 
-    schema_version: int = SCHEMA_VERSION
+    schema_version: Literal[10] = 10
     model: ModelInfo
     perplexity: list[PerplexitySection] = field(default_factory=list)  # one section per text and context
     generations: list[Generation] = field(default_factory=list)  # continuations, if any
@@ -401,7 +366,6 @@ class Report(Results):
 
     @property
     def sections(self) -> list[tuple[str, Any]]:
-        """Every section, with the name of its field."""
         return [(name, section) for name in SECTIONS for section in getattr(self, name)]
 
     @property
@@ -426,18 +390,15 @@ def compared(section: Any) -> list[Sequence[BackendInfo]]:
 
 
 def backend_groups(report: Report) -> list[Sequence[BackendInfo]]:
-    """The backends of every section of a report."""
     return [group for _, section in report.sections for group in compared(section)]
 
 
 def has_failures(section: Any) -> bool:
-    """Whether a backend failed in a section."""
     results: list[Any] = [each for group in compared(section) for each in group]
     return any(each.failures if isinstance(each, TaskBackend) else each.failure is not None for each in results)
 
 
 def is_complete(section: Any) -> bool:
-    """Whether all of a section was measured."""
     return not has_failures(section) and not getattr(section, "windows_left", 0)
 
 
@@ -447,38 +408,26 @@ def merged(previous: Report, new: Report) -> Report:
     A section that was interrupted, or in which a backend failed, does not replace a complete one.
     """
 
-    def is_replaced(old: Any, sections: Sequence[Any]) -> bool:
-        request = None if old.origin is None else old.origin.request
-        return any(
-            request and each.origin is not None and each.origin.request == request
-            for each in sections
-            if is_complete(each) or not is_complete(old)
-        )
+    def is_replaced(old: Any, by: Any) -> bool:
+        is_same = old.origin.request == by.origin.request != ""
+        return is_same and (is_complete(by) or not is_complete(old))
 
-    sections = {name: getattr(new, name) for name in SECTIONS}
+    sections: dict[str, Any] = {name: [*getattr(new, name)] for name in SECTIONS}
     for name, own in sections.items():
-        sections[name] = [*(old for old in getattr(previous, name) if not is_replaced(old, own)), *own]
+        own[:0] = [old for old in getattr(previous, name) if not any(is_replaced(old, each) for each in own)]
     return replace(new, **sections, generations=new.generations or previous.generations)
 
 
 def low_share(lengths: Sequence[int], config: Mapping[str, Any]) -> float:
-    """Return the share of the keys that the queries of causal sequences see which are in low tiles.
-
-    Windows are ignored.
-    """
-    band = config["sink_tiles"] + config["diagonal_tiles"]
-    low = 0
-    for length in lengths:
-        for begin in range((band + 1) * TILE, length, TILE):
-            low += (begin - band * TILE) * (min(length, begin + TILE) - begin)
+    """Return the share of visible keys in low tiles, over causal sequences without a window."""
+    band: int = (config["sink_tiles"] + config["diagonal_tiles"]) * TILE
+    tiles = ((begin, min(length, begin + TILE)) for length in lengths for begin in range(band + TILE, length, TILE))
+    low = sum((begin - band) * (end - begin) for begin, end in tiles)
     return low / sum(length * (length + 1) // 2 for length in lengths)
 
 
 def backend_configs(report: Report) -> dict[str, dict[str, Any]]:
-    """The configuration of every ``dma_mxfp`` backend in a report, by label.
-
-    A file may have changed between two commands. The label of its second configuration ends in `` (2)``.
-    """
+    """The configuration of every ``dma_mxfp`` backend, by label, which for a second configuration ends in `` (2)``."""
     found: dict[str, list[dict[str, Any]]] = {}
     for backend in (each for group in backend_groups(report) for each in group):
         if backend.config is not None and backend.config not in found.setdefault(backend.label, []):
@@ -504,15 +453,10 @@ def read_report(path: Path) -> Report:
     """Read the report of a run, given its file or its folder. It must be of the current version."""
     path = path / RESULTS if path.is_dir() else path
     try:
-        values = json.loads(path.read_bytes(), parse_constant=_refuse)
+        content = path.read_bytes()
+        json.loads(content, parse_constant=_refuse)
+        return parse(Report, content)
     except OSError as error:
         raise UserError(f"cannot read the report {path}: {error.strerror}") from error
     except ValueError as error:
-        raise UserError(f"{path} is not JSON: {error}") from error
-    version = values.get("schema_version") if isinstance(values, dict) else None
-    if version != SCHEMA_VERSION:
-        raise UserError(f"{path}: expected schema_version {SCHEMA_VERSION}, got {version!r}; measure it again")
-    try:
-        return parse(Report, values)
-    except ValueError as error:
-        raise UserError(f"{path}: {error}") from error
+        raise UserError(f"{path} is no report of this version: {error}; measure it again") from error

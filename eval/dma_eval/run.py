@@ -1,7 +1,7 @@
 """One run, from its configuration to its pages.
 
 A command or a file makes a :class:`Suite` of parts (``config``). The model, texts and backends are loaded (``load``).
-Each part becomes one or more sections (``measures``), made of pieces that are saved one by one (``pieces``). A section
+Each part becomes one or more sections (``measures``), made of pieces that are saved one by one (``session``). A section
 is recorded with its own date, command, commit and machine (``results``). Pages are made of records (``show``).
 """
 
@@ -18,19 +18,18 @@ from typing import Any
 
 from accelerate.state import PartialState
 
-from . import console, options
+from . import config, console
 from .config import Suite
 from .errors import UserError, one_line
-from .files import make_folder, write_json
+from .files import write_json
 from .load.backends import Backend
 from .load.data import Text, load_text
 from .measures.fidelity import measure_fidelity
 from .measures.perplexity import default_context, measure_perplexity
 from .measures.retrieval import measure_retrieval
 from .measures.stress import measure_stress
-from .pieces import Store
 from .results import RESULTS, SECTIONS, Report, RetrievalKind, has_failures, here_and_now, merged, read_report
-from .session import Session, join_processes, load
+from .session import Session, Store, join_processes, load
 from .show.pages import PAGES
 from .show.render import write_run
 
@@ -47,15 +46,14 @@ class Run:
 
     def __init__(
         self,
-        args: options.QualityOptions,
+        args: config.QualityOptions,
         backends: Sequence[Backend],
         suite: Suite,
-        text: options.OptionalTextOptions | None,
+        text: config.OptionalTextOptions | None,
         include_path: Sequence[Path],
     ) -> None:
         self._is_main = join_processes(args.device, args.seed).is_main_process
         if args.out is not None and self._is_main:
-            make_folder(args.out)
             _previous(args.out)  # an error at once if results of another kind are there
         self._suite = suite
         self._data = None if text is None else text.data
@@ -73,14 +71,15 @@ class Run:
                 self._names = find_tasks(suite.tasks.names, include_path)
         self.session = Session(load(args), backends, Store(args.out), seed=args.seed)
 
-    def _parts(self, *, skips: bool) -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
-        """Yield the name of each section, the function that measures it, and the settings that it depends on.
+    def _parts(self, limit: int | None) -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
+        """Yield name, function and settings of each section. Contexts beyond ``limit`` are skipped."""
+        suite, default = self._suite, default_context(self.session.loaded)
 
-        Contexts beyond the model's maximum are errors or skipped.
-        """
-        suite, loaded = self._suite, self.session.loaded
-        measure: Callable[..., Any]
-        limit = loaded.max_context if skips else None
+        def fits(part: str, lengths: Sequence[int]) -> list[int]:
+            for length in lengths:
+                if limit is not None and length > limit:
+                    console.print_warning(f"{part} at {length:,} is skipped: the model has {limit:,} positions")
+            return [length for length in lengths if limit is None or length <= limit]
 
         def section(name: str, measure: Callable[..., Any], part: Any, *, reads: bool = True) -> Any:
             text = {"text": self._texts[self._data or part.data]} if reads else {}
@@ -88,57 +87,48 @@ class Run:
             return name, partial(measure, **text, part=part), settings
 
         if (perplexity := suite.perplexity) is not None:
-            for context in _fitting("perplexity", perplexity.contexts or [default_context(loaded)], limit):
+            for context in fits("perplexity", perplexity.contexts or [default]):
                 name = f"perplexity, {context:,}"
                 measure = partial(measure_perplexity, context=context, name=name)
                 yield section(name, measure, replace(perplexity, contexts=[context]))
-        if suite.fidelity is not None and _fitting(
-            "fidelity", [suite.fidelity.context or default_context(loaded)], limit
-        ):
+        if suite.fidelity is not None and fits("fidelity", [suite.fidelity.context or default]):
             yield section("fidelity", measure_fidelity, suite.fidelity)
         if (tasks := suite.tasks) is not None:
-            lengths = _fitting("tasks", tasks.lengths, limit)
+            lengths = fits("tasks", tasks.lengths)
             if lengths or not tasks.lengths:
                 from .measures.tasks import measure_tasks
 
-                measure = partial(measure_tasks, tasks=self._names)
-                yield section("tasks", measure, replace(tasks, lengths=lengths), reads=False)
+                measure_names = partial(measure_tasks, tasks=self._names)
+                yield section("tasks", measure_names, replace(tasks, lengths=lengths), reads=False)
         if (retrieval := suite.retrieval) is not None:
-            lengths = _fitting("retrieval", retrieval.lengths, limit)
+            lengths = fits("retrieval", retrieval.lengths)
             for kind in dict.fromkeys(retrieval.kinds if lengths or not retrieval.lengths else ()):
-                measure = partial(measure_retrieval, kind=kind)
+                part = replace(retrieval, lengths=lengths)
                 reads = kind == RetrievalKind.NEEDLE
-                yield section(f"retrieval, {kind}", measure, replace(retrieval, lengths=lengths), reads=reads)
-        if suite.stress is not None and _fitting("stress", [suite.stress.context or default_context(loaded)], limit):
+                yield section(f"retrieval, {kind}", partial(measure_retrieval, kind=kind), part, reads=reads)
+        if suite.stress is not None and fits("stress", [suite.stress.context or default]):
             yield section("stress", measure_stress, suite.stress)
 
     def _section(self, name: str, measure: Callable[..., Any], settings: dict[str, Any]) -> Any:
         """Measure a section, except the pieces that are in the run's folder. It has the origin of its newest piece."""
-        session = self.session
+        session, model = self.session, self.session.loaded.info
         session.origins.clear()
         with session.progress.shown():
             section = measure(session)
         gc.collect()  # frees the fp32 copy of the model, which is a cycle once it is configured
-        origin = max(session.origins, key=lambda each: each.created, default=session.origin())
-        return replace(section, origin=replace(origin, request=self._request(name, settings)))
-
-    def _request(self, name: str, settings: dict[str, Any]) -> str:
-        """Return a hash of what is requested: the part and its settings, the model and the backends."""
-        model = self.session.loaded.info
-        part = {key: value for key, value in settings["part"].items() if key != "batch_size"}
         asked = {
             **settings,
-            "part": part,
+            "part": {key: value for key, value in settings["part"].items() if key != "batch_size"},
             "name": name,
             "model": [model.name, model.revision, model.dtype, model.yarn, model.device.partition(":")[0]],
-            "backends": [backend.info for backend in self.session.backends],
+            "backends": [backend.info for backend in session.backends],
         }
-        return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
+        request = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
+        origin = max(session.origins, key=lambda each: each.created, default=session.origin())
+        return replace(section, origin=replace(origin, request=request))
 
     def measure(self, *, goes_on: bool, also: Callable[[Report], None]) -> int:
         """Measure all parts; write the report after each, and return the exit code.
-
-        Sections that other commands wrote to the folder stay in its report.
 
         With ``goes_on``, a failed part is reported and the others continue, and contexts that the model does not
         support are skipped. ``also`` is called with this command's own report at the end. Several processes measure the
@@ -150,7 +140,7 @@ class Run:
         report = Report(**here_and_now(session.environment), **facts)
         failed = is_interrupted = False
         resume = f"interrupted; {'run it again' if out else 'use --out FOLDER'} to resume"
-        parts = list(self._parts(skips=goes_on))
+        parts = list(self._parts(session.loaded.max_context if goes_on else None))
         if PartialState().num_processes > 1:
             parts.sort(key=lambda part: part[0] != "tasks")
         for name, measure, settings in parts:
@@ -209,11 +199,3 @@ def _record(report: Report, folder: Path | None) -> Report:
         report = report if previous is None else merged(previous, report)
         write_json(report, folder / RESULTS)
     return report
-
-
-def _fitting(part: str, lengths: Sequence[int], limit: int | None) -> list[int]:
-    """Return the lengths that the model supports, and warn of the others."""
-    for length in lengths:
-        if limit is not None and length > limit:
-            console.print_warning(f"{part} at {length:,} is skipped: the model has {limit:,} positions")
-    return [length for length in lengths if limit is None or length <= limit]

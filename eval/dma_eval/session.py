@@ -1,39 +1,84 @@
 """Shared state of a run's measurements: model, backends, and the store of finished pieces; and its processes.
 
-``accelerate launch`` or ``torchrun`` may start several processes, which split the samples of tasks. The first one reads
-and writes files, prints, and measures everything else. ``PartialState()`` of Accelerate is the state of this one.
+A section of a report is made of pieces, such as a batch of windows or a backend's answers to a task. Only pieces are
+saved, so an interrupted run resumes after the last one. ``accelerate launch`` or ``torchrun`` may start several
+processes, which split the samples of tasks. The first one reads and writes files, prints, and measures everything else.
+``PartialState()`` of Accelerate is the state of this one.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import torch
 from accelerate.state import PartialState
+from pydantic import TypeAdapter
 
 from . import console
+from .config import LoadOptions
 from .environment import Environment, collect, source_hash
 from .errors import UserError
+from .files import parse, slug, write_text
 from .load.backends import Backend, with_references
 from .load.models import LoadedModel, load_model
-from .options import LoadOptions
-from .pieces import Piece, Store
-from .progress import Progress
 from .results import Origin, here_and_now
 
-COMPUTING = ("dma-hf", "lm-eval", "transformers", "torch")
-"""Packages whose versions affect results."""
+COMPUTING = ("dma-hf", "lm-eval", "transformers", "torch")  # packages whose versions affect results
 Value = TypeVar("Value")
 
 
-def join_processes(device: str, seed: int) -> PartialState:
-    """Join the processes of a run, and seed PyTorch. All except the first are silent from then on.
+@dataclass(frozen=True, kw_only=True)
+class Piece(Generic[Value]):
+    """A finished piece of a run."""
 
-    On the CPU they use gloo.
-    """
+    identity: dict[str, Any]  # everything it depends on, as JSON values
+    origin: Origin  # how it was measured
+    content: Value  # what was measured
+
+
+@dataclass(frozen=True)
+class Store:
+    """The finished pieces of a run, one file for each."""
+
+    folder: Path | None = None  # the run's folder; without one nothing is saved or found
+
+    def load(self, kind: type[Value], identity: Mapping[str, Any], *names: str) -> Piece[Value] | None:
+        """Return the piece of these names, if there is one of the same identity."""
+        path = self._path(names)
+        if path is None or not path.is_file():
+            return None
+        try:
+            piece = parse(Piece[kind], path.read_bytes())  # type: ignore[valid-type]
+        except ValueError:  # incomplete, or of another version: measure it again
+            return None
+        return piece if piece.identity == json.loads(json.dumps(identity)) else None
+
+    def save(self, kind: type[Value], piece: Piece[Value], *names: str) -> None:
+        """Save a piece under these names."""
+        path = self._path(names)
+        if path is not None:
+            # Answers may hold infinities, which become null.
+            write_text(TypeAdapter(Piece[kind]).dump_json(piece).decode(), path)  # type: ignore[valid-type]
+
+    def scratch(self, identity: Mapping[str, Any], *names: str) -> Path | None:
+        """Return the file for an unfinished piece, one for each identity; ``None`` if nothing is saved."""
+        path = self._path(names)
+        digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
+        return None if path is None else path.with_suffix(f".{digest}.partial")
+
+    def _path(self, names: tuple[str, ...]) -> Path | None:
+        *folders, last = map(slug, names)
+        return None if self.folder is None else self.folder.joinpath(*folders, f"{last}.json")
+
+
+def join_processes(device: str, seed: int) -> PartialState:
+    """Join the processes of a run, on the CPU by gloo, and seed PyTorch. All except the first become silent."""
     is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
     state = PartialState(cpu=is_alone or device == "cpu" or not torch.cuda.is_available())
     torch.manual_seed(seed)
@@ -49,19 +94,16 @@ def load(args: LoadOptions) -> LoadedModel:
     if count > 1 and args.device_map is not None:
         raise UserError(f"--device-map: each of {count} processes would spread the model over all devices; start one")
     device = str(processes.device) if count > 1 and args.device == "auto" else args.device
-    options = {name: getattr(args, name) for name in ("dtype", "device_map", "revision", "trust_remote_code", "yarn")}
     with console.working(f"Loading {args.model}"):
-        return load_model(args.model, device=device, **options)
+        return load_model(args.model, **args.loading | {"device": device})
 
 
 @dataclass(frozen=True)
 class Session:
-    """One model under several backends."""
-
     loaded: LoadedModel  # the model and its tokenizer
     backends: Sequence[Backend]  # the first is the reference; caches of hybrid models have another
     store: Store = field(default_factory=Store)  # where finished pieces are saved
-    progress: Progress = field(default_factory=Progress)
+    progress: console.Progress = field(default_factory=console.Progress)
     seed: int = 0  # seed of everything random
     environment: Environment = field(default_factory=lambda: collect())  # versions and devices of this process
     origins: list[Origin] = field(default_factory=list)  # of the pieces that the current section is made of
@@ -83,21 +125,20 @@ class Session:
         is_final: Callable[[Value], bool] = lambda content: True,
         **settings: Any,
     ) -> tuple[Value, bool]:
-        """Return a piece of a section, and whether it is from the run's folder. If not, it is made and saved.
+        """Return a piece of a section, and whether it is from the run's folder. If not, it is made, and saved if final.
 
-        ``kind`` is its type, and ``place`` has the names of its folders and file. What is not final is not saved, so
-        the next run tries again.
+        ``kind`` is its type, and ``place`` has the names of its folders and file.
         """
         identity = self.identity(*backends, **settings)
         saved = self.store.load(kind, identity, "parts", *place)
         if saved is not None:
             self.origins.append(saved.origin)
             return saved.content, True
-        content = make()
-        self.origins.append(self.origin())
-        if is_final(content):
-            self.store.save(kind, Piece(identity=identity, origin=self.origins[-1], content=content), "parts", *place)
-        return content, False
+        piece = Piece(identity=identity, content=make(), origin=self.origin())
+        self.origins.append(piece.origin)
+        if is_final(piece.content):
+            self.store.save(kind, piece, "parts", *place)
+        return piece.content, False
 
     def identity(self, *backends: Backend, **settings: Any) -> dict[str, Any]:
         """Return everything that a result depends on, as JSON values: model, code, machine, backends and settings."""

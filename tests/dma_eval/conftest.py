@@ -21,11 +21,11 @@ import torch
 import transformers
 from dma_eval.cli import main
 from dma_eval.config import PerplexityPart
+from dma_eval.console import Progress
 from dma_eval.load.backends import parse_backends
 from dma_eval.load.data import load_text
 from dma_eval.load.models import LoadedModel, load_model
 from dma_eval.measures.perplexity import measure_perplexity
-from dma_eval.progress import Progress
 from dma_eval.results import PerplexitySection
 from dma_eval.session import Session
 from gguf_files import write_gguf
@@ -253,6 +253,12 @@ def tiny_tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tiny_tasks import write_tiny_tasks
 
     return write_tiny_tasks(tmp_path_factory.mktemp("tasks"))
+
+
+@pytest.fixture
+def broken_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every call of ``dma_mxfp`` without a packed cache give NaN."""
+    monkeypatch.setattr("dma_hf.attention.attention", lambda query, *_, **__: query * torch.nan)
 
 
 @pytest.fixture

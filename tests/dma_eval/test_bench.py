@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from dataclasses import fields, replace
 from types import SimpleNamespace
@@ -205,7 +204,6 @@ class TestFp8Weights:
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        ([], "--run needs at least one value"),
         (
             ["sdpa"],
             "expected ATTENTION.CACHE with a cache of dynamic, static, int8, int4, got 'sdpa'",
@@ -225,7 +223,7 @@ def test_wrong_runs(names, message):
 
 
 def test_unknown_shape():
-    with pytest.raises(UserError, match=re.escape("unknown shape '8b'; valid: llama-3.1-8b, llama-3.2-1b, tiny")):
+    with pytest.raises(UserError, match="unknown shape '8b'; valid: "):
         build_model("8b", CPU, torch.float32)
 
 
@@ -293,20 +291,6 @@ class TestAttention:
         assert [r.failure for r in results] == [None] * 5
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--device", "cpu", "--context", "0"], "'--context': Input should be greater than or equal to 1, got '0'"),
-        (["--device", "cpu", "--dtype", "int8"], "'--dtype': 'int8' is not one of"),
-    ],
-    ids=str,
-)
-def test_wrong_command_lines(arguments, message, run):
-    result = run("bench", *arguments)
-    assert result.exit_code == 2
-    assert message in " ".join(result.output.split())
-
-
 def test_a_real_model_reads_windows_of_a_text(tmp_path, run, model_folder, text_file, monkeypatch):
     prompts = []
     typed = generate._generate
@@ -323,29 +307,6 @@ def test_a_real_model_reads_windows_of_a_text(tmp_path, run, model_folder, text_
     tokens = tokenize(load_model(str(model_folder), device="cpu").tokenizer, text_file.read_text())
     assert torch.equal(timed[0], tokens[:1040].view(2, 520))
     assert torch.equal(timed[1], timed[0])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--data", "x.txt"], "--data and --yarn need --model; without it prompts are random"),
-        (["--model", "m"], "--model needs --data, a text for the prompts, and excludes --shape"),
-        (["--model", "m", "--data", "x.txt", "--shape", "tiny"], "--model needs --data"),
-    ],
-    ids=str,
-)
-def test_options_of_a_real_model_belong_together(arguments, message, run):
-    result = run("bench", "--device", "cpu", *arguments)
-    assert result.exit_code == 2
-    assert message in " ".join(result.output.split())
-
-
-def test_a_text_that_is_too_short_for_the_prompts_is_refused(run, model_folder, text_file):
-    arguments = ["--model", model_folder, "--data", text_file, "--context", 400, "--batch", 1000]
-    result = run("bench", "--device", "cpu", "--dtype", "float32", *arguments, "--run", "sdpa+dynamic")
-    assert result.exit_code == 2
-    message = "too few for 1000 x 400; give a longer text, or a smaller --context or --batch"
-    assert message in " ".join(result.output.split())
 
 
 def test_a_context_beyond_the_positions_is_refused(run, model_folder, text_file):

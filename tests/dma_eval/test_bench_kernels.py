@@ -18,8 +18,7 @@ import prefill
 import pytest
 import torch
 from dma_eval.bench.attention import filled_storage
-from dma_eval.bench.report import failures
-from dma_eval.bench.results import Shape
+from dma_eval.bench.results import Shape, failures
 from dma_eval.bench.timing import Timing
 from dma_eval.load.backends import Backend
 from kernel_bench import command, timing

@@ -61,14 +61,6 @@ def test_writes_the_report(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyP
             assert image.format == "PNG"
 
 
-def test_asks_for_a_new_installation_without_the_model(
-    run: Run, refused: Callable[[Any], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(demo.resources, "files", lambda package: tmp_path)
-    message = refused(run("demo", "--out", tmp_path / "out"))
-    assert "this installation lacks the demo model; install the dma-hf package again" in message
-
-
 class TestContinuation:
     def test_is_what_generate_gives(self, loaded: LoadedModel) -> None:
         prompt = torch.tensor(loaded.tokenizer("the white whale said").input_ids)

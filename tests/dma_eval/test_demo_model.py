@@ -45,17 +45,11 @@ def tokens(tokenizer: PreTrainedTokenizerFast, excerpt: str) -> Tensor:
 
 
 class TestFolder:
-    def test_size(self, folder: Path) -> None:
-        assert sum(path.stat().st_size for path in folder.iterdir()) <= MAX_FOLDER_BYTES
-
     def test_is_what_the_kernels_are_built_for(self, model: LlamaForCausalLM) -> None:
         config = model.config
         assert config.num_attention_heads > config.num_key_value_heads > 1, "GQA"
         assert config.head_dim == 64
         assert config.max_position_embeddings == 4096
-
-    def test_is_stored_in_bfloat16(self, folder: Path) -> None:
-        assert AutoModelForCausalLM.from_pretrained(folder, dtype="auto").dtype == torch.bfloat16
 
     def test_the_card_shows_the_figures_of_the_log(self, folder: Path) -> None:
         log = json.loads((folder / "training_log.json").read_text(encoding="utf-8"))
@@ -70,11 +64,6 @@ class TestFolder:
     @pytest.mark.parametrize("text", ["", "hi", " two  spaces\n\n\ttab", "naïve – “quotes” 日本 🐋", "<|endoftext|>"])
     def test_tokenizer_round_trip(self, tokenizer: PreTrainedTokenizerFast, text: str) -> None:
         assert tokenizer.decode(tokenizer(text).input_ids) == text
-
-    def test_special_tokens(self, tokenizer: PreTrainedTokenizerFast, model: LlamaForCausalLM) -> None:
-        assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 0, 1)
-        assert (model.generation_config.eos_token_id, model.generation_config.pad_token_id) == (0, 1)
-        assert len(tokenizer) == model.config.vocab_size
 
 
 class TestExcerpt:

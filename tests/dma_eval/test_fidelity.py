@@ -153,21 +153,13 @@ class TestComparison:
         assert (section.heads, section.divergence) == ([], [])
         assert fidelity_page(section).tables
 
-    def test_failed_backend(self, fidelity: Fidelity, monkeypatch: pytest.MonkeyPatch) -> None:
-        import dma_hf.attention
-
-        monkeypatch.setattr(
-            dma_hf.attention, "attention", lambda query, key, value, *_, **__: torch.full_like(query, torch.nan)
-        )
+    @pytest.mark.usefixtures("broken_kernels")
+    def test_failed_backend(self, fidelity: Fidelity) -> None:
         section = fidelity("dma_mxfp:paper", "sdpa")
         assert "model.layers.0.self_attn" in (section.tokens.backends[1].failure or "")
         assert [heads.label for heads in section.heads] == ["sdpa"]
         assert positions(section).rows[0][1:] == ["–"] * 8
         assert fidelity_page(section).warnings
-
-    def test_refused(self, fidelity: Fidelity) -> None:
-        with pytest.raises(UserError, match=r"--context: .* takes 512 positions, got 1,024"):
-            fidelity("sdpa", context=1024)
 
     def test_continuations_beyond_the_positions_are_refused(self, fidelity: Fidelity) -> None:
         with pytest.raises(UserError, match=r"half of --context with --new-tokens: .* takes 512 positions, got 513"):
@@ -198,18 +190,14 @@ def test_a_range_without_a_scored_position(fidelity: Fidelity) -> None:
     assert [cell.strip("+-") for cell in positions(section).rows[0]] == ["sdpa", "–", *["0.00 %"] * 3]
 
 
-def test_in_fp32(loaded: LoadedModel, model_folder: Path) -> None:
+@pytest.mark.parametrize("is_from_gguf", [True, False])
+def test_in_fp32(loaded: LoadedModel, model_folder: Path, is_from_gguf: bool) -> None:
+    """Transformers marks what it loads from GGUF as quantized, and will not convert it; its weights are plain."""
     assert in_fp32(loaded.model) is loaded.model
     half = load_model(str(model_folder), dtype="float16", device="cpu").model
+    half.is_quantized = is_from_gguf
     assert in_fp32(half).dtype == torch.float32
     assert half.dtype == torch.float16
-
-
-def test_in_fp32_of_a_dequantized_file(model_folder: Path) -> None:
-    """Transformers marks what it loads from GGUF as quantized, and will not convert it; its weights are plain."""
-    half = load_model(str(model_folder), dtype="float16", device="cpu").model
-    half.is_quantized = True
-    assert in_fp32(half).dtype == torch.float32
 
 
 def test_in_fp32_of_packed_weights(model_folder: Path) -> None:

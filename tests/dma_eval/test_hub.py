@@ -52,14 +52,14 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("answering")
 def test_a_hub_that_answers_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    hub.prepare("org/unknown", "--model")
+    hub.prepare("org/unknown")
     assert hub.OFFLINE[0] not in os.environ
     assert capsys.readouterr().err == ""
 
 
 @pytest.mark.usefixtures("closed")
 def test_without_a_network_the_cache_is_used(capsys: pytest.CaptureFixture[str]) -> None:
-    hub.prepare("org/tiny", "--model")
+    hub.prepare("org/tiny")
     assert os.environ[hub.OFFLINE[0]] == "1"
     assert "cannot be reached (Connection refused); the Hub's cache is used" in " ".join(
         capsys.readouterr().err.split()
@@ -69,18 +69,18 @@ def test_without_a_network_the_cache_is_used(capsys: pytest.CaptureFixture[str])
 @pytest.mark.usefixtures("closed")
 def test_what_is_not_in_the_cache_is_refused() -> None:
     with pytest.raises(UserError, match=r"--model: cannot load 'tiny': .*cache has no such model, and .*refused"):
-        hub.prepare("tiny", "--model")
+        hub.prepare("tiny")
 
 
 def test_an_address_that_is_none_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "hub.example")
     with pytest.raises(UserError, match=r"hub\.example cannot be reached \(unknown url type"):
-        hub.prepare("tiny", "--model")
+        hub.prepare("tiny")
 
 
 @pytest.mark.parametrize("variable", hub.OFFLINE)
 def test_a_variable_that_forbids_the_network_is_named(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(variable, "true")
-    hub.prepare("org/tiny", "--model")
+    hub.prepare("org/tiny")
     with pytest.raises(UserError, match=f"and {variable} is set$"):
-        hub.prepare("org/unknown", "--model")
+        hub.prepare("org/unknown")

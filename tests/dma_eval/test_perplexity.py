@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dma_eval.console import Progress
 from dma_eval.errors import UserError
 from dma_eval.load.backends import Backend
 from dma_eval.load.data import Window, tokenize
 from dma_eval.load.models import LoadedModel
 from dma_eval.measures import perplexity
 from dma_eval.measures.perplexity import NonFiniteLogitsError, make_batches, score
-from dma_eval.progress import Progress
 from dma_eval.results import PerplexitySection, read_report
 from dma_eval.show.pages import perplexity_page
 from torch import Tensor
@@ -204,7 +204,7 @@ class TestInterruption:
 
 
 def test_progress_is_shown_without_a_terminal(ppl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dma_eval.progress.SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr("dma_eval.console.SECONDS_BETWEEN_LINES", 0.0)
     lines = ppl("-c", 512).stderr.splitlines()
     assert [line.partition(" s so far")[0].rpartition(", ")[0] for line in lines] == [
         f"Measuring: {label}, {done} of 4" for done, label in enumerate(["sdpa", "dma_mxfp:balanced"] * 2, start=1)

@@ -17,7 +17,6 @@ from dma_eval.files import write_json as write
 from dma_eval.load.models import LoadedModel
 from dma_eval.names import PRESETS
 from dma_eval.results import (
-    SCHEMA_VERSION,
     BackendResult,
     Generation,
     PerplexitySection,
@@ -87,7 +86,7 @@ class TestJson:
     def test_holds_what_a_run_depends_on(self, report: Report, tmp_path: Path) -> None:
         write(report, tmp_path / "r.json")
         values = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
-        assert values["schema_version"] == SCHEMA_VERSION
+        assert values["schema_version"] == 10
         assert values["seed"] == 7
         assert values["environment"]["packages"].keys() >= {"torch", "transformers"}
         assert values["model"]["architecture"] == "LlamaForCausalLM"
@@ -131,15 +130,12 @@ class TestJson:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            (lambda v: v.update(schema_version=99), f"expected schema_version {SCHEMA_VERSION}, got 99"),
-            (lambda v: v.update(schema_version=9), f"expected schema_version {SCHEMA_VERSION}, got 9; measure"),
-            (lambda v: v.pop("schema_version"), f"expected schema_version {SCHEMA_VERSION}, got None"),
-            (lambda v: v.pop("seed"), "seed: Field required"),
+            (
+                lambda v: v.update(schema_version=99),
+                "no report of this version: schema_version: .* got 99; measure",
+            ),
             (lambda v: v.update(seed="0"), "seed: Input should be a valid integer, got '0'"),
-            (lambda v: v.update(seed=True), "seed: Input should be a valid integer, got True"),
             (lambda v: v["model"].pop("name"), "model.name: Field required"),
-            (lambda v: v.update(model=None), "model: Input should be an object, got None"),
-            (lambda v: v.update(perplexity={}), r"perplexity: Input should be a valid array, got {}"),
             (
                 lambda v: v["perplexity"][0]["backends"][1].update(window_nll=[1, "x"]),
                 r"perplexity\[0\].backends\[1\].window_nll\[1\]: Input should be a valid number, got 'x'",
@@ -161,8 +157,8 @@ class TestJson:
         ("content", "message"),
         [
             (None, "cannot read the report"),
-            ("{", "is not JSON"),
-            ("[]", f"expected schema_version {SCHEMA_VERSION}, got None"),
+            ("{", "no report of this version: Expecting property name"),
+            ("[]", "Input should be an object"),
         ],
     )
     def test_no_report(self, tmp_path: Path, content: str | None, message: str) -> None:
@@ -209,7 +205,7 @@ class TestMarkdown:
         assert "> **Warning**: broken failed" in to_markdown(report)
 
     def test_plots_and_continuations(self, report: Report) -> None:
-        text = to_markdown(report, [Plot("A plot", "plots/a.png")])
+        text = to_markdown(report, [Plot("A plot", "plots/a.png", report.perplexity[0])])
         assert "![A plot](plots/a.png)" in text
         assert "**sdpa**, 2 of 2 tokens equal the first:\n\n> and\n>\n>  ä" in text
 
@@ -280,18 +276,10 @@ class TestHtml:
 class TestMeasured:
     """What a reader must know of the weights."""
 
-    def test_plain(self, report: Report) -> None:
-        assert measured(report.model).startswith("`")
-        assert "quantized" not in measured(report.model)
-
     def test_quantized_file_revision_and_positions(self, report: Report) -> None:
         model = replace(report.model, name="m.gguf", quantization="Q4_1", revision="main", commit="abc", yarn=4.0)
         expected = "`m.gguf` at `abc`, weights in float32, quantized to Q4_1 in the file or checkpoint; "
         assert measured(model) == expected + "YaRN extends its positions 4 times; on cpu"
-
-    def test_device_map(self, report: Report) -> None:
-        model = replace(report.model, device="cuda:0", device_map="auto")
-        assert measured(model).endswith("; on cuda:0, with device_map auto")
 
     def test_versions_and_commit(self, report: Report) -> None:
         machine = replace(report.environment, packages={"torch": "2.13"}, commit="abc-dirty")

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 from dma_eval.config import RetrievalPart
+from dma_eval.errors import UserError
 from dma_eval.load.backends import Backend, parse_backends
 from dma_eval.load.data import Text
 from dma_eval.load.models import LoadedModel
 from dma_eval.measures import retrieval
 from dma_eval.measures.retrieval import _Prompts, default_lengths, measure_retrieval
-from dma_eval.pieces import Store
 from dma_eval.results import RetrievalKind, RetrievalSection, read_report
-from dma_eval.session import Session
+from dma_eval.session import Session, Store
 from dma_eval.show.pages import retrieval_page
 
 Run = Callable[..., Any]
@@ -46,6 +46,19 @@ class TestPrompts:
         assert text.count(question + answer) == 1
         place = text.index(question + answer) / (len(text) - 2 * len(question) - len(answer))
         assert place == pytest.approx(depth, abs=0.12)
+
+    @pytest.mark.parametrize("kind", ["needle", "kv"])
+    def test_shortest(self, prompts: Callable[[str], _Prompts], kind: str) -> None:
+        def tokens(length: int) -> int:
+            prompt = prompts(kind).make(length, 0.5, random.Random(0))
+            return len(prompt.tokens) + len(prompt.answer)
+
+        with pytest.raises(UserError, match="8 tokens are too few for a prompt; the minimum is") as refused:
+            tokens(8)
+        shortest = int(str(refused.value).split()[-1])
+        assert tokens(shortest) == shortest
+        with pytest.raises(UserError, match=f"the minimum is {shortest}"):
+            tokens(shortest - 1)
 
     def test_seed(self, prompts: Callable[[str], _Prompts]) -> None:
         make = prompts("kv").make
@@ -94,10 +107,8 @@ class TestScores:
         assert [cell.correct for cell in one.cells] == [cell.correct for cell in two.cells]
         assert [cell.nll for cell in one.cells] == pytest.approx([cell.nll for cell in two.cells], abs=1e-4)
 
-    def test_failure_keeps_the_others(self, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-        import dma_hf.attention
-
-        monkeypatch.setattr(dma_hf.attention, "attention", lambda query, *_, **__: query * torch.nan)
+    @pytest.mark.usefixtures("broken_kernels")
+    def test_failure_keeps_the_others(self, loaded: LoadedModel) -> None:
         backends = parse_backends(["sdpa", "dma_mxfp:paper"])
         section = ask(loaded, backends, lengths=[128], depths=[0.0, 1.0], samples=1)
         assert [len(backend.cells) for backend in section.backends] == [2, 0]
@@ -121,7 +132,6 @@ def test_default_lengths(limit: int | None, lengths: list[int] | None) -> None:
         (["--split", "test"], "--split, --column: only with --data, which names the text"),
         (["--lengths", "4096"], "takes 512 positions, got 4,096"),
         (["--depths", "1.5"], "'--depths': Input should be less than or equal to 1, got '1.5'"),
-        (["--depths", "nan"], "'--depths': Input should be less than or equal to 1, got 'nan'"),
         (["--lengths", "8"], "--lengths: 8 tokens are too few for a prompt; the minimum is"),
     ],
 )

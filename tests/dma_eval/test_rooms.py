@@ -18,23 +18,19 @@ ROOMS: dict[str, set[str]] = {
     "files": {"errors"},
     "names": {"errors"},
     "console": {"errors"},
-    "progress": {"console"},
     "results": BASE,
     # configure: one class for each measurement, for the command line and for suites
-    "command": {"console", "errors"},
-    "config": {"command", "errors", "files", "results"},
-    "options": BASE | {"command", "load"},
+    "config": BASE | {"results"},
     # load and measure; pieces are saved
     "load": BASE | {"config", "results"},
-    "pieces": {"files", "results"},
-    "session": BASE | {"load", "options", "pieces", "progress", "results"},
+    "session": BASE | {"config", "load", "results"},
     "equalization": set(),
     "harness": BASE | {"load"},
     "lm_eval": {"harness"},
-    "measures": BASE | {"config", "equalization", "harness", "load", "pieces", "progress", "results", "session"},
+    "measures": BASE | {"config", "equalization", "harness", "load", "results", "session"},
     # show what was recorded
     "show": BASE | {"results"},
-    "run": BASE | {"config", "load", "measures", "options", "pieces", "results", "session", "show"},
+    "run": BASE | {"config", "load", "measures", "results", "session", "show"},
 }
 """Which rooms, folders or files, each may import from, besides itself. Those of the program are below."""
 PROGRAM = {"__init__", "__main__", "bench", "cli", "commands", "entry"}

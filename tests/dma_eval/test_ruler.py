@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,26 @@ from dma_eval.config import TasksPart, load_suite
 from dma_eval.errors import UserError
 from dma_eval.load.backends import parse_backends
 from dma_eval.load.models import LoadedModel
-from dma_eval.measures.ruler import at_length, load
 from dma_eval.measures.task_summary import TaskRecord
-from dma_eval.measures.tasks import find_tasks, measure_tasks
-from dma_eval.pieces import Store
+from dma_eval.measures.tasks import at_length, find_tasks, load_at_length, measure_tasks
 from dma_eval.results import TaskSection
-from dma_eval.session import Session
+from dma_eval.session import Session, Store
 from sampling import sampled
 
 RULER = Path(lm_eval.__file__).parent / "tasks" / "ruler"
 Evaluate = Callable[..., TaskSection]
+
+
+@pytest.fixture
+def few_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """lm-eval makes 500 prompts of each length, with a bar of tqdm, whatever the limit is."""
+    pytest.importorskip("wonderwords")
+
+    def first_ones(samples: Iterable[int], **_: Any) -> Iterable[int]:
+        return islice(samples, 5)
+
+    for name in ("fwe_utils", "prepare_niah"):
+        monkeypatch.setattr(f"lm_eval.tasks.ruler.{name}.tqdm", first_ones)
 
 
 @pytest.fixture
@@ -40,11 +51,10 @@ def evaluate(loaded: LoadedModel) -> Evaluate:
         [("ruler_fwe", ["score", "all_found"]), ("niah_single_1", ["score"])], lambda name, metrics: name != "ruler_fwe"
     ),
 )
+@pytest.mark.usefixtures("few_prompts")
 def test_each_length_has_its_own_paired_answers(
     evaluate: Evaluate, tmp_path: Path, name: str, metrics: list[str]
 ) -> None:
-    if name.startswith("niah"):
-        pytest.importorskip("wonderwords")
     section = evaluate(name, [480, 512], tmp_path)
     assert [task.name for task in section.tasks] == [f"{name}, 480 tokens", f"{name}, 512 tokens"]
     for task, length in zip(section.tasks, (480, 512), strict=True):
@@ -57,6 +67,7 @@ def test_each_length_has_its_own_paired_answers(
         assert all(f'"max_length":{length}' in file.read_text(encoding="utf-8") for file in files)
 
 
+@pytest.mark.usefixtures("few_prompts")
 def test_resumed_answers_are_to_the_same_prompts(evaluate: Evaluate, tmp_path: Path) -> None:
     first = evaluate("ruler_fwe", [480, 512], tmp_path)
     files = [file for file in tmp_path.rglob("*512-tokens*.json") if "paper" in str(file)]
@@ -103,7 +114,7 @@ def test_missing_packages_are_named(loaded: LoadedModel, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "wonderwords", None)
     monkeypatch.delitem(sys.modules, "lm_eval.tasks.ruler.cwe_utils", raising=False)
     with pytest.raises(UserError, match=r"'ruler_cwe' needs more packages: pip install 'dma-hf\[ruler\]' \(.*wonder"):
-        load("ruler_cwe", RULER / "cwe.yaml", 512, loaded.tokenizer, 0)
+        load_at_length("ruler_cwe", RULER / "cwe.yaml", 512, loaded.tokenizer, 0)
 
 
 def test_the_suite_has_the_tasks_that_need_no_network() -> None:

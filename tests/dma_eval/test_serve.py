@@ -741,13 +741,6 @@ def test_batches_that_do_not_compile_are_an_error(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["./nowhere"], "no such folder: ./nowhere"),
-        ([DEMO_MODEL, "--attn", "dma_mxfp:kv9"], "--attn: unknown preset 'kv9'; valid: balanced"),
-        ([DEMO_MODEL, "--attn", "flash9"], "--attn: unknown backend 'flash9'; valid: "),
-        (
-            [DEMO_MODEL, "--attn", "sdpa+int4"],
-            "--attn: 'sdpa' takes neither presets nor caches of dma_mxfp, got 'sdpa+int4'",
-        ),
         ([DEMO_MODEL, "--cache-gib", "1"], "--cache-gib is for --continuous-batching"),
         ([DEMO_MODEL, "--compile"], "--compile is for --continuous-batching"),
         ([DEMO_MODEL, "--port", "99999"], "'--port': Input should be less than or equal to 65535, got '99999'"),

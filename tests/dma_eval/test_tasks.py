@@ -10,19 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import yaml
 from dma_eval.config import TasksPart
+from dma_eval.console import Progress
 from dma_eval.errors import UserError
 from dma_eval.files import slug
 from dma_eval.load.backends import Backend, parse_backends
 from dma_eval.load.models import LoadedModel
 from dma_eval.measures import tasks as tasks_module
 from dma_eval.measures.tasks import find_tasks, measure_tasks
-from dma_eval.pieces import Store
-from dma_eval.progress import Progress
 from dma_eval.results import Report, TaskResult, TaskSection, read_report
-from dma_eval.session import Session
+from dma_eval.session import Session, Store
 from dma_eval.show.pages import task_page
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
@@ -92,9 +90,6 @@ class TestNumbers:
         assert group.values["sdpa"] == pytest.approx(np.mean([value or 0.0 for value in accuracies]))
         assert section.backends[0].mean_accuracy == pytest.approx(np.mean([value or 0.0 for value in accuracies]))
 
-    def test_limit(self, evaluate: Evaluate) -> None:
-        assert by_name(evaluate("tiny_choice", "sdpa", limit=5))["tiny_choice"].samples == 5
-
     def test_fewshot(self, evaluate: Evaluate) -> None:
         found = by_name(evaluate("tiny_choice,tiny_few", "sdpa", limit=3))
         assert [found[name].num_fewshot for name in ("tiny_choice", "tiny_few")] == [0, 2]
@@ -146,14 +141,6 @@ class TestPairs:
             if metric.right_or_wrong:
                 assert ((other.gained or 0) - (other.lost or 0)) / 24 == pytest.approx(other.difference)
 
-    def test_one_pass_per_backend(self, evaluate: Evaluate, loaded: LoadedModel) -> None:
-        rows: list[int] = []
-        loaded.model.register_forward_pre_hook(
-            lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
-        )
-        evaluate("tiny_last_word", "sdpa", "dma_mxfp:balanced", "dma_mxfp:paper", batch_size=8)
-        assert rows == [8, 8, 8] * 3
-
     def test_as_many_passes_as_lm_eval_itself(self, evaluate: Evaluate, loaded: LoadedModel, tiny_tasks: Path) -> None:
         """Of every kind of task, one after the other as ours are; each backend costs as many again."""
         passes: list[tuple[int, ...]] = []
@@ -198,25 +185,26 @@ class TestResuming:
 
     @pytest.fixture
     def composed(self, tmp_path: Path) -> Path:
-        """A group of a task that includes a file, has functions in a module, and reads data from two files."""
-        folder = tmp_path / "tasks"
+        """A group of a task that includes a file with functions from elsewhere, and reads data from two files."""
+        folder, shared = tmp_path / "tasks", tmp_path / "shared"
+        shared.mkdir()
         (folder / "data").mkdir(parents=True)
         for part, word in (("a", "ship"), ("b", "sea")):
             row = json.dumps({"question": "the white", "word": word}) + "\n"
             (folder / f"data/{part}.jsonl").write_text(row, encoding="utf-8")
-        (folder / "common.yaml").write_text(
+        (shared / "common.yaml").write_text(
             "output_type: loglikelihood\ndoc_to_text: '{{question}}'\ndoc_to_target: !function functions.target\n"
             "metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]\ntest_split: test\n",
             encoding="utf-8",
         )
-        (folder / "helpers.py").write_text("END = ''\n", encoding="utf-8")
-        (folder / "functions.py").write_text(
-            f"import runpy\nEND = runpy.run_path({str(folder / 'helpers.py')!r})['END']\n"
+        (shared / "helpers.py").write_text("END = ''\n", encoding="utf-8")
+        (shared / "functions.py").write_text(
+            f"import runpy\nEND = runpy.run_path({str(shared / 'helpers.py')!r})['END']\n"
             "def target(doc):\n    return f\" {doc['word']}{END}\"\n",
             encoding="utf-8",
         )
         (folder / "member.yaml").write_text(
-            f"task: member\ninclude: common.yaml\ntag: [tagged]\ndataset_path: json\n"
+            f"task: member\ninclude: ../shared/common.yaml\ntag: [tagged]\ndataset_path: json\n"
             f"dataset_kwargs: {{data_files: {{test: '{folder}/data/*.jsonl'}}}}\n",
             encoding="utf-8",
         )
@@ -231,9 +219,9 @@ class TestResuming:
         [
             ("data/b.jsonl", "sea", "whale"),
             ("data/c.jsonl", "", '{"question": "the", "word": "sea"}\n'),
-            ("common.yaml", "'{{question}}'", "'{{question}} and the'"),
-            ("functions.py", "END}", "END} and"),
-            ("helpers.py", "''", "' and'"),
+            ("../shared/common.yaml", "'{{question}}'", "'{{question}} and the'"),
+            ("../shared/functions.py", "END}", "END} and"),
+            ("../shared/helpers.py", "''", "' and'"),
             ("member.yaml", "dataset_path", "description: 'Say: '\ndataset_path"),
         ],
     )
@@ -259,12 +247,6 @@ class TestResuming:
         path.write_text(path.read_text(encoding="utf-8").replace(before, after, 1) if path.exists() else after)
         evaluate()
         assert len(kept) == 1
-
-    def test_half_a_file_is_evaluated(self, evaluate: Evaluate, tmp_path: Path) -> None:
-        first = evaluate("tiny_choice", "sdpa", folder=tmp_path)
-        (file,) = tmp_path.rglob("tiny_choice.json")
-        file.write_text(file.read_text(encoding="utf-8")[:500], encoding="utf-8")
-        assert evaluate("tiny_choice", "sdpa", folder=tmp_path).tasks == first.tasks
 
     def test_interrupted(self, evaluate: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         original = tasks_module._evaluate
@@ -335,14 +317,9 @@ class TestResuming:
 
 
 class TestFailure:
-    def test_keeps_the_others(self, evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    @pytest.mark.usefixtures("broken_kernels")
+    def test_keeps_the_others(self, evaluate: Evaluate, tmp_path: Path) -> None:
         """NaN under one backend: it is stopped, its layer is named, and the others' results stand."""
-        import dma_hf.attention
-
-        attend = dma_hf.attention.attention
-        monkeypatch.setattr(
-            dma_hf.attention, "attention", lambda *args, **options: attend(*args, **options) * torch.nan
-        )
         section = evaluate("tiny_choice,tiny_answer", "sdpa", "dma_mxfp:paper", folder=tmp_path)
         failures = section.backends[1].failures
         assert failures.keys() == {"tiny_choice", "tiny_answer"}
@@ -356,13 +333,8 @@ class TestFailure:
         kept = (tmp_path / "samples" / slug("dma_mxfp:paper")).rglob("*")
         assert not list(kept)  # so that the next run tries again
 
-    def test_of_the_reference(self, evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch) -> None:
-        import dma_hf.attention
-
-        attend = dma_hf.attention.attention
-        monkeypatch.setattr(
-            dma_hf.attention, "attention", lambda *args, **options: attend(*args, **options) * torch.nan
-        )
+    @pytest.mark.usefixtures("broken_kernels")
+    def test_of_the_reference(self, evaluate: Evaluate) -> None:
         section = evaluate("tiny_choice", "dma_mxfp:paper", "sdpa")
         values = section.tasks[0].metrics[0].values
         assert (values[0].value, values[1].difference, values[1].low) == (None, None, None)
@@ -376,18 +348,27 @@ class TestNames:
         with pytest.raises(UserError, match=r"unknown task 'tiny_choic'; did you mean: tiny_choice, .*in --incl"):
             find_tasks(["tiny_choic"], [tiny_tasks])
 
-    @pytest.mark.parametrize("names", [[], ["", ","]])
-    def test_none(self, names: list[str]) -> None:
-        with pytest.raises(UserError, match="--tasks needs at least one name"):
-            find_tasks(names)
+    @pytest.mark.parametrize(
+        ("names", "folders", "message"),
+        [
+            (["", ","], [], "--tasks needs at least one name"),
+            (["a"], ["none"], "--include-path: no such folder"),
+            (["missing.yaml"], [], "--tasks: cannot read missing.yaml: No such file"),
+        ],
+    )
+    def test_what_is_not_there(self, names: list[str], folders: list[str], message: str) -> None:
+        with pytest.raises(UserError, match=message):
+            find_tasks(names, [*map(Path, folders)])
 
-    def test_no_folder(self, tmp_path: Path) -> None:
-        with pytest.raises(UserError, match="--include-path: no such folder"):
-            find_tasks(["a"], [tmp_path / "none"])
-
-    def test_no_yaml_file(self) -> None:
-        with pytest.raises(UserError, match=r"--tasks: cannot read missing.yaml: No such file"):
-            find_tasks(["missing.yaml"])
+    @pytest.mark.parametrize(("file", "message"), [("none.jsonl", ""), ("empty.jsonl", "its data have no rows")])
+    def test_lacking_data(self, tmp_path: Path, loaded: LoadedModel, file: str, message: str) -> None:
+        (tmp_path / "empty.jsonl").touch()
+        data = f"{{data_files: {{test: {tmp_path / file}}}}}"
+        text = f"task: gone\ndataset_path: json\ndataset_kwargs: {data}\ntest_split: test\n"
+        (tmp_path / "gone.yaml").write_text(text + "doc_to_text: a\ndoc_to_target: b\n", encoding="utf-8")
+        session, names = Session(loaded, parse_backends(["sdpa"])), find_tasks(["gone"], [tmp_path])
+        with pytest.raises(UserError, match=f"--tasks: cannot load 'gone': {message}"):
+            measure_tasks(session, names, TasksPart(names=["gone"]))
 
     def test_yaml_file(self, tiny_tasks: Path, evaluate: Evaluate) -> None:
         section = evaluate(str(tiny_tasks / "tiny_choice.yaml"), "sdpa", "dma_mxfp:paper", limit=2)
@@ -436,22 +417,6 @@ class TestNames:
             find_tasks([name if name == "broken" else str(file)], [tmp_path])
         assert str(caught.value).startswith(f"--tasks: {file} is not YAML: line 3, column 11: ")
 
-    def test_lacking_data(self, tmp_path: Path, loaded: LoadedModel) -> None:
-        text = "task: gone\ndataset_path: json\ndataset_kwargs: {data_files: {test: /none.jsonl}}\ntest_split: test\n"
-        (tmp_path / "gone.yaml").write_text(text + "doc_to_text: a\ndoc_to_target: b\n", encoding="utf-8")
-        session, names = Session(loaded, parse_backends(["sdpa"])), find_tasks(["gone"], [tmp_path])
-        with pytest.raises(UserError, match="--tasks: cannot load 'gone': "):
-            measure_tasks(session, names, TasksPart(names=["gone"]))
-
-    def test_empty_data(self, tmp_path: Path, loaded: LoadedModel) -> None:
-        (tmp_path / "none.jsonl").touch()
-        data = f"{{data_files: {{test: {tmp_path / 'none.jsonl'}}}}}"
-        text = f"task: bare\ndataset_path: json\ndataset_kwargs: {data}\ntest_split: test\n"
-        (tmp_path / "bare.yaml").write_text(text + "doc_to_text: a\ndoc_to_target: b\n", encoding="utf-8")
-        session, names = Session(loaded, parse_backends(["sdpa"])), find_tasks(["bare"], [tmp_path])
-        with pytest.raises(UserError, match="--tasks: cannot load 'bare': its data have no rows"):
-            measure_tasks(session, names, TasksPart(names=["bare"]))
-
 
 class TestCommand:
     @pytest.fixture
@@ -486,10 +451,8 @@ class TestCommand:
         result = lm_eval("--tasks", "tiny_choice", "--apply-chat-template")
         assert "the model's tokenizer has no chat template" in refused(result)
 
-    def test_exit_code_of_a_failure(self, lm_eval: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-        import dma_hf.attention
-
-        monkeypatch.setattr(dma_hf.attention, "attention", lambda query, *_, **__: query * torch.nan)
+    @pytest.mark.usefixtures("broken_kernels")
+    def test_exit_code_of_a_failure(self, lm_eval: Run) -> None:
         result = lm_eval("--tasks", "tiny_choice", "--limit", 2)
         assert result.exit_code == 1
         assert "Warning: dma_mxfp:balanced failed in tiny_choice" in result.stderr

@@ -355,6 +355,17 @@ class TestReuse:
             actual, expected = (model(ids[:, start:end], past_key_values=cache).logits for cache in caches)
             assert (actual - expected).abs().max() <= 1e-9 * expected.abs().max()
 
+    def test_a_cache_cropped_to_no_tokens_forgets_the_padding(self, build, token_ids):
+        """And takes another prompt as an empty cache does."""
+        model = build("llama")
+        caches = DMACache(model.config), DMACache(model.config)
+        mask = (torch.arange(20) >= torch.tensor([[0], [5]])).int()
+        model(token_ids(2, 20), past_key_values=caches[0], attention_mask=mask)
+        caches[0].crop(-20)
+        actual, expected = (model(token_ids(2, 30, seed=4), past_key_values=cache).logits for cache in caches)
+        assert torch.equal(actual, expected)
+        assert all(tensors["lengths"].tolist() == [30, 30] for _, tensors in _state(caches[0]))
+
     def test_cropping_into_quantized_tokens_is_rejected(self, build, token_ids):
         """Back to the prompt after 500 more tokens: its end has been quantized."""
         model = build("llama", cache="int8")

@@ -47,8 +47,8 @@ def test_requests_of_many_lengths_equal_isolated_ones(format, family, families, 
     """Prompts and decode steps share batches; later batches have decode steps only and use block tables."""
     model = families[family].build(dma_hf.NAME)
     dma_hf.configure(model, "balanced", cache=format)
-    outputs = _generate(model, _prompts(LENGTHS), 40, max_requests_per_batch=4, num_blocks=60)
-    assert all(len(output.generated_tokens) == 40 for output in outputs.values())
+    outputs = _generate(model, _prompts(LENGTHS), 20, max_requests_per_batch=4, num_blocks=60)
+    assert all(len(output.generated_tokens) == 20 for output in outputs.values())
     assert_as_alone(model, outputs, parts)
     assert model.config._attn_implementation == dma_hf.NAME
 
@@ -74,7 +74,7 @@ def test_prompts_in_chunks_equal_isolated_ones(tiles, families, parts):
 
 def test_evicted_requests_are_resumed(families, parts):
     """Three slots leave memory for 11 of 12 pages: some requests are evicted and recomputed with their new tokens."""
-    model = families["llama"].build(dma_hf.NAME)
+    model = families["llama"].build(dma_hf.NAME, num_hidden_layers=1)
     dma_hf.configure(model, "balanced", cache="int4")
     outputs = _generate(model, _prompts([550, 600, 590, 500]), 100, num_blocks=11, page_size=128, safety_margin=0.0)
     assert any(past == 0 for calls in parts.values() for past, _ in calls[1:])
@@ -87,7 +87,7 @@ def test_requests_offloaded_to_the_cpu_resume(families, parts, monkeypatch):
     monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory=False, **options: empty(*sizes, **options))
     copied = set()
     monkeypatch.setattr(OffloadingManager, "_offload_to_cpu", lambda *given: copied.update(new := away(*given)) or new)
-    model = families["llama"].build(dma_hf.NAME)
+    model = families["llama"].build(dma_hf.NAME, num_hidden_layers=1)
     dma_hf.configure(model, "balanced", cache="int4")
     options = {"num_blocks": 11, "page_size": 128, "safety_margin": 0.0, "cpu_offload_space": 0.01}
     outputs = _generate(model, _prompts([550, 600, 590, 500]), 100, **options)
@@ -99,7 +99,7 @@ def test_requests_offloaded_to_the_cpu_resume(families, parts, monkeypatch):
 @pytest.mark.slow
 def test_padded_batches_equal_isolated_requests(families, parts):
     """CUDA graphs and compiled models append padding rows to the batch."""
-    model = families["llama"].build(dma_hf.NAME)
+    model = families["llama"].build(dma_hf.NAME, num_hidden_layers=1)
     dma_hf.configure(model, "balanced", cache="int4")
     compiled = CompileConfig(backend="eager", fullgraph=False, mode=None)
     options = {"varlen_compile_config": compiled, "decode_compile_config": compiled, "max_requests_per_batch": 4}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ import dma_hf
 
 ROOT = Path(__file__).parents[2]
 WORKER = ROOT / "tests" / "support" / "parallel_worker.py"
+HAS_ALLOCATORS = find_spec("transformers.generation.continuous_batching.cache_allocators") is not None
+"""Whether Transformers has what batches over packed pages need, since 5.23."""
 
 
 @pytest.fixture(scope="module")
@@ -33,21 +36,29 @@ def saved_model(tmp_path_factory):
     return folder
 
 
-def _launch(saved_model, out, mode):
+@pytest.fixture(scope="module")
+def results(saved_model, tmp_path_factory):
+    """What each of two processes computed, by mode."""
+    modes = ["tensor", *(["batch"] if HAS_ALLOCATORS else []), "data"]
+    out = tmp_path_factory.mktemp("results")
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "tests" / "support")))
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launcher, str(WORKER), str(saved_model), str(out), mode]
+    command = [*launcher, str(WORKER), str(saved_model), str(out), *modes]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    return [torch.load(out / f"{mode}{rank}.pt") for rank in range(2)]
+    return {mode: [torch.load(out / f"{mode}{rank}.pt") for rank in range(2)] for mode in modes}
+
+
+@pytest.fixture
+def model(saved_model):
+    return AutoModelForCausalLM.from_pretrained(saved_model, attn_implementation=dma_hf.NAME)
 
 
 @pytest.mark.slow
-def test_tensor_parallel_equals_one_process(saved_model, tmp_path):
-    ranks = _launch(saved_model, tmp_path, "tensor")
-    expected = compute(AutoModelForCausalLM.from_pretrained(saved_model, attn_implementation=dma_hf.NAME), token_ids())
-    for result in ranks:
+def test_tensor_parallel_equals_one_process(results, model):
+    expected = compute(model, token_ids())
+    for result in results["tensor"]:
         assert result["q_proj_rows"] == 32  # half of the 64
         error = (result["logits"] - expected["logits"]).norm() / expected["logits"].norm()
         assert error < 1e-4  # other orders of summation, which change some quantization codes
@@ -55,18 +66,17 @@ def test_tensor_parallel_equals_one_process(saved_model, tmp_path):
 
 
 @pytest.mark.slow
-def test_tensor_parallel_continuous_batching_equals_one_process(saved_model, tmp_path):
-    pytest.importorskip("transformers.generation.continuous_batching.cache_allocators")  # of Transformers 5.23
-    ranks = _launch(saved_model, tmp_path, "batch")
-    expected = batched(AutoModelForCausalLM.from_pretrained(saved_model, attn_implementation=dma_hf.NAME))
-    for result in ranks:
+@pytest.mark.skipif(not HAS_ALLOCATORS, reason="needs Transformers 5.23")
+def test_tensor_parallel_continuous_batching_equals_one_process(results, model):
+    expected = batched(model)
+    for result in results["batch"]:
         assert torch.equal(result["tokens"], expected)
 
 
 @pytest.mark.slow
-def test_data_parallel_equals_one_process(saved_model, tmp_path):
-    shares = _launch(saved_model, tmp_path, "data")
-    expected = compute(AutoModelForCausalLM.from_pretrained(saved_model, attn_implementation=dma_hf.NAME), token_ids())
+def test_data_parallel_equals_one_process(results, model):
+    expected = compute(model, token_ids())
+    shares = results["data"]
     assert [len(share["tokens"]) for share in shares] == [2, 2]
     for name in ("logits", "tokens"):
         torch.testing.assert_close(torch.cat([share[name] for share in shares]), expected[name])

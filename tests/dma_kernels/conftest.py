@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -112,23 +111,6 @@ class Oracle:
 def oracle() -> Oracle:
     """The independent quantizer."""
     return Oracle()
-
-
-@pytest.fixture
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill new allocations with bytes of 255, which are NaN in floating point."""
-
-    def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def poisoned_empty(*arguments: Any, **options: Any) -> torch.Tensor:
-            made = allocate(*arguments, **options)
-            made.untyped_storage().fill_(255)
-            return made
-
-        return poisoned_empty
-
-    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
-    monkeypatch.setattr(torch, "empty_strided", poisoned(torch.empty_strided))
-    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
 
 
 @pytest.fixture(scope="session")

@@ -7,10 +7,14 @@ Nothing may reach for the network.
 
 from __future__ import annotations
 
+import json
+import logging
 import shlex
+import shutil
 import socket
 from collections import Counter
 
+import datasets
 import huggingface_hub.constants
 import pytest
 import typer
@@ -68,9 +72,9 @@ pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to
 def workspace(tmp_path, monkeypatch):
     """The folder that a page's blocks are run in."""
     for name in MODELS:
-        folder = tmp_path / name
-        folder.parent.mkdir(exist_ok=True)
-        folder.symlink_to(DEMO_MODEL)
+        folder = shutil.copytree(DEMO_MODEL, tmp_path / name)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))  # CPUs are slow in bfloat16
     text = (DEMO_MODEL.parent / "heldout.txt").read_text(encoding="utf-8")[:CHARACTERS]
     for path in (tmp_path / DATA, tmp_path / "text.txt"):
         path.parent.mkdir(exist_ok=True)
@@ -84,7 +88,7 @@ def workspace(tmp_path, monkeypatch):
 
 @pytest.fixture
 def no_network(monkeypatch):
-    """Have connections fail, here and (``HF_HUB_OFFLINE``) in the shells that blocks start."""
+    """Have connections fail; ``HF_HUB_OFFLINE`` is also for the shells that blocks start, and for ``dma-hf``."""
     connect = socket.socket.connect
 
     def refuse(self, address):
@@ -93,7 +97,19 @@ def no_network(monkeypatch):
         return connect(self, address)
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for module in (huggingface_hub.constants, datasets.config):
+        monkeypatch.setattr(module, "HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture
+def log_levels():
+    """Restore the levels of loggers, which ``dma-hf`` changes for its process."""
+    loggers = [each for each in logging.root.manager.loggerDict.values() if isinstance(each, logging.Logger)]
+    levels = [each.level for each in loggers]
+    yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
 
 
 @pages
@@ -135,7 +151,7 @@ def _parts():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("page", "command"), list(_parts()))
-def test_blocks_run(page, command, workspace, no_network):
+def test_blocks_run(page, command, workspace, no_network, log_levels):
     namespace = {"__name__": "__main__"}
     for block in find_blocks(page):
         if not block.is_code or block.reason is not None:
@@ -164,3 +180,12 @@ def test_wrong_syntax_is_found(language, source, error):
 def test_a_failing_shell_block_fails():
     with pytest.raises(AssertionError, match=r"page\.md:8: exit 3"):
         Block("page.md", 7, "sh", "true | exit 3\ntrue\n", None).run({})
+
+
+def test_a_failing_command_in_a_shell_block_fails(tmp_path, monkeypatch, capsys, log_levels):
+    monkeypatch.chdir(tmp_path)
+    source = "NAME=absent\ntouch before\ndma-hf report $NAME \\\n    --out here\ntouch after\n"
+    with pytest.raises(AssertionError, match=r"(?s)page\.md:8: dma-hf report .*: exit 2"):
+        Block("page.md", 7, "sh", source, None).run({})
+    assert "absent" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["before"]

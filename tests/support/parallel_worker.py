@@ -1,8 +1,6 @@
 """One of several processes: run a saved model under the launcher, and write the results.
 
-Usage: torchrun --nproc-per-node 2 parallel_worker.py MODEL_DIR OUT_DIR tensor
-       torchrun --nproc-per-node 2 parallel_worker.py MODEL_DIR OUT_DIR data
-       torchrun --nproc-per-node 2 parallel_worker.py MODEL_DIR OUT_DIR batch
+Usage: torchrun --nproc-per-node 2 parallel_worker.py MODEL_DIR OUT_DIR [tensor] [batch] [data]
 """
 
 from __future__ import annotations
@@ -40,8 +38,6 @@ def run_tensor_parallel(source: Path, out: Path) -> None:
     rows = (weight.to_local() if hasattr(weight, "to_local") else weight).shape[0]
     rank = torch.distributed.get_rank()
     torch.save(results | {"q_proj_rows": rows}, out / f"tensor{rank}.pt")
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
 
 
 def batched(model: torch.nn.Module) -> torch.Tensor:
@@ -59,8 +55,6 @@ def run_batching(source: Path, out: Path) -> None:
     """Shard every layer over the processes, and the heads of every page and slot."""
     model = AutoModelForCausalLM.from_pretrained(source, attn_implementation=dma_hf.NAME, tp_plan="auto").eval()
     torch.save({"tokens": batched(model)}, out / f"batch{torch.distributed.get_rank()}.pt")
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
 
 
 def run_data_parallel(source: Path, out: Path) -> None:
@@ -71,10 +65,11 @@ def run_data_parallel(source: Path, out: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(source, attn_implementation=dma_hf.NAME).to(state.device).eval()
     with state.split_between_processes(token_ids()) as share:
         torch.save(compute(model, share), out / f"data{state.process_index}.pt")
-    state.wait_for_everyone()
-    state.destroy_process_group()
 
 
 if __name__ == "__main__":
-    source, out, mode = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-    {"tensor": run_tensor_parallel, "data": run_data_parallel, "batch": run_batching}[mode](source, out)
+    for mode in sys.argv[3:]:
+        run = {"tensor": run_tensor_parallel, "batch": run_batching, "data": run_data_parallel}[mode]
+        run(Path(sys.argv[1]), Path(sys.argv[2]))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()

@@ -17,9 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+from dma_eval.cli import main
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SHELLS = ("sh", "bash")
+COMMAND = re.compile(r"^(dma-hf (?:\\\n|[^\n|&;<>])*)$", re.MULTILINE)
+"""A line that only runs ``dma-hf``."""
 FENCE = re.compile(
     r"^(?:<!-- not run: (?P<reason>.+?) -->\n+)?```(?P<language>\w*)[^\n]*\n(?P<source>.*?)^```$",
     re.DOTALL | re.MULTILINE,
@@ -72,33 +77,50 @@ class Block:
     def run(self, namespace: dict[str, Any]) -> None:
         """Run Python code in ``namespace``, and shell code in a new process with the variables of earlier blocks.
 
+        Lines that only run ``dma-hf`` run it in this process, because it takes seconds to import.
+
         Raises:
             AssertionError: The shell code failed.
         """
         if self.language == "python":
             exec(self._compile(), namespace)
             return
-        variables = namespace.get("SHELL_VARIABLES", [])
+        variables = namespace.setdefault("SHELL_VARIABLES", [])
+        for index, lines in enumerate(COMMAND.split(self.source)):
+            if index % 2:
+                words = self._shell([*variables, f"printf '%s\\0' {lines}"]).split("\0")[1:-1]
+                with pytest.raises(SystemExit) as end:
+                    main(words)
+                assert not end.value.code, f"{self.page}:{self.line + 1}: {lines}: exit {end.value.code}"
+            elif lines.strip():
+                self._shell([*variables, lines])
+                variables.extend(_variables(lines))
+
+    def _shell(self, lines: list[str]) -> str:
+        """Run lines of shell code and return their output."""
         bins = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         paths = os.pathsep.join(str(ROOT / folder) for folder in (".", "kernels", "eval"))
         done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", "\n".join([*variables, self.source])],
+            ["bash", "-euo", "pipefail", "-c", "\n".join(lines)],
             env=os.environ
             | {"PATH": bins, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "COLUMNS": "120", "TRITON_INTERPRET": "0"},
             capture_output=True,
             text=True,
         )
         assert done.returncode == 0, f"{self.page}:{self.line + 1}: exit {done.returncode}\n{done.stderr[-3000:]}"
-        self.note_variables(namespace)
+        return done.stdout
 
     def note_variables(self, namespace: dict[str, Any]) -> None:
         """Record the variables that a shell block sets, for later blocks."""
         if self.language in SHELLS:
-            found = re.findall(r"^[A-Z_]+=.*$", self.source, re.MULTILINE)
-            namespace.setdefault("SHELL_VARIABLES", []).extend(found)
+            namespace.setdefault("SHELL_VARIABLES", []).extend(_variables(self.source))
 
     def _compile(self) -> Any:
         return compile("\n" * self.line + self.source, str(ROOT / self.page), "exec")
+
+
+def _variables(source: str) -> list[str]:
+    return re.findall(r"^[A-Z_]+=.*$", source, re.MULTILINE)
 
 
 def find_blocks(page: Path) -> Iterator[Block]:

@@ -28,8 +28,7 @@ from .timing import FAILURES, Run, capture, time_interleaved
 ROOM = 256
 """Spare tokens for the runs, each of which appends one. They count as memory of a packed cache."""
 FILLED_AT_ONCE = 8192
-SECONDS = 0.5
-"""About how long a call is timed at a shape, without compilation."""
+SECONDS = 0.5  # about how long a call is timed at a shape, without compilation
 
 
 def shapes_of(model: PreTrainedModel, contexts: Sequence[int], batch: int) -> list[Shape]:
@@ -47,10 +46,7 @@ def shapes_of(model: PreTrainedModel, contexts: Sequence[int], batch: int) -> li
 def measure_attention(
     shapes: Sequence[Shape], backends: Sequence[Backend], device: torch.device, dtype: torch.dtype
 ) -> Iterator[AttentionResult]:
-    """Time SDPA and each configuration of ``dma_mxfp``: its recipe over a prompt, and its packed cache in a step.
-
-    ``speedup`` is relative to SDPA.
-    """
+    """Time SDPA and each configuration of ``dma_mxfp``: its recipe over a prompt, and its packed cache in a step."""
     ours = {each.label: each.config for each in backends if each.config is not None}
     recipes: dict[str, DMAConfig] = {}
     for label, config in ours.items():

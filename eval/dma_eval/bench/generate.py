@@ -1,10 +1,8 @@
 """Time ``generate`` with several attentions and caches on one model.
 
 A run is named ``ATTENTION+CACHE``. The attention is a backend (:mod:`dma_eval.load.backends`). The cache is ``dynamic``
-(Transformers' default), ``static`` (Transformers' static cache), or a format of :class:`dma_hf.DMACache`.
-
-A run calls ``generate`` as a user does, without options for speed. So a step is eager over a dynamic cache, compiled
-over a static cache on a GPU, and a CUDA graph over a packed cache on a GPU.
+or ``static`` (of Transformers), or a format of :class:`dma_hf.DMACache`. A run calls ``generate`` as a user does. So a
+step is eager over a dynamic cache, compiled over a static cache on a GPU, and a CUDA graph over a packed one on a GPU.
 """
 
 from __future__ import annotations
@@ -62,11 +60,6 @@ class GenerateRun:
     backend: Backend
     cache: str
 
-    @property
-    def options(self) -> dict[str, str]:
-        """Arguments of ``generate`` that select the cache. A packed cache is a setting of the model."""
-        return {"cache_implementation": "static"} if self.cache == "static" else {}
-
 
 def default_runs() -> list[str]:
     """Return the names of the runs that are measured by default. A note says if FlashAttention-3 is left out."""
@@ -77,12 +70,7 @@ def default_runs() -> list[str]:
 
 
 def parse_runs(names: Sequence[str]) -> list[GenerateRun]:
-    """Resolve names as given on the command line.
-
-    Raises:
-        UserError: There are none, two are the same, or an attention or a cache is unknown; the message lists the valid
-            ones.
-    """
+    """Resolve names as given on the command line."""
     check_runs(names)
     runs = []
     for name in names:
@@ -95,11 +83,7 @@ def parse_runs(names: Sequence[str]) -> list[GenerateRun]:
 
 
 def build_model(shape: str, device: torch.device, dtype: torch.dtype, layers: int | None = None) -> PreTrainedModel:
-    """Return a model of a shape with random weights, made on the device, with as many layers as the shape or so many.
-
-    Raises:
-        UserError: There is no such shape, or the device has no room for it.
-    """
+    """Return a model of a shape with random weights, made on the device, by default with all its layers."""
     if shape not in SHAPES:
         raise UserError(f"--shape: unknown shape {shape!r}; valid: {', '.join(SHAPES)}")
     config = copy.deepcopy(SHAPES[shape])
@@ -120,13 +104,9 @@ def never_stopping(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def text_windows(tokens: Tensor, batch: int, length: int, option: str, prefix: int = 0) -> Tensor:
-    """Return the first ``batch`` windows of ``length`` tokens of a text, ``[batch, length]``.
+    """Return the first windows of a text, ``[batch, length]``, each after its ``prefix`` special tokens.
 
-    ``option`` is the one that gives the length. Each window begins with the text's first ``prefix`` tokens, which are
-    the tokenizer's special ones.
-
-    Raises:
-        UserError: The text is shorter.
+    ``option`` is the one that gives the length.
     """
     if len(tokens) < prefix + batch * (length - prefix):
         raise UserError(
@@ -139,10 +119,7 @@ def text_windows(tokens: Tensor, batch: int, length: int, option: str, prefix: i
 def measure(
     model: PreTrainedModel, prompts: Sequence[Tensor], runs: Sequence[GenerateRun], *, new_tokens: int
 ) -> Iterator[GenerateResult]:
-    """Generate from each prompt, ``[B, T]``, with every run, and yield each result at once.
-
-    ``speedup`` is relative to the first run.
-    """
+    """Generate from each prompt, ``[B, T]``, with every run, and yield each result. The first one has speed 1."""
     for prompt in prompts:
         first: float | None = None
         for index, run in enumerate(runs):
@@ -183,10 +160,7 @@ def _measure_one(model: PreTrainedModel, prompt: Tensor, run: GenerateRun, new_t
 def _timed(
     model: PreTrainedModel, prompt: Tensor, run: GenerateRun, new_tokens: int, result: GenerateResult
 ) -> GenerateResult:
-    """Generate three times, and time the third call. The first one returns its cache, whose size is measured.
-
-    Earlier calls compile kernels, build cuDNN's plans for each new length, and capture the graph.
-    """
+    """Time the third call. Earlier ones compile kernels, build cuDNN's plans, and capture the graph."""
     device = model.device
     output = _generate(model, prompt, run, new_tokens, return_dict_in_generate=True)
     stored = cache_bytes(getattr(output, CACHE_ARGUMENT))
@@ -220,7 +194,7 @@ def _generate(model: PreTrainedModel, prompt: Tensor, run: GenerateRun, new_toke
         attention_mask=torch.ones_like(prompt),
         max_new_tokens=new_tokens,
         do_sample=False,
-        **run.options,
+        **({"cache_implementation": "static"} if run.cache == "static" else {}),
         **options,
     )
 
@@ -229,9 +203,6 @@ def quantize_weights(model: PreTrainedModel) -> None:
     """Quantize the linear layers to FP8 with torchao, except the one that makes the logits.
 
     Weights have a scale for each output channel. Activations have one for each token, computed in every call.
-
-    Raises:
-        UserError: torchao is not installed, or the device has no FP8 products.
     """
     try:
         quantization = importlib.import_module("torchao.quantization")

@@ -2,11 +2,8 @@
 
 Implementations are interleaved, round after round, so that drift (clocks, other tenants) affects all of them equally.
 Results are medians. On a CUDA device, stream events time a run. Large reads before it flush the L2 cache and let the
-host run ahead, as it does inside a model. Launch overhead counts as far as the device waits for it. In a CUDA graph it
-is close to zero.
-
-A GPU at its power limit lowers its clock. Interleaved runs share one clock, so their times relate about as their cycles
-do.
+host run ahead, as it does inside a model. Launch overhead counts as far as the device waits for it. A GPU at its power
+limit lowers its clock. Interleaved runs share one clock, so their times relate about as their cycles do.
 """
 
 from __future__ import annotations
@@ -28,9 +25,7 @@ from .results import DeviceFacts
 Run = Callable[[], object]
 Name = TypeVar("Name", bound=Hashable)
 FAILURES = (RuntimeError, ValueError, TypeError, AssertionError, ImportError, MemoryError, UserError)
-"""What an implementation raises if it cannot compute a call. ``torch.OutOfMemoryError`` is a ``RuntimeError``. Models
-that cannot run an attention raise ``UserError``."""
-
+"""What an implementation raises if it cannot compute a call. ``torch.OutOfMemoryError`` is a ``RuntimeError``."""
 _READS = 4
 """Reads before a run. They take about 280 us on an H200, longer than the launches of any run here."""
 
@@ -39,14 +34,13 @@ _READS = 4
 class Timing:
     """Repeated runs of one implementation, in milliseconds."""
 
-    median: float  # the middle run
-    fast: float  # the run that a quarter are faster than
-    slow: float  # the run that a quarter are slower than
-    repeats: int  # how many there were
+    median: float
+    fast: float  # the first quartile
+    slow: float  # the third quartile
+    repeats: int
 
     @classmethod
     def of(cls, times: Sequence[float]) -> Timing:
-        """Summarize the milliseconds of each run."""
         fast, median, slow = np.quantile(times, (0.25, 0.5, 0.75)).tolist()
         return cls(median=median, fast=fast, slow=slow, repeats=len(times))
 
@@ -54,11 +48,7 @@ class Timing:
 def time_interleaved(
     runs: Mapping[Name, Run], device: torch.device, *, seconds: float, min_repeats: int = 3, max_repeats: int = 100
 ) -> dict[Name, Timing]:
-    """Time implementations by name, one run of each per round.
-
-    Run each of them once before, so that nothing is compiled here. All rounds together take about ``seconds``, within
-    the limits on their number.
-    """
+    """Time compiled implementations by name, one run of each per round, in about ``seconds``."""
     clock = Clock(device)
     start = time.perf_counter()
     for run in runs.values():

@@ -9,35 +9,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from dma_eval import console, options
-from dma_eval.command import option
+from dma_eval import config, console
+from dma_eval.config import option
 from dma_eval.environment import portable
 from dma_eval.errors import UserError
-from dma_eval.files import prepare_file
+from dma_eval.files import check_file
+from dma_eval.load.hub import check_inputs
 from dma_eval.names import check_runs, check_yarn
 from dma_eval.results import here_and_now
 
 if TYPE_CHECKING:
     import torch
 
-CONTEXTS, CPU_CONTEXTS = [8192], [256]
-MIN_NEW_TOKENS = 8
 DEFAULT_MODEL, CPU_MODEL = "llama-3.1-8b", "tiny"
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchOptions(options.RunOptions):
-    """The model, the contexts and the caches."""
-
+class BenchOptions(config.RunOptions):
     dtype: Literal["bfloat16", "float16", "float32"] = option("bfloat16", help="Data type of what is not quantized.")
     shape: Literal["llama-3.1-8b", "llama-3.2-1b", "tiny"] | None = option(
         None, shown=f"{DEFAULT_MODEL}; on a CPU {CPU_MODEL}", help="Model with random weights."
     )
     model: str | None = option(
-        None, "-m", metavar=options.MODEL["metavar"], help="Hub name, local folder, or GGUF file; instead of --shape."
+        None, "-m", metavar=config.MODEL["metavar"], help="Hub name, local folder, or GGUF file; instead of --shape."
     )
-    data: str | None = options.data_option(None, "Text file or Hub dataset for the prompts of --model.", panel=None)
-    yarn: float | None = options.yarn_option()
+    data: str | None = config.data_option(
+        None, "-d", help="Text file or Hub dataset for the prompts of --model.", panel=None
+    )
+    yarn: float | None = config.yarn_option()
     context: list[int] = option(
         [], metavar="TOKENS...", min=1, shown="8192; on a CPU 256", help="Tokens of the prompt."
     )
@@ -52,25 +51,17 @@ class BenchOptions(options.RunOptions):
         "(Transformers' static cache, whose steps it compiles on a GPU); int8, int4 (DMACache).",
     )
     batch: int = option(1, min=1, help="Sequences.")
-    new_tokens: int = option(48, min=MIN_NEW_TOKENS, help="Tokens to generate in each sequence.")
+    new_tokens: int = option(48, min=8, help="Tokens to generate in each sequence.")
     weights: Literal["fp8"] | None = option(
         None,
         shown="as --dtype says",
         help="Quantize the weights of linear layers after loading: fp8 (torchao, a scale per row and per token).",
     )
-    json: Path | None = options.json_option()
-
-    def __post_init__(self) -> None:
-        """Check what needs no imports."""
-        super().__post_init__()
-        check_yarn(self.yarn)
+    json: Path | None = config.json_option()
 
     def contexts_on(self, device: torch.device) -> list[int]:
-        """The contexts to measure, with the defaults for a device.
-
-        They ascend: a static cache of ``generate`` is at least as large as the largest before.
-        """
-        return sorted(set(self.context or (CONTEXTS if device.type == "cuda" else CPU_CONTEXTS)))
+        """Return the contexts in ascending order, because a static cache is at least as large as the largest before."""
+        return sorted(set(self.context or ([8192] if device.type == "cuda" else [256])))
 
 
 def bench(args: BenchOptions) -> int:
@@ -89,19 +80,19 @@ def bench(args: BenchOptions) -> int:
     dma-hf bench --context 131072 --run sdpa+static dma_mxfp+int4 --weights fp8
     dma-hf bench --device cpu --shape tiny --dtype float32 --run sdpa+dynamic dma_mxfp+int4
     """
-    prepare_file(args.json, "--json")
+    check_file(args.json, "--json")
     check_runs(args.runs)
+    check_yarn(args.yarn)
     if args.model is None and (args.data or args.yarn):
         raise UserError("--data and --yarn need --model; without it prompts are random")
     if args.model is not None and (args.shape or not args.data):
         raise UserError("--model needs --data, a text for the prompts, and excludes --shape")
-    options.check_inputs(args.model, args.data)
+    check_inputs(args.model, args.data)
     with console.starting():
         import torch
 
         from dma_eval.bench import attention, generate
-        from dma_eval.bench.report import finish, record, tables
-        from dma_eval.bench.results import BenchReport
+        from dma_eval.bench.results import BenchReport, finish, record, tables
         from dma_eval.bench.timing import look_at
         from dma_eval.load.data import leading_tokens, load_text, tokenize
         from dma_eval.load.models import load_model, parse_device

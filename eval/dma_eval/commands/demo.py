@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-from dma_eval import console, options
+from dma_eval import config, console
 from dma_eval.config import PerplexityPart, Suite
-from dma_eval.errors import UserError
 from dma_eval.files import check_folder
 
 PART = PerplexityPart(contexts=[4096], max_windows=2)
@@ -20,9 +19,7 @@ RECALLED = slice(600, 632)
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
-    """The output folder."""
-
-    out: Path = options.out_option(Path("dma-demo"), "Folder for the report.")
+    out: Path = config.out_option(Path("dma-demo"), "-o", help="Folder for the report.")
 
 
 def demo(args: DemoOptions) -> int:
@@ -48,10 +45,8 @@ def demo(args: DemoOptions) -> int:
 
     assets = resources.files("dma_eval") / "assets"
     with resources.as_file(assets / "demo_model") as folder, resources.as_file(assets / "heldout.txt") as file:
-        if not folder.is_dir() or not file.is_file():
-            raise UserError("this installation lacks the demo model; install the dma-hf package again")
-        model = options.QualityOptions(model=str(folder), dtype="float32", out=args.out)
-        text = options.TextOptions(data=str(file))
+        model = config.QualityOptions(model=str(folder), dtype="float32", out=args.out)
+        text = config.TextOptions(data=str(file))
         run = Run(model, parse_backends(default_names()), Suite(name="demo", perplexity=PART), text, ())
 
         def generate(report: Report) -> None:

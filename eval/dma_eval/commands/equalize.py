@@ -4,23 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from dma_eval import console, options
-from dma_eval.command import REQUIRED, option
+from dma_eval import config, console
+from dma_eval.config import REQUIRED, option
 from dma_eval.errors import UserError, one_line
-from dma_eval.files import check_folder, make_folder
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from dma_eval.files import check_folder
+from dma_eval.load.hub import check_inputs
 
 
 @dataclass(frozen=True, kw_only=True)
-class EqualizeOptions(options.ModelOptions, options.TextOptions):
-    """The model, the number of tokens, and the output folder."""
-
+class EqualizeOptions(config.ModelOptions, config.TextOptions):
     tokens: int = option(4096, min=1024, help="Read at most this many tokens of the text.")
-    out: Path = options.out_option(REQUIRED, "Folder for the model. It loads in plain Transformers.")
+    out: Path = config.out_option(REQUIRED, "-o", help="Folder for the model. It loads in plain Transformers.")
 
 
 def equalize(args: EqualizeOptions) -> int:
@@ -38,7 +33,7 @@ def equalize(args: EqualizeOptions) -> int:
     if (args.out / "config.json").exists():
         raise UserError(f"--out: {args.out} holds a model already; name another folder")
     check_folder(args.out)
-    options.check_inputs(args.model, args.data)
+    check_inputs(args.model, args.data)
     with console.starting():
         from dma_eval.equalization import equalize as balance
         from dma_eval.equalization.balance import MIN_TOKENS, WINDOW
@@ -64,16 +59,10 @@ def equalize(args: EqualizeOptions) -> int:
         first, then = (max(each.ratio for each in ranges[index]) for ranges in (before, after))
         console.print_line(f"Largest {of} channel over the median one: {first:,.1f} before, {then:,.1f} after")
     console.print_line(f"Ranges are measured over {ids.numel():,} tokens of the text")
-    save(loaded.model, loaded.tokenizer, args.out)
+    if getattr(loaded.model, "hf_quantizer", None) is not None:  # of a GGUF file, whose weights are dequantized now
+        del loaded.model.hf_quantizer
+        del loaded.model.config.quantization_config
+    loaded.model.save_pretrained(args.out)
+    loaded.tokenizer.save_pretrained(args.out)
     console.print_wrote("the model", folder=args.out)
     return 0
-
-
-def save(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
-    """Write a model, with dequantized weights if it came from a quantized file, and its tokenizer."""
-    make_folder(folder)
-    if getattr(model, "hf_quantizer", None) is not None:  # of a GGUF file, whose weights are dequantized now
-        del model.hf_quantizer
-        del model.config.quantization_config
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)

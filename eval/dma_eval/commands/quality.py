@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dma_eval import config, console, options
-from dma_eval.command import REQUIRED, option
-from dma_eval.config import FidelityPart, PerplexityPart, RetrievalPart, StressPart, Suite, TasksPart
+from dma_eval import config, console
+from dma_eval.config import REQUIRED, FidelityPart, PerplexityPart, RetrievalPart, StressPart, Suite, TasksPart, option
 from dma_eval.errors import UserError
-from dma_eval.files import check_folder, prepare_file, write_json
+from dma_eval.files import check_file, check_folder, write_json
+from dma_eval.load.hub import check_inputs
 from dma_eval.names import check_names
 
 if TYPE_CHECKING:
@@ -21,25 +21,21 @@ SUITES = ", ".join(config.suite_names())
 
 
 @dataclass(frozen=True, kw_only=True)
-class PplOptions(options.QualityOptions):
-    """The context, and the results as one file."""
-
-    context: int | None = config.context_option()
-    json: Path | None = options.json_option()
+class PplOptions(config.QualityOptions):
+    context: int | None = config.context_option(None, "-c")
+    json: Path | None = config.json_option()
 
 
 @dataclass(frozen=True, kw_only=True)
-class SuiteOptions(options.AllPresetsOptions):
-    """The suite, changes to it, and the output folder."""
-
+class SuiteOptions(config.AllPresetsOptions):
     suite: str = option(REQUIRED, "-s", metavar="NAME|FILE.toml", help=f"{SUITES}, or a TOML file.")
-    out: Path = options.out_option(REQUIRED, "Folder for the report and every answer.")
-    max_windows: int | None = config.max_windows_option()
+    out: Path = config.out_option(REQUIRED, "-o", help="Folder for the report and every answer.")
+    max_windows: int | None = config.windows_option(None, shown="all")
     limit: int | None = config.limit_option()
     batch_size: int | None = config.sequences_option(None, shown="what the suite says")
 
 
-def ppl(args: PplOptions, text: options.TextOptions, part: PerplexityPart) -> int:
+def ppl(args: PplOptions, text: config.TextOptions, part: PerplexityPart) -> int:
     """Compare attention backends: perplexity, divergence from the first one, speed and memory.
 
     Every backend reads the same tokens with the same weights. After Ctrl-C the command shows and writes the results of
@@ -51,7 +47,7 @@ def ppl(args: PplOptions, text: options.TextOptions, part: PerplexityPart) -> in
     dma-hf ppl -m model.gguf --data book.txt --attn sdpa dma_mxfp:balanced dma_mxfp:paper --json r.json
     dma-hf ppl -m ./model --data rows.jsonl --column content --attn sdpa dma_mxfp:my.toml --context 8192 --stride 4096
     """
-    prepare_file(args.json, "--json")
+    check_file(args.json, "--json")
     part = replace(part, contexts=[] if args.context is None else [args.context])
 
     def write(report: Report) -> None:
@@ -62,7 +58,7 @@ def ppl(args: PplOptions, text: options.TextOptions, part: PerplexityPart) -> in
     return measure(args, Suite(name="ppl", perplexity=part), text, also=write)
 
 
-def fidelity(args: options.QualityOptions, text: options.TextOptions, part: FidelityPart) -> int:
+def fidelity(args: config.QualityOptions, text: config.TextOptions, part: FidelityPart) -> int:
     """Compare attention backends with SDPA in fp32: by token, position and head, and in greedy continuations.
 
     The reference has the same weights in fp32, whatever --dtype is. Add sdpa to see the loss of the dtype alone. Every
@@ -76,7 +72,7 @@ def fidelity(args: options.QualityOptions, text: options.TextOptions, part: Fide
     return measure(args, Suite(name="fidelity", fidelity=part), text)
 
 
-def lm_eval(args: options.QualityOptions, part: TasksPart, tasks: options.TaskFolderOptions) -> int:
+def lm_eval(args: config.QualityOptions, part: TasksPart, tasks: config.TaskFolderOptions) -> int:
     """Compare attention backends on lm-eval tasks: accuracy, paired differences with intervals, flipped answers.
 
     Every backend answers the same samples in the same order. With --out, every answer is saved, and an interrupted run
@@ -91,7 +87,7 @@ def lm_eval(args: options.QualityOptions, part: TasksPart, tasks: options.TaskFo
     return measure(args, Suite(name="lm-eval", tasks=part), include_path=tasks.include_path)
 
 
-def retrieval(args: options.QualityOptions, text: options.OptionalTextOptions, part: RetrievalPart) -> int:
+def retrieval(args: config.QualityOptions, text: config.OptionalTextOptions, part: RetrievalPart) -> int:
     """Test whether a model finds one passage of a long prompt, at several lengths and depths.
 
     Every backend gets the same questions. Exit code 1 if a backend failed, 2 for invalid input.
@@ -104,12 +100,12 @@ def retrieval(args: options.QualityOptions, text: options.OptionalTextOptions, p
         raise UserError("--data: needles are hidden in a text; name one")
     if text.data is not None and not part.needs_text:
         raise UserError("--data: key-value pairs need no text; leave it out, or add --kind needle")
-    if text.data is None and text != options.OptionalTextOptions():
+    if text.data is None and text != config.OptionalTextOptions():
         raise UserError("--split, --column: only with --data, which names the text")
     return measure(args, Suite(name="retrieval", retrieval=part), text)
 
 
-def stress(args: options.AllPresetsOptions, text: options.TextOptions, part: StressPart) -> int:
+def stress(args: config.AllPresetsOptions, text: config.TextOptions, part: StressPart) -> int:
     """Compare attention backends on copies of the model (twins) with larger outlier channels.
 
     The report begins with the outlier channels of the model's own keys and queries. A scale twin multiplies some
@@ -123,7 +119,7 @@ def stress(args: options.AllPresetsOptions, text: options.TextOptions, part: Str
     return measure(args, Suite(name="stress", stress=part), text)
 
 
-def suite(args: SuiteOptions, text: options.OptionalTextOptions, tasks: options.TaskFolderOptions) -> int:
+def suite(args: SuiteOptions, text: config.OptionalTextOptions, tasks: config.TaskFolderOptions) -> int:
     """Run all measurements of a suite: perplexity, fidelity, tasks, retrieval, stress.
 
     Results are written to --out after each part, and finished parts are not measured again. Under accelerate launch the
@@ -150,9 +146,9 @@ def suite(args: SuiteOptions, text: options.OptionalTextOptions, tasks: options.
 
 
 def measure(
-    args: options.QualityOptions,
+    args: config.QualityOptions,
     suite: Suite,
-    text: options.OptionalTextOptions | None = None,
+    text: config.OptionalTextOptions | None = None,
     *,
     include_path: Sequence[Path] = (),
     goes_on: bool = False,
@@ -162,21 +158,12 @@ def measure(
     check_names(args.attn)
     if args.out is not None:
         check_folder(args.out)
-    if suite.perplexity is not None:
-        _check_windows(suite.perplexity)
-    options.check_inputs(args.model, None if text is None else text.data)
+    if suite.perplexity is not None:  # the model and the text may shorten the default context
+        suite.perplexity.check(min(suite.perplexity.contexts, default=config.DEFAULT_CONTEXT))
+    check_inputs(args.model, None if text is None else text.data)
     with console.starting():
         from dma_eval.load.backends import default_names, parse_backends
 
         backends = parse_backends(args.attn or default_names())  # before slow imports
         from dma_eval.run import Run
     return Run(args, backends, suite, text, include_path).measure(goes_on=goes_on, also=also)
-
-
-def _check_windows(part: PerplexityPart) -> None:
-    """Check what the model and the text do not decide. They may shorten the default context."""
-    context = min(part.contexts, default=config.DEFAULT_CONTEXT)
-    if part.stride is not None and part.stride > context:
-        raise UserError(f"--stride must be from 1 to the context, {context}, got {part.stride}")
-    if part.spread and part.max_windows is None:
-        raise UserError("--spread needs --max-windows; without it all windows are read")

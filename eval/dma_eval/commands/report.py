@@ -4,45 +4,39 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.markup import escape
 
-from dma_eval import console, options
-from dma_eval.command import argument, option
+from dma_eval import config, console
+from dma_eval.config import argument, option
 from dma_eval.errors import UserError
-from dma_eval.files import make_folder, prepare_file, write_json, write_text
-
-if TYPE_CHECKING:
-    from dma_eval.results import Report
+from dma_eval.files import check_file, check_folder, write_json, write_text
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
-    """The run, and the folder of its report."""
-
     run: Path = argument(metavar="RUN", help="Folder of a run, or its results.json.")
-    out: Path | None = options.out_option(None, "Folder for the report.", shown="that of the run")
+    out: Path | None = config.out_option(None, "-o", help="Folder for the report.", shown="that of the run")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CardOptions:
-    """The run, the card's contents, and its destination."""
-
     run: Path = argument(metavar="RUN", help="Folder of a run, or its results.json.")
     backend: str | None = option(None, shown="the first dma_mxfp backend", help="The backend that the card is for.")
     base_model: str | None = option(
         None, metavar="OWNER/NAME", shown="the name it was loaded by", help="The model on the Hub."
     )
     license_name: str | None = option(None, "--license", help="The licence, as the Hub spells it.")
-    out: Path | None = options.out_option(None, "File for the card.", metavar="FILE", shown="shown on the screen")
+    out: Path | None = config.out_option(
+        None, "-o", help="File for the card.", metavar="FILE", shown="shown on the screen"
+    )
     push: str | None = option(
         None,
         metavar="OWNER/NAME",
-        panel=options.OUTPUT,
+        panel=config.OUTPUT,
         help="Upload the card and the results to this repository. Shows what it will do, and asks first.",
     )
-    yes: bool = option(False, panel=options.OUTPUT, help="Upload without asking.")
+    yes: bool = option(False, panel=config.OUTPUT, help="Upload without asking.")
 
 
 def report(args: ReportOptions) -> int:
@@ -60,23 +54,18 @@ def report(args: ReportOptions) -> int:
     folder = args.out or (args.run if args.run.is_dir() else args.run.parent)
     run, results = read_report(args.run), folder / RESULTS
     written = []
-    if results.exists() and not _is_of(run, results):
+    try:
+        is_other = results.exists() and read_report(results) != run
+    except UserError:
+        is_other = True
+    if is_other:
         raise UserError(f"--out: {folder} holds the results of another run ({RESULTS}); name another folder")
     if args.out is not None and not results.exists():  # a copy, which makes the folder complete
-        make_folder(folder)
+        check_folder(folder)
         write_json(run, results)
         written = [RESULTS]
     console.print_wrote(*written, *write_run(run, folder), folder=folder)
     return 0
-
-
-def _is_of(run: Report, results: Path) -> bool:
-    from dma_eval.results import read_report
-
-    try:
-        return read_report(results) == run
-    except UserError:
-        return False
 
 
 def card(args: CardOptions) -> int:
@@ -88,7 +77,7 @@ def card(args: CardOptions) -> int:
     """
     if args.yes and args.push is None:
         raise UserError("--yes: only with --push, which asks before it uploads")
-    prepare_file(args.out, "--out")
+    check_file(args.out, "--out")
     from dma_eval.results import RESULTS, read_report
     from dma_eval.show.card import check_token, make_card, push
 

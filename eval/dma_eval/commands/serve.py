@@ -16,11 +16,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from pydantic import TypeAdapter
 from rich.markup import escape
 
-from dma_eval import console, options
-from dma_eval.command import argument, option
+from dma_eval import config, console
+from dma_eval.config import argument, option
 from dma_eval.errors import UserError, one_line
+from dma_eval.load.hub import check_inputs
 from dma_eval.names import API_KEY_VARIABLE, DMA, FORMAT_SUFFIXES, check_names, is_file, split_suffix
 
 if TYPE_CHECKING:
@@ -30,18 +32,13 @@ if TYPE_CHECKING:
     from dma_hf.serving.gate import Gate
 
 NEEDED = ("fastapi", "uvicorn", "openai")
-DEFAULT_PORT = 8000
 DEFAULT_REQUESTS = 64
-
-
 server, on_ray = partial(option, panel="Server"), partial(option, panel="Replicas, on Ray Serve")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions(options.LoadOptions):
-    """The model, its attention, and the server."""
-
-    model: str = argument(**options.MODEL)
+class ServeOptions(config.LoadOptions):
+    model: str = argument(**config.MODEL)
     attn: str = option(
         DMA,
         "-a",
@@ -58,7 +55,7 @@ class ServeOptions(options.LoadOptions):
     )
     compile: bool = server(False, help="Compile the batches of --continuous-batching: faster, but slower to start.")
     host: str = server("localhost", help="Address to listen on.")
-    port: int = server(DEFAULT_PORT, min=0, max=65535, help="Port to listen on; 0 takes any free one.")
+    port: int = server(8000, min=0, max=65535, help="Port to listen on; 0 takes any free one.")
     max_requests: int = server(
         DEFAULT_REQUESTS, min=1, help="Requests at once, running and waiting; more are refused with status 429."
     )
@@ -97,12 +94,11 @@ class ServeOptions(options.LoadOptions):
 @contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
     """Let SIGTERM end this process as Ctrl-C does, also in the background of a script, where SIGINT is ignored."""
-    signals = (signal.SIGTERM, signal.SIGINT)
-    before = [signal.signal(each, signal.default_int_handler) for each in signals]
+    before = {each: signal.signal(each, signal.default_int_handler) for each in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
-        for each, handler in zip(signals, before, strict=True):
+        for each, handler in before.items():
             signal.signal(each, handler)
 
 
@@ -138,7 +134,7 @@ def serve(args: ServeOptions) -> int:
     if ranks > 1 and (on_ray or not args.continuous_batching or args.device_map is not None):
         raise UserError("torchrun: serve needs --continuous-batching, and neither --replicas nor --device-map")
     if args.ray_address is None:
-        options.check_inputs(args.model, None)
+        check_inputs(args.model, None)
     with console.starting():
         from dma_eval.load.backends import parse_backends
         from dma_hf.serving import Batched, app
@@ -176,11 +172,7 @@ def _end_process() -> int:
 
 
 def load(args: ServeOptions, api_key: str | None = None) -> tuple[Engine, Gate]:
-    """Load the model, switch it to its attention, and return its engine and its application.
-
-    Raises:
-        UserError: The model does not load, or continuous batching does not start.
-    """
+    """Load the model, switch it to its attention, and return its engine and its application."""
     import torch
     from transformers.utils import logging
 
@@ -192,9 +184,8 @@ def load(args: ServeOptions, api_key: str | None = None) -> tuple[Engine, Gate]:
     logging.set_verbosity_error()
     torch.manual_seed(args.seed)
     os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")  # of tensor parallelism: before NCCL starts
-    names = ("device", "dtype", "device_map", "revision", "trust_remote_code", "yarn")
     ranks = int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
-    loaded = load_model(args.model, **{name: getattr(args, name) for name in names}, tensor_parallel=ranks)
+    loaded = load_model(args.model, **args.loading, tensor_parallel=ranks)
     (backend,) = parse_backends([args.attn])
     name, suffix = split_suffix(args.attn)
     try:
@@ -221,13 +212,10 @@ def build_application(arguments: dict[str, Any]) -> Application:
     Raises:
         ValueError: An argument is unknown, or has a value of a wrong type.
     """
-    from pydantic import TypeAdapter
-
     known = ServeOptions.__dataclass_fields__
     if unknown := arguments.keys() - known:
         raise ValueError(f"unknown options of dma-hf serve: {', '.join(unknown)}; valid: {', '.join(known)}")
-    args = TypeAdapter(ServeOptions).validate_python(arguments)  # from texts, as `serve run` passes them
-    return _make_application(args, None)
+    return _make_application(TypeAdapter(ServeOptions).validate_python(arguments), None)  # Ray passes texts
 
 
 def _make_application(args: ServeOptions, api_key: str | None) -> Application:
@@ -262,13 +250,13 @@ def _serve_replicas(args: ServeOptions, api_key: str | None) -> int:
         args = replace(args, device="cpu")
     application = _make_application(_absolute(args), api_key)
     with ExitStack() as stack:
-        with console.working(f"Starting {args.replicas} replicas of {args.model}"):
-            try:
+        try:
+            with console.working(f"Starting {args.replicas} replicas of {args.model}"):
                 stack.enter_context(replicas.running(application, address=args.ray_address, host=args.host, port=port))
-            except (OSError, RayError, ValueError) as error:
-                raise UserError(f"--ray-address: {one_line(error)}") from error
-            except RuntimeError as error:
-                raise UserError(one_line(error)) from error
+        except (OSError, RayError, ValueError) as error:
+            raise UserError(f"--ray-address: {one_line(error)}") from error
+        except RuntimeError as error:
+            raise UserError(one_line(error)) from error
         stack.enter_context(_terminated_as_interrupted())  # after Ray has installed its own handlers
         _announce(args, port)
         with suppress(KeyboardInterrupt):  # how a server is stopped
@@ -296,10 +284,8 @@ def _listen(args: ServeOptions) -> socket.socket:
         return socket.create_server((args.host, args.port), family=family)
     except OSError as error:
         why = (error.strerror or str(error)).partition(" (while")[0]
-        raise UserError(
-            f"--port: cannot listen at {args.host}:{args.port}: {why}; choose another --port (0 takes any free one) or "
-            "--host"
-        ) from error
+        way_out = "choose another --port (0 takes any free one) or --host"
+        raise UserError(f"--port: cannot listen at {args.host}:{args.port}: {why}; {way_out}") from error
 
 
 def _announce(args: ServeOptions, port: int) -> None:

@@ -2,8 +2,7 @@
 
 A score is a sum of products of query and key channels, so a factor can move from a key channel to its query channel.
 The two channels that a rotary embedding rotates together must share a factor. Powers of two round nothing, so the model
-computes the same numbers to the bit. Balanced keys and queries are easier to quantize. For example, a very large key
-channel with a small query channel becomes a channel of ordinary size in both.
+computes the same numbers to the bit. Balanced keys and queries are easier to quantize.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from dma_hf.config import EQUALIZED
 
 from .weight_tracing import Layer, Operands, Source, find_layers, watched
 
-MIN_TOKENS = 1024
-"""Minimum number of tokens to measure ranges over."""
+MIN_TOKENS = 1024  # to measure ranges over
 WINDOW = 1024
 """Longer rows are read in windows of this many tokens, because eager attention stores all scores of a window."""
 LEAST_OFFSET_GAIN = 0.5
@@ -73,11 +71,7 @@ def equalize(model: PreTrainedModel, tokens: Tensor) -> dict[str, Tensor]:
 
 
 def measure_ranges(model: PreTrainedModel, tokens: Tensor) -> dict[nn.Module, tuple[Tensor, Tensor]]:
-    """Measure the maximum absolute value of each channel of queries and keys, after the rotary embedding.
-
-    Args:
-        model: The model.
-        tokens: Token ids, ``[T]`` or ``[B, T]``.
+    """Measure the maximum absolute value of each channel, after the rotary embedding, over ``tokens``.
 
     Returns:
         For each attention layer that runs, the maxima of queries ``[Hq, D]`` and of keys ``[Hkv, D]``.

@@ -17,7 +17,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import eager_mask
@@ -29,47 +32,29 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 BASE = 32
 """Base of the digits that number channels. BF16 represents them exactly, even with a long-context factor."""
-WATCHED = f"{NAME}_watched"
-"""The attention implementation of a model while its layers are watched."""
-_watching: ContextVar[Callable[..., Any]] = ContextVar("_watching")
-"""The attention function of this thread."""
-LARGE = 2.0**20
-"""Multiples of this number reveal functions that are linear for small numbers only, such as clipping."""
+WATCHED = f"{NAME}_watched"  # the attention implementation of a model while its layers are watched
+_watching: ContextVar[Callable[..., Any]] = ContextVar("_watching")  # the attention function of this thread
+LARGE = 2.0**20  # multiples of this number reveal functions that are linear for small numbers only, such as clipping
 
 
 class Operands(NamedTuple):
-    """Inputs and output of a layer's attention function, and output of the layer.
+    """Inputs and output of a layer's attention function, and output of the layer."""
 
-    Attributes:
-        query: ``[Hq, T, D]``.
-        key: ``[Hkv, T, D]``.
-        value: ``[Hkv, T, Dv]``.
-        attended: Result of the attention function, ``[B, T, Hq, Dv]``.
-        output: Output of the layer.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    attended: Tensor
-    output: Tensor
+    query: Tensor  # [Hq, T, D]
+    key: Tensor  # [Hkv, T, D]
+    value: Tensor  # [Hkv, T, Dv]
+    attended: Tensor  # result of the attention function, [B, T, Hq, Dv]
+    output: Tensor  # of the layer
 
 
 @dataclass(frozen=True)
 class Source:
-    """A linear layer or norm whose output channels become channels of queries, keys or values, unchanged.
-
-    Attributes:
-        module: The module.
-        start: Index of its first channel among the channels of all sources of the layer.
-        channels: Output channels per token.
-        shape: The shape of its output, with 1 for batch and tokens.
-    """
+    """A linear layer or norm whose output channels become channels of queries, keys or values, unchanged."""
 
     module: nn.Module
-    start: int
-    channels: int
-    shape: tuple[int, ...]
+    start: int  # index of its first channel among the channels of all sources of the layer
+    channels: int  # output channels per token
+    shape: tuple[int, ...]  # of its output, with 1 for batch and tokens
 
     @property
     def weights(self) -> int:
@@ -80,27 +65,16 @@ class Source:
 
 @dataclass(frozen=True)
 class Layer:
-    """An attention layer that can be called by itself.
+    """An attention layer that can be called by itself."""
 
-    Attributes:
-        name: Its name in the model.
-        module: The module.
-        arguments: Positional and keyword arguments of a call.
-        sources: Modules that make its operands.
-        query: Index of the source channel of each query channel, ``[Hq, D]``.
-        key: Index of the source channel of each key channel, ``[Hkv, D]``.
-        value: Index of the source channel of each value channel, ``[Hkv, Dv]``, or -1 without a source.
-        mixed: Pairs of key channels that the rotary embedding mixes, as indices ``head * D + channel``, ``[2, N]``.
-    """
-
-    name: str
+    name: str  # in the model
     module: nn.Module
-    arguments: Arguments
-    sources: tuple[Source, ...]
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    mixed: Tensor
+    arguments: Arguments  # positional and keyword arguments of a call
+    sources: tuple[Source, ...]  # modules that make its operands
+    query: Tensor  # index of the source channel of each query channel, [Hq, D]
+    key: Tensor  # the same of each key channel, [Hkv, D]
+    value: Tensor  # the same of each value channel, [Hkv, Dv], or -1 without a source
+    mixed: Tensor  # pairs of key channels that the rotary embedding mixes, as head * D + channel, [2, N]
 
     @property
     def group(self) -> int:
@@ -137,7 +111,10 @@ class Layer:
         of_queries = slots.view(heads, 1, dim).expand(-1, group, -1).flatten()
         made = [(slots, self.key), (of_queries, self.query)]
         pairs = [torch.stack((ends, len(slots) + shares(channels).flatten())) for ends, channels in made]
-        return tied(len(slots) + self.channels, torch.cat([self.mixed, *pairs], 1))[: len(slots)].view(heads, dim)
+        first, second = torch.cat([self.mixed, *pairs], 1).numpy()
+        graph = coo_array((np.ones(len(first)), (first, second)), shape=(len(slots) + self.channels,) * 2)
+        _, labels = connected_components(graph, directed=False)
+        return torch.from_numpy(labels).long()[: len(slots)].view(heads, dim)
 
     def weight_of(self, channels: Tensor) -> Tensor:
         """Return the index of the weight that makes each of these source channels."""
@@ -149,12 +126,9 @@ class Layer:
 
 
 def find_layers(model: PreTrainedModel, tokens: Tensor, head_dim: int) -> list[Layer]:
-    """Find the sources of every attention layer that a pass over ``tokens`` runs.
+    """Find the sources of every attention layer that a pass over ``tokens`` ``[T]`` runs.
 
-    Args:
-        model: The model, in :func:`watched`.
-        tokens: Token ids ``[T]``.
-        head_dim: Channels of its widest head.
+    ``head_dim`` is that of the widest head.
 
     Raises:
         ValueError: A layer cannot be called by itself, is called more than once in a pass, or does not make queries and
@@ -221,19 +195,6 @@ def watched(
             vars(config).update(previous)
         for module, mode in modes:
             module.training = mode
-
-
-def tied(count: int, pairs: Tensor) -> Tensor:
-    """Label the connected components of ``count`` nodes with edges ``pairs``, ``[2, N]``."""
-    labels = torch.arange(count)
-    while True:
-        lower = labels[pairs].amin(0)
-        new = labels.clone()
-        for ends in pairs:
-            new.scatter_reduce_(0, ends, lower, "amin")
-        if torch.equal(new, labels):
-            return labels
-        labels = new
 
 
 def _trace(name: str, module: nn.Module, call: Arguments, count: int) -> Layer:

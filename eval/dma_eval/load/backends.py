@@ -1,9 +1,8 @@
 """Attention backends by name: ``IMPLEMENTATION[:PRESET][+CACHE]``.
 
-Examples are ``sdpa``, ``dma_mxfp:fp4``, ``dma_mxfp:FILE.toml`` and ``dma_mxfp:balanced+int4``. With a cache the model
-reads all tokens through a ``DMACache``, so the scores measure the stored values (:mod:`dma_eval.load.reading`). Other
-implementations use the caches of Transformers (``sdpa+quanto4``). ``sim_sage`` and others simulate the rounding of
-other kernels (:mod:`dma_eval.load.baselines`).
+With a cache the model reads all tokens through a ``DMACache``, so the scores measure the stored values
+(:mod:`dma_eval.load.reading`). Other implementations use the caches of Transformers (``sdpa+quanto4``). ``sim_sage``
+and others simulate the rounding of other kernels (:mod:`dma_eval.load.baselines`).
 """
 
 from __future__ import annotations
@@ -20,16 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import dma_hf
 from dma_eval.errors import UserError, one_line
-from dma_eval.names import (
-    DMA,
-    DYNAMIC,
-    FORMAT_SUFFIXES,
-    PAGED,
-    check_names,
-    is_file,
-    split_suffix,
-    unknown_backend,
-)
+from dma_eval.names import DMA, DYNAMIC, FORMAT_SUFFIXES, PAGED, check_names, is_file, split_suffix, unknown_backend
 from dma_hf import DMAConfig
 from dma_hf.cache_layers import DMALayer
 from dma_hf.integrations.internals import attention_name
@@ -69,15 +59,12 @@ def default_names() -> list[str]:
 
 def parse_backends(names: Sequence[str], option: str = "--attn") -> tuple[Backend, ...]:
     """Resolve the names that an option lists. The first one is the reference."""
-    if not names:
-        raise UserError(f"{option} needs at least one backend, for example: {option} sdpa dma_mxfp:balanced")
     backends = [_parse_backend(name, option) for name in names]
     total, seen = Counter(backend.label for backend in backends), Counter[str]()
     unique = []
     for backend in backends:
-        seen[backend.label] += 1
-        label = backend.label if total[backend.label] == 1 else f"{backend.label} #{seen[backend.label]}"
-        unique.append(replace(backend, label=label))
+        seen[label := backend.label] += 1
+        unique.append(backend if total[label] == 1 else replace(backend, label=f"{label} #{seen[label]}"))
     return tuple(unique)
 
 
@@ -145,21 +132,12 @@ def reference_of(backends: Sequence[Backend], backend: Backend) -> Backend:
     first = backends[0]
     if not backend.reads_cache or backend.peer_cache == DYNAMIC:
         return first
-    return next(
-        (
-            each
-            for each in backends
-            if (each.peer_cache, each.implementation, each.config) == (DYNAMIC, first.implementation, first.config)
-        ),
-        first,
-    )
+    chunked = in_chunks(first)
+    return next((each for each in backends if replace(each, label=chunked.label) == chunked), first)
 
 
 def implementations() -> list[str]:
-    """Return the attention implementations that this version of Transformers knows, ``dma_mxfp`` included.
-
-    Those of continuous batching are left out. Without its pages they apply no causal mask.
-    """
+    """Return the attention implementations of Transformers without those of continuous batching, which need pages."""
     excluded = (f"{DMA}:", f"{DMA}+")
     names = (name for name in ALL_ATTENTION_FUNCTIONS.valid_keys() if PAGED not in name)
     return sorted({"eager", *(name for name in names if not name.startswith(excluded))})
@@ -173,11 +151,10 @@ def _parse_backend(name: str, option: str) -> Backend:
         raise unknown_backend(name, option, implementations())
     if implementation != DMA:
         return Backend(name, implementation, peer_cache=suffix or None)
-    changes = {"cache": FORMAT_SUFFIXES[suffix]} if suffix else {}
     setting = setting or DEFAULT_PRESET
     try:
         make = DMAConfig.from_toml if is_file(setting) else DMAConfig.from_preset
-        config = make(setting, **changes)
+        config = make(setting, **({"cache": FORMAT_SUFFIXES[suffix]} if suffix else {}))
     except (ValueError, OSError) as error:  # TOMLDecodeError is a ValueError
         raise UserError(f"{option}: {one_line(error)}") from error  # it names the file
     cache = "" if config.cache is None else f"+{config.cache}"  # a file may name one too

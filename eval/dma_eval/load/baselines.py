@@ -27,10 +27,9 @@ QUANTIZED: dict[str, dict[str, Any]] = {
     "+fp8": {"backend": "fp8"},
 }
 """Arguments of ``QuantizedCache`` by suffix. With Quanto it does not support 8 bits."""
-ROWS = 512
-"""Queries whose scores are computed at a time."""
-FA3_SHIFT = 256.0
-"""FlashAttention-3 multiplies FP8 probabilities by 2^8, so that small ones are not subnormal in E4M3."""
+Rounding = Callable[[Tensor], Tensor]
+ROWS = 512  # queries whose scores are computed at a time
+FA3_SHIFT = 256.0  # FlashAttention-3 multiplies FP8 probabilities by it: small ones are not subnormal in E4M3
 
 
 def quantized_cache(config: PreTrainedConfig, suffix: str) -> QuantizedCache:
@@ -56,21 +55,14 @@ def _as_e4m3(x: Tensor) -> Tensor:
     return x.to(torch.float8_e4m3fn).to(x.dtype)
 
 
-def _unrounded(x: Tensor) -> Tensor:
-    return x
-
-
 @dataclass(frozen=True)
 class Scheme:
-    """How a kernel rounds queries ``[B, Hkv, G, T, D]``, keys and values ``[B, Hkv, 1, T, D]``, and probabilities.
+    """How a kernel rounds queries ``[B, Hkv, G, T, D]``, keys and values ``[B, Hkv, 1, T, D]``, and probabilities."""
 
-    Probabilities are relative to the largest of their row.
-    """
-
-    query: Callable[[Tensor], Tensor] = _unrounded
-    key: Callable[[Tensor], Tensor] = _unrounded
-    value: Callable[[Tensor], Tensor] = _unrounded
-    probability: Callable[[Tensor], Tensor] = _unrounded
+    query: Rounding = lambda x: x
+    key: Rounding = lambda x: x
+    value: Rounding = lambda x: x
+    probability: Rounding = lambda x: x  # relative to the largest of its row
 
     def attend(
         self,
@@ -110,18 +102,12 @@ class Scheme:
         return torch.cat(outputs, -2).flatten(1, 2).transpose(1, 2).to(query.dtype), None
 
 
+PER_HEAD = (partial(e4m3, dims=(2, 3, 4)),) * 3
 SCHEMES = {
     # SageAttention 1.0.6: keys without their mean, INT8 scores by blocks of 128 queries and 64 keys, P·V in 16 bits.
-    "sim_sage": Scheme(
-        query=partial(int8, block=128), key=lambda key: int8(key - key.mean(-2, keepdim=True), block=64)
-    ),
+    "sim_sage": Scheme(partial(int8, block=128), lambda key: int8(key - key.mean(-2, keepdim=True), block=64)),
     # FlashAttention-3 in FP8: E4M3 in both products; queries, keys and values with a scale per key head.
-    "sim_fa3_fp8": Scheme(
-        query=partial(e4m3, dims=(2, 3, 4)),
-        key=partial(e4m3, dims=(2, 3, 4)),
-        value=partial(e4m3, dims=(2, 3, 4)),
-        probability=lambda weights: _as_e4m3(weights * FA3_SHIFT) / FA3_SHIFT,
-    ),
+    "sim_fa3_fp8": Scheme(*PER_HEAD, lambda weights: _as_e4m3(weights * FA3_SHIFT) / FA3_SHIFT),
     # An FP8 cache as serving engines keep it: E4M3 with one scale for all keys of a layer, and one for all values.
     "sim_fp8_cache": Scheme(key=partial(e4m3, dims=(0, 1, 2, 3, 4)), value=partial(e4m3, dims=(0, 1, 2, 3, 4))),
 }

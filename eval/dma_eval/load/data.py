@@ -28,9 +28,9 @@ class Text:
 
     content: str  # the whole text
     name: str  # the given file or dataset
-    config: str | None = None  # configuration of the dataset, if any
-    split: str | None = None  # split of the dataset; None for a plain file
-    column: str | None = None  # column of the dataset; None for a plain file
+    config: str | None = None  # of the dataset, if any; so are the split and the column
+    split: str | None = None
+    column: str | None = None
 
     @property
     def sha256(self) -> str:
@@ -38,31 +38,25 @@ class Text:
         return hashlib.sha256(self.content.encode()).hexdigest()
 
     def info(self, tokens: int) -> DataInfo:
-        """Return facts about a text of ``tokens`` tokens."""
         facts: dict[str, Any] = {name: getattr(self, name) for name in ("config", "split", "column", "sha256")}
         return DataInfo(name=portable(self.name), **facts, characters=len(self.content), tokens=tokens)
 
 
 @dataclass(frozen=True)
 class Window:
-    """The ``prefix`` first tokens of the text, then its tokens ``begin`` to ``end``.
-
-    Those from index ``first`` of the window on are scored. The prefix is what :func:`leading_tokens` returns.
-    """
+    """The ``prefix`` first tokens of the text, which are special ones, then its tokens ``begin`` to ``end``."""
 
     begin: int
     end: int
-    first: int
+    first: int  # index of the first token that is scored
     prefix: int = 0
 
     @property
     def length(self) -> int:
-        """Tokens that the model reads."""
         return self.prefix + self.end - self.begin
 
     @property
     def scored(self) -> int:
-        """Tokens that count."""
         return self.length - self.first
 
     def of(self, tokens: Tensor) -> Tensor:
@@ -157,10 +151,7 @@ def leading_tokens(tokenizer: Any) -> list[int]:
 
 
 def full_windows(tokens: Tensor, count: int, length: int, prefix: int) -> Tensor:
-    """Return the first ``count`` windows of ``length`` tokens of a text, ``[count, length]``.
-
-    Each begins with the ``prefix`` special tokens that the text begins with. The text must have enough tokens.
-    """
+    """Return the first windows of a text, ``[count, length]``, each after the ``prefix`` special tokens of the text."""
     import torch
 
     rows = tokens[prefix : prefix + count * (length - prefix)].view(count, length - prefix)
@@ -170,22 +161,18 @@ def full_windows(tokens: Tensor, count: int, length: int, prefix: int) -> Tensor
 def make_windows(tokens: int, context: int, part: PerplexityPart, prefix: int = 0) -> list[Window]:
     """Cut a text of ``tokens`` tokens into windows of ``context``, as the perplexity guide of Transformers does.
 
-    Every window begins with the ``prefix`` special tokens that the text begins with, because models are used with them.
-    Every other token is scored once. Without a stride, windows do not overlap. Each scores all its tokens, except the
-    first if there is no prefix to predict it from. With a stride below ``context``, each window after the first scores
-    its last ``stride`` tokens. The last window may be shorter. The first ``skip_windows`` windows are left out. At most
-    ``max_windows`` are kept: the first ones, or full ones that are spread over the text.
+    Every window begins with the ``prefix`` special tokens that the text begins with. Every other token is scored once.
+    Without a stride, windows do not overlap. Each scores all its tokens, except the first if there is no prefix to
+    predict it from. With a stride below ``context``, each window after the first scores its last ``stride`` tokens. The
+    last window may be shorter. Spread windows are full ones.
     """
     room = context - prefix
     stride = room if part.stride is None else part.stride
     limit, skip = part.max_windows, part.skip_windows
     if room < 2 - bool(prefix):
         raise UserError(f"--context must be at least {max(2, prefix + 1)} tokens, got {context}")
-    if not 1 <= stride <= context:
-        raise UserError(f"--stride must be from 1 to the context, {context}, got {stride}")
+    part.check(context)
     stride = min(stride, room)  # as far as a window reaches
-    if part.spread and limit is None:
-        raise UserError("--spread needs --max-windows; without it all windows are read")
     if tokens < context:
         raise UserError(
             f"--data: the text has {tokens:,} tokens, too few for one window of {context:,}; "

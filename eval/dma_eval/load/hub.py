@@ -12,6 +12,9 @@ from urllib.error import HTTPError, URLError
 
 from dma_eval import console
 from dma_eval.errors import UserError, one_line
+from dma_eval.names import parse_source
+
+from .data import text_file
 
 HUB = "https://huggingface.co"
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
@@ -19,12 +22,17 @@ OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 SECONDS = 5.0  # within which the Hub must answer
 
 
-def prepare(model: str | None, option: str) -> None:
-    """Let this process use the Hub's cache only, if the Hub cannot be reached. The libraries would retry for a minute.
+def check_inputs(model: str | None, data: str | None) -> None:
+    """Check that a model and a text exist. Those of the Hub need a network, or its cache."""
+    path = None if model is None else parse_source(model).path
+    is_on_hub = path is not None and not Path(path).is_dir()
+    has_remote_text = data is not None and text_file(data) is None
+    if is_on_hub or has_remote_text:
+        prepare(path if is_on_hub else None)
 
-    Raises:
-        UserError: ``model``, which ``option`` names, is not in the cache either.
-    """
+
+def prepare(model: str | None) -> None:
+    """Use the Hub's cache only if the Hub cannot be reached. The libraries would retry for a minute."""
     variable = next((name for name in OFFLINE if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")), None)
     reason = f"{variable} is set" if variable else _unreachable(os.environ.get("HF_ENDPOINT") or HUB)
     if reason is None:
@@ -33,7 +41,7 @@ def prepare(model: str | None, option: str) -> None:
         os.environ[OFFLINE[0]] = "1"
     if model is not None and not _is_cached(model):
         raise UserError(
-            f"{option}: cannot load {model!r}: no such folder here, the Hub's cache has no such model, and {reason}"
+            f"--model: cannot load {model!r}: no such folder here, the Hub's cache has no such model, and {reason}"
         )
     if variable is None:
         console.print_warning(f"{reason}; the Hub's cache is used")

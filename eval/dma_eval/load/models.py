@@ -29,17 +29,16 @@ from transformers.utils import cached_file
 from dma_eval import console
 from dma_eval.environment import portable
 from dma_eval.errors import UserError, one_line
-from dma_eval.names import ModelSource, check_device, check_loading, parse_source
+from dma_eval.names import ModelSource, check_device, parse_source
 from dma_eval.results import ModelInfo
 from dma_hf.integrations.internals import commit_of
 
 GIB = 1 << 30
 UNLOADABLE = (
-    *(OSError, ValueError, TypeError, ImportError, RuntimeError, KeyError),
-    *(SafetensorError, StrictDataclassError),  # the last for a configuration with a value of a wrong type
+    *(OSError, ValueError, TypeError, ImportError, RuntimeError, KeyError, SafetensorError),
+    StrictDataclassError,  # of a configuration with a value of a wrong type
 )
 """Exceptions of Transformers if it cannot load a model."""
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -57,19 +56,14 @@ class LoadedModel:
 
     @property
     def max_context(self) -> int | None:
-        """Return the maximum number of positions in the configuration, if it has one."""
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
     def check_positions(self, count: int, option: str) -> None:
-        """Check that the model has as many positions as an option requests.
-
-        Raises:
-            UserError: It has fewer. The message names a factor of YaRN that suffices, if the model can use one.
-        """
+        """Check that the model has as many positions as an option requests. If not, name a factor of YaRN for them."""
         limit = self.max_context
         if limit is not None and count > limit:
             message = f"{option}: {self.name} takes {limit:,} positions, got {count:,}; lower it"
-            if self.yarn is not None or can_rescale(self.model.config):
+            if self.yarn is not None or rope_of(self.model.config).get("rope_type") == "default":
                 message += f", or extend the positions with --yarn {math.ceil(count * (self.yarn or 1) / limit)}"
             raise UserError(message)
 
@@ -83,7 +77,6 @@ class LoadedModel:
 
     @property
     def info(self) -> ModelInfo:
-        """Return facts about the model from its configuration and weights."""
         model = self.model
         config = model.config.get_text_config()
         heads = getattr(config, "num_attention_heads", None)
@@ -136,21 +129,17 @@ def load_model(
     tensor_parallel: int = 1,
     option: str = "--model",
 ) -> LoadedModel:
-    """Load a causal language model and its tokenizer, as the options of the same names say.
+    """Load a causal language model and its tokenizer, as the options of the same names say. Errors name ``option``.
 
-    Of ``tensor_parallel`` processes in a process group, each loads its share of every layer. Errors name ``option``,
-    which gave the model.
+    Of ``tensor_parallel`` processes in a process group, each loads its share of every layer.
     """
     source = parse_source(name, option)
-    check_loading(name, device=device, device_map=device_map, revision=revision)
-    if dtype not in ("auto", *DTYPES):
-        raise UserError(f"--dtype must be one of auto, {', '.join(DTYPES)}; got {dtype!r}")
-    chosen_dtype, chosen_device = DTYPES.get(dtype), parse_device(device)
+    default = None if source.gguf_file is None else torch.float32
+    chosen_dtype: torch.dtype | None = default if dtype == "auto" else getattr(torch, dtype)
+    chosen_device = parse_device(device)
     is_spread = device_map is not None or tensor_parallel > 1
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    if source.gguf_file is not None:
-        options["gguf_file"] = source.gguf_file
-        chosen_dtype = chosen_dtype or torch.float32
+    options |= {} if source.gguf_file is None else {"gguf_file": source.gguf_file}
     try:
         tokenizer = AutoTokenizer.from_pretrained(source.path, **options)
         config = AutoConfig.from_pretrained(source.path, **options)
@@ -192,25 +181,22 @@ def _quantization(source: ModelSource, revision: str | None, config: Any) -> str
     return None if most in ("F64", "F32", "F16", "BF16") else most
 
 
-def can_rescale(config: Any) -> bool:
-    """Return whether a model has one rotary embedding that is not rescaled."""
-    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    return bool(rope.get("rope_type") == "default")
+def rope_of(config: Any) -> dict[str, Any]:
+    """Return the parameters of a model's rotary embedding. It can be rescaled if their ``rope_type`` is ``default``."""
+    return getattr(config.get_text_config(), "rope_parameters", None) or {}
 
 
 def rescale(config: Any, factor: float) -> None:
     """Extend a model's positions by ``factor`` with Transformers' YaRN."""
-    text = config.get_text_config()
-    rope = getattr(text, "rope_parameters", None) or {}
-    if not can_rescale(config) or not 1 < factor < math.inf:
+    text, rope = config.get_text_config(), rope_of(config)
+    if rope.get("rope_type") != "default" or not 1 < factor < math.inf:
         raise UserError(
             f"--yarn: expected a factor above 1, and a model with one rotary embedding that is not rescaled; got "
             f"{factor:g} and {config.model_type} with {rope or 'none'}"
         )
-    positions = text.max_position_embeddings
-    yarn = {"rope_type": "yarn", "factor": float(factor), "original_max_position_embeddings": positions}
-    text.rope_parameters = rope | yarn
-    text.max_position_embeddings = int(factor * positions)
+    trained = text.max_position_embeddings
+    yarn = {"rope_type": "yarn", "factor": float(factor), "original_max_position_embeddings": trained}
+    text.rope_parameters, text.max_position_embeddings = rope | yarn, int(factor * trained)
 
 
 def _damage(source: ModelSource) -> str:
@@ -226,10 +212,7 @@ def _damage(source: ModelSource) -> str:
 
 
 def check_memory(what: str, config: Any, dtype: torch.dtype | None, device: torch.device | None) -> None:
-    """Check that the weights of a model fit in memory, before they are read. Quantized checkpoints are not checked.
-
-    By default, weights have the checkpoint's own dtype, and all devices and the host share them.
-    """
+    """Check that unquantized weights fit in the memory of a device, or of all devices and the host together."""
     if getattr(config, "quantization_config", None) is not None:
         return
     chosen = dtype or config.dtype or torch.float32

@@ -1,8 +1,7 @@
 """Forward passes and greedy continuations of a model, in one pass or through a cache.
 
 A backend with a cache reads in chunks of one tile. Low-precision keys are in complete tiles at least one tile back. So
-with such chunks, every low-precision key and value is read from the cache, and the scores measure the stored values.
-Tests check that one pass gives the same numbers to rounding.
+every low-precision key and value is read from the cache, and the scores measure the stored values.
 """
 
 from __future__ import annotations
@@ -66,9 +65,6 @@ def continuation_log_probs(
     """Yield fp32 log-probabilities ``[T, V]`` at the positions that predict the ``T`` last tokens of each sequence.
 
     Each pair has the tokens before these, and these. The model already runs ``backend``, and reads all pairs at once.
-
-    Raises:
-        NonFiniteLogitsError: A log-probability is NaN.
     """
     rows = [torch.tensor([*before, *after][:-1]) for before, after in pairs]
     longest = max(map(len, rows))

@@ -124,17 +124,14 @@ def _divergence(
         return continued(model, backend, torch.stack(list(prompts)), new_tokens, min_new_tokens=new_tokens)
 
     session.progress.begin("Generating", len(backends))
-    expected = tokens_of(reference_model, REFERENCE) if backends else []
-    found: list[Divergence] = []
+    expected = tokens_of(reference_model, REFERENCE)
+    found = []
     for backend in backends:
         pairs = list(zip(expected, tokens_of(session.loaded.model, backend), strict=True))
         equal = np.array([np.equal(*pair) for pair in pairs])
-        made = Divergence(
-            label=backend.label,
-            same_tokens=[common_prefix(*pair) for pair in pairs],
-            equal_share={str(n): float(equal[:, :n].mean()) for n in HORIZONS if n <= new_tokens},
-        )
-        found.append(made)
+        shares = {str(n): float(equal[:, :n].mean()) for n in HORIZONS if n <= new_tokens}
+        same = [common_prefix(*pair) for pair in pairs]
+        found.append(Divergence(label=backend.label, same_tokens=same, equal_share=shares))
         session.progress.advance(backend.label)
     return found
 
@@ -143,7 +140,8 @@ def continue_greedily(session: Session, prompt: Tensor, new_tokens: int) -> list
     """Continue ``prompt`` (token ids, ``[T]``) with every backend, by ``new_tokens`` tokens or to the end of text."""
     model, tokenizer = session.loaded.model, session.loaded.tokenizer
     session.progress.begin("Generating", len(session.backends))
-    prompt_end = tokenizer.decode(prompt, skip_special_tokens=True)[-SHOWN_PROMPT_CHARACTERS:]
+    facts: dict[str, Any] = {"prompt_tokens": len(prompt)}
+    facts["prompt_end"] = tokenizer.decode(prompt, skip_special_tokens=True)[-SHOWN_PROMPT_CHARACTERS:]
     generations: list[Generation] = []
     for backend in session.backends:
         activate(model, backend)
@@ -151,8 +149,7 @@ def continue_greedily(session: Session, prompt: Tensor, new_tokens: int) -> list
         (tokens,) = continued(model, backend, prompt[None], new_tokens)
         made = Generation(
             label=backend.label,
-            prompt_tokens=len(prompt),
-            prompt_end=prompt_end,
+            **facts,
             continuation=tokenizer.decode(tokens, skip_special_tokens=True),
             tokens=tokens,
             same_tokens=common_prefix(generations[0].tokens if generations else tokens, tokens),
@@ -169,9 +166,8 @@ def head_errors(
     """Measure the error of every head under every backend that Transformers runs through its attention interface.
 
     One forward pass of ``model``, in fp32, over each window ``[T]`` serves all backends. SDPA's output is passed on to
-    the next layer. Each backend also computes the layer from the same query, key and value, in the dtype of the
-    session's model, so no error comes from an earlier layer. ``eager``, which is a function of each model, and backends
-    with a cache are left out.
+    the next layer. Each backend also computes the layer from the same inputs, in the dtype of the session's model.
+    ``eager``, which is a function of each model, and backends with a cache are left out.
     """
     dtype = session.loaded.model.dtype
     session.progress.begin("Heads", len(windows))
@@ -224,11 +220,7 @@ def head_errors(
 
 
 def _sums_of(output: Tensor, reference: Tensor, tiles: Tensor | None) -> Array:
-    """Return the sums of one call, ``[6, H]``, from outputs ``[B, T, H, D]``.
-
-    The rows are the error, the reference, their cosine, the number of tokens, and the tiles skipped and examined
-    (``tiles``, ``[H, 2]``).
-    """
+    """Return sums over outputs ``[B, T, H, D]``: error, reference, cosine, tokens, tiles skipped, tiles examined."""
     output, reference = output.double(), reference.double()
     cosine = nn.functional.cosine_similarity(output, reference, dim=-1).sum((0, 1))
     tokens = torch.full_like(cosine, output.shape[0] * output.shape[1])

@@ -1,8 +1,7 @@
 """Perplexity and token-level fidelity of several attention backends on the same tokens of one model.
 
 The outer loop is over windows and the inner one over backends. So slow drifts of the machine affect all backends alike,
-and only the logits of two passes exist at a time: the reference's and the current ones. Statistics are computed in
-fp32, in chunks of positions. Every finished batch of windows is saved, so an interrupted run resumes after it.
+and only the logits of two passes exist at a time. Statistics are computed in fp32, in chunks of positions.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from transformers import PreTrainedModel
 
 import dma_hf
 from dma_eval.config import DEFAULT_CONTEXT, PerplexityPart
+from dma_eval.console import Progress
 from dma_eval.errors import UserError, one_line
 from dma_eval.load.backends import Backend, activate, reference_of
 from dma_eval.load.data import Text, Window, leading_tokens, make_windows, tokenize
 from dma_eval.load.models import LoadedModel
 from dma_eval.load.reading import NonFiniteLogitsError, origin, read
-from dma_eval.progress import Progress
 from dma_eval.results import BackendResult, PerplexitySection
 from dma_eval.session import Session
 
@@ -84,10 +83,7 @@ class Reading:
 def measure_perplexity(
     session: Session, text: Text, part: PerplexityPart, context: int | None = None, *, name: str = "perplexity"
 ) -> PerplexitySection:
-    """Measure perplexity and fidelity of every backend on the same tokens. Finished batches are saved under ``name``.
-
-    If it is interrupted after at least one batch of windows, the results of those are returned.
-    """
+    """Measure perplexity and fidelity of every backend on the same tokens. Batches are saved under ``name``."""
     reading = cut(session.loaded, text, part, context)
     return compare(session, reading, session.backends, place=(name,), keeps_partial=True)
 
@@ -123,18 +119,14 @@ def compare(
 ) -> PerplexitySection:
     """Run every backend on every window. The first one is the reference, or what :func:`reference_of` returns.
 
-    Finished batches are saved under the names ``place``. If the model depends on a seed, they are reused only for the
-    same ``seed``.
-
-    A backend that raises or gives logits that are not finite is stopped and marked as failed. The others continue. If
-    the reference fails, KL and agreement of the others are meaningless. If ``reference_model`` is given, the first
-    ``references`` backends run on the model that it returns, which has the same weights in another dtype.
-    ``keeps_partial`` returns partial results of an interrupted run.
+    A backend that raises or gives logits that are not finite is stopped and marked as failed. The others continue.
+    Finished batches are saved under the names ``place``, and reused for the same ``seed``, if the model depends on one.
+    ``keeps_partial`` returns partial results of an interrupted run. The first ``references`` backends run on what
+    ``reference_model`` returns, which has the same weights in another dtype.
     """
-    part, context, model = reading.part, reading.context, session.loaded.model
-    batches = make_batches(reading.windows, part.batch_size)
+    part, context, model, windows = reading.part, reading.context, session.loaded.model, reading.windows
+    batches = make_batches(windows, part.batch_size)
     failed = [False] * len(backends)
-    is_first = True
 
     @cache
     def running() -> tuple[list[PreTrainedModel], int]:
@@ -146,19 +138,16 @@ def compare(
         return models, allocated(model)
 
     def read_batch(batch: Sequence[Window]) -> list[Pass]:
-        nonlocal failed, is_first
+        nonlocal failed
+        is_first = running.cache_info().currsize == 0
         models, loaded_bytes = running()
         ids = torch.stack([window.of(reading.input_ids) for window in batch]).to(model.device)
-        passes = _read_batch(
-            list(zip(models, backends, failed, strict=True)), ids, batch, loaded_bytes, session.progress
-        )
+        runs = list(zip(models, backends, failed, strict=True))
+        passes = _read_batch(runs, ids, batch, loaded_bytes, session.progress)
         failed = [each.failure is not None for each in passes]
-        for each in passes:
-            each.is_first = is_first
-        is_first = False
-        return passes
+        return [replace(each, is_first=is_first) for each in passes]
 
-    session.progress.begin("Measuring", len(backends) * len(reading.windows))
+    session.progress.begin("Measuring", len(backends) * len(windows))
     done: list[list[Pass]] = []  # of each batch, the pass of each backend
     reused = 0
     try:
@@ -166,8 +155,7 @@ def compare(
             passes, is_kept = session.piece(
                 list[Pass],
                 partial(read_batch, batch),
-                *place,
-                str(index),
+                *(*place, str(index)),
                 backends=backends,
                 is_final=lambda passes: all(each.failure is None for each in passes),
                 text=reading.text.sha256,
@@ -182,7 +170,7 @@ def compare(
         if not keeps_partial or not done:
             raise
     if reused:
-        session.progress.kept(f"{reused:,} of {len(reading.windows):,} windows")
+        session.progress.kept(f"{reused:,} of {len(windows):,} windows")
     read = list(itertools.chain.from_iterable(batches[: len(done)]))
     return PerplexitySection(
         data=reading.text.info(len(reading.input_ids)),
@@ -191,7 +179,7 @@ def compare(
         stride=min(part.stride or context, context - len(reading.begins_with)),
         batch_size=part.batch_size,
         windows=len(read),
-        windows_left=len(reading.windows) - len(read),
+        windows_left=len(windows) - len(read),
         skip_windows=part.skip_windows,
         spread=part.spread,
         tokens_scored=sum(window.scored for window in read),
@@ -202,11 +190,8 @@ def compare(
 
 def make_batches(windows: Sequence[Window], batch_size: int) -> list[list[Window]]:
     """Group consecutive windows of equal length, at most ``batch_size`` at a time."""
-    batches: list[list[Window]] = []
-    for _, group in itertools.groupby(windows, key=lambda window: window.length):
-        members = list(group)
-        batches += [members[i : i + batch_size] for i in range(0, len(members), batch_size)]
-    return batches
+    groups = (list(group) for _, group in itertools.groupby(windows, key=lambda window: window.length))
+    return [group[i : i + batch_size] for group in groups for i in range(0, len(group), batch_size)]
 
 
 def _read_batch(
@@ -221,27 +206,21 @@ def _read_batch(
     references = [reference_of(backends, backend) for backend in backends]
     logits_of: dict[str, Tensor] = {}  # of references, by label
     passes = []
-    for index, (model, backend, has_failed) in enumerate(runs):
-        made = Pass(failure="failed before" if has_failed else None)
+    for (model, backend, has_failed), reference in zip(runs, references, strict=True):
+        passes.append(made := Pass(failure="failed before" if has_failed else None))
         try:
-            if has_failed:
-                continue
-            logits = _forward(model, backend, ids, made, loaded_bytes)
-            expected = logits_of.get(references[index].label)
-            made.scores = [
-                score(row, window_ids, window, None if expected is None else expected[i])
-                for i, (row, window_ids, window) in enumerate(zip(logits, ids, batch, strict=True))
-            ]
-            if backend in references:
-                logits_of[backend.label] = logits
-            del logits
+            if not has_failed:
+                logits = _forward(model, backend, ids, made, loaded_bytes)
+                expected = logits_of.get(reference.label, [None] * len(batch))
+                made.scores = list(map(score, logits, ids, batch, expected))
+                if backend in references:
+                    logits_of[backend.label] = logits
+                del logits, expected
         except NonFiniteLogitsError as error:
             made.failure = f"{error}{origin(model, lambda: read(model, backend, ids))}"  # noqa: B023 (called at once)
         except (RuntimeError, ValueError, TypeError) as error:
             made.failure = one_line(error)
-        finally:
-            passes.append(made)
-            progress.advance(backend.label, len(batch))
+        progress.advance(backend.label, len(batch))
     return passes
 
 

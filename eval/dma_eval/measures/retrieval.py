@@ -33,8 +33,6 @@ BATCH_TOKENS = 16_384  # of questions in one pass
 
 @dataclass(frozen=True)
 class Prompt:
-    """One question."""
-
     tokens: list[int]  # the prompt
     answer: list[int]  # the tokens that should follow
 

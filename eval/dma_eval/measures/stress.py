@@ -1,9 +1,8 @@
 """Twins of a model with larger outlier channels, and the outlier channels of the model itself.
 
-A twin has outlier channels like those of Llama 3 and Qwen2.5. Scale twins compute the same function: if keys are
-multiplied, queries are divided, and if values are multiplied, the input of the output projection is divided. Key biases
-before the rotary embedding change the function, so each backend is compared with exact attention on the same twin.
-Hooks on the modules that compute queries, keys and values do this. The weights do not change.
+Scale twins compute the same function: if keys are multiplied, queries are divided, and if values are multiplied, the
+input of the output projection is divided. Key biases before the rotary embedding change the function, so each backend
+is compared with exact attention on the same twin. Hooks on modules do this. The weights do not change.
 """
 
 from __future__ import annotations
@@ -33,12 +32,9 @@ from dma_hf.stats import counted_tiles
 
 from .perplexity import Reading, compare, cut
 
-RANGE_TOKENS = 1024
-"""Tokens over which ranges are measured."""
-SCALED_PAIRS = 2
-"""Pairs of channels of each key head that a twin scales, and channels of each value head."""
-THRESHOLDS = (4.0, 5.0, 6.0, 7.0, 8.0)
-"""Tested thresholds of tile skipping, in nats."""
+RANGE_TOKENS = 1024  # tokens over which ranges are measured
+SCALED_PAIRS = 2  # pairs of channels of each key head that a twin scales, and channels of each value head
+THRESHOLDS = (4.0, 5.0, 6.0, 7.0, 8.0)  # tested thresholds of tile skipping, in nats
 BIASED = (10 / 32, 26 / 32, 29 / 32)
 """Positions of the biased pairs in each key head, from the fastest of the rotary embedding, 0, to the slowest, 1. Slow
 pairs hardly rotate, so their bias is nearly the same for every token, as in Qwen2."""
@@ -58,12 +54,7 @@ class Twin:
     name: str  # its name in tables
     keys: float = 1.0  # factor of the keys' scaled channels; queries have its inverse
     values: float = 1.0  # factor of the values' scaled channels; the output projection's inputs have its inverse
-    bias: float = 0.0  # absolute value of the keys' biases
-
-    @property
-    def is_same_function(self) -> bool:
-        """Whether it computes the same function as the model."""
-        return self.bias == 0
+    bias: float = 0.0  # absolute value of the keys' biases; with them it computes another function
 
 
 TWINS = (
@@ -87,16 +78,11 @@ def measure_stress(session: Session, text: Text, part: StressPart) -> StressSect
 
     def ranges(twin: Twin) -> Ranges:
         """Measure the ranges of a twin, which the model is now."""
-        found, _ = session.piece(
-            Ranges,
-            lambda: channel_ranges(loaded.model, sample),
-            *("stress", twin.name, "ranges"),
-            backends=(),
-            text=text.sha256,
-            tokens=len(sample),
-            seed=session.seed,
-        )
-        return found
+        settings: dict[str, Any] = {"text": text.sha256, "tokens": len(sample), "seed": session.seed}
+        place = "stress", twin.name, "ranges"
+        made: Ranges
+        made, _ = session.piece(Ranges, lambda: channel_ranges(loaded.model, sample), *place, backends=(), **settings)
+        return made
 
     try:
         key_ranges, query_ranges = ranges(TWINS[0])
@@ -132,9 +118,8 @@ def measure_stress(session: Session, text: Text, part: StressPart) -> StressSect
 def study_thresholds(session: Session, reading: Reading, backend: Backend) -> ThresholdStudy:
     """Measure a backend that skips tiles on the unchanged model, with other thresholds and without skipping."""
     config = backend.config
-    assert config is not None
+    assert config is not None and config.skip_threshold is not None  # noqa: PT018
     own = config.skip_threshold
-    assert own is not None
     thresholds = [None, *sorted({*THRESHOLDS, own}, reverse=True)]
     backends = [
         replace(backend, label=f"{backend.label}, t = {t}", config=replace(config, skip_threshold=t))
@@ -142,12 +127,10 @@ def study_thresholds(session: Session, reading: Reading, backend: Backend) -> Th
     ]
     place = "stress", "thresholds", backend.label
     tokens = compare(session, reading, [session.backends[0], *backends], place=place)
-    first = reading.windows[0]
+    first, model = reading.windows[0], session.loaded.model
 
     def shares() -> list[float]:
-        model = session.loaded.model
-        ids = first.of(reading.input_ids)[None].to(model.device)
-        found = []
+        ids, found = first.of(reading.input_ids)[None].to(model.device), []
         for each in backends:
             activate(model, each)
             dma_hf.reset_stats(model)
@@ -182,10 +165,7 @@ def attention_layers(model: PreTrainedModel, tokens: Tensor) -> list[Layer]:
 
 @contextmanager
 def stressed(model: PreTrainedModel, layers: Sequence[Layer], twin: Twin, seed: int = 0) -> Iterator[None]:
-    """Turn ``model`` into a twin within a ``with`` block. ``layers`` come from :func:`attention_layers`.
-
-    A twin with other keys than an equalized model does not count as equalized.
-    """
+    """Turn ``model`` into a twin within a ``with`` block. With other keys it does not count as equalized."""
     generator = torch.Generator().manual_seed(seed)
     config = model.config.get_text_config(decoder=True)
     with ExitStack() as stack:

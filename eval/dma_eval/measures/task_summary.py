@@ -39,8 +39,6 @@ STATISTICS: Mapping[str, Callable[[Array], Array]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class TaskRecord:
-    """One task."""
-
     name: str  # its name
     version: str  # version of its definition
     output_type: str  # lm-eval's output type

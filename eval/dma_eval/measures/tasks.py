@@ -1,18 +1,28 @@
-"""lm-eval tasks under several backends of one loaded model: the same samples, in the same order, once per backend."""
+"""lm-eval tasks under several backends of one loaded model: the same samples, in the same order, once per backend.
+
+Tasks of RULER (arXiv 2404.06654) make prompts of a given length for the tokenizer of the model.
+"""
 
 from __future__ import annotations
 
 import difflib
+import glob
+import hashlib
 import itertools
 import logging
+import os
+import random
 import sqlite3
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, field, replace
+from io import StringIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
 import yaml
 from accelerate.state import PartialState
@@ -28,20 +38,15 @@ from dma_eval.config import TasksPart
 from dma_eval.errors import UserError, one_line
 from dma_eval.harness import DMALM, BackendFailure
 from dma_eval.load.backends import Backend, activate
-from dma_eval.pieces import Piece
 from dma_eval.results import TaskSection, low_share
-from dma_eval.session import Session
+from dma_eval.session import Piece, Session
 from dma_hf import DMAConfig
 
-from .ruler import at_length, title
-from .ruler import load as load_at_length
-from .task_files import fingerprint
-from .task_summary import UnitRecord, metric_values, summarize_tasks, task_record
+from .task_summary import TaskRecord, UnitRecord, metric_values, summarize_tasks, task_record
 
-FOLDER = "samples"
-"""Subfolder of a run's folder with the records: a folder for each backend, with a file for each name."""
+FOLDER = "samples"  # subfolder of a run's folder with the records: a folder for each backend, with a file for each name
 SHOWN_NAMES = 12
-YAML_SUFFIXES = (".yaml", ".yml")
+DATA_KEYS = ("dataset_path", "dataset_kwargs")  # of a task, whose values may be files, patterns or folders
 UNUSABLE = (
     *(OSError, ValueError, LookupError, RuntimeError, TypeError, ImportError, AttributeError, AssertionError),
     *(ZeroDivisionError, DatasetsError, TemplateError),
@@ -51,24 +56,22 @@ UNUSABLE = (
 
 @dataclass(frozen=True)
 class TaskNames:
-    """Names of existing tasks and groups, and lm-eval's manager of them."""
+    """Names of existing tasks and groups, lm-eval's manager of them, and folders of tasks beside lm-eval's own."""
 
     names: tuple[str, ...]
     manager: TaskManager = field(repr=False)
+    folders: tuple[Path, ...] = ()
 
 
 def find_tasks(names: Sequence[str], include_paths: Sequence[Path] = ()) -> TaskNames:
-    """Look up tasks, groups, tags and YAML files, in folders and in lm-eval itself.
-
-    A string may contain several names, separated by commas.
-    """
+    """Look up tasks, groups, tags and YAML files, in folders and in lm-eval itself. Commas separate names, too."""
     asked = list(dict.fromkeys(part for name in names for part in name.split(",") if part))
     if not asked:
         raise UserError("--tasks needs at least one name, for example: --tasks lambada_openai,arc_easy")
     for path in include_paths:
         if not path.is_dir():
             raise UserError(f"--include-path: no such folder: {path}")
-    files = {name for name in asked if Path(name).suffix in YAML_SUFFIXES}
+    files = {name for name in asked if name.endswith((".yaml", ".yml"))}
     for name in sorted(files):
         check_yaml(Path(name))
     folders = [str(path) for path in include_paths]
@@ -86,7 +89,7 @@ def find_tasks(names: Sequence[str], include_paths: Sequence[Path] = ()) -> Task
             hints.append(f"in --include-path: {', '.join(local[:SHOWN_NAMES]) or 'no tasks'}")
         hints.append(f"lm-eval has {len(manager.all_tasks):,} names; 'lm-eval ls tasks' lists them")
         raise UserError(f"--tasks: unknown task {unknown[0]!r}; {'; '.join(hints)}")
-    return TaskNames(tuple(asked), manager)
+    return TaskNames(tuple(asked), manager, tuple({*include_paths, *(Path(name).parent for name in files)}))
 
 
 def check_yaml(file: Path) -> None:
@@ -102,11 +105,47 @@ def check_yaml(file: Path) -> None:
         raise UserError(f"--tasks: cannot read {file}: {why}") from error
 
 
-def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSection:
-    """Evaluate every backend on every task. Finished tasks and answers in the run's folder are reused.
+class _Plain(yaml.SafeLoader):  # type: ignore[misc]
+    """Reads functions by their names."""
 
-    The session's seed selects few-shot examples, sampled answers and bootstrap resamples.
-    """
+
+_Plain.add_multi_constructor("!", lambda loader, suffix, node: node.value)
+
+
+def fingerprint(folders: Sequence[Path]) -> str:
+    """Return a hash of the modules and YAML files in folders of tasks, and of the local data that these name."""
+    pending = [file.resolve() for folder in folders for file in folder.rglob("*")]
+    pending = [file for file in pending if file.suffix in (".py", ".yaml", ".yml") and file.is_file()]
+    found: set[Path] = set()
+    while pending:
+        found.add(file := pending.pop())
+        if file.suffix not in (".yaml", ".yml"):
+            continue
+        try:
+            config = yaml.load(file.read_bytes(), _Plain)
+        except yaml.YAMLError:  # lm-eval says what is wrong when it loads the task
+            continue
+        if isinstance(config, dict):
+            named = {Path(each) for key in DATA_KEYS for each in _data(config.get(key))}
+            named |= {file.parent / str(config.get("include")), *file.parent.glob("*.py")}
+            pending += {each.resolve() for each in named if each.is_file()} - found
+    digest = hashlib.sha256()
+    for file in sorted(found):
+        digest.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _data(value: Any) -> Iterator[str]:
+    """Yield the files that a value of a task names: files, patterns, or folders of data."""
+    if isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _data(each)
+    elif isinstance(value, str):
+        yield from glob.glob(os.path.join(value, "**") if os.path.isdir(value) else value, recursive=True)
+
+
+def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSection:
+    """Evaluate every backend on every task. Finished tasks and answers in the run's folder are reused."""
     backends, processes, store, progress = session.backends, PartialState(), session.store, session.progress
     if part.chat_template and session.loaded.tokenizer.chat_template is None:
         raise UserError("--apply-chat-template: the model's tokenizer has no chat template")
@@ -122,10 +161,10 @@ def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSe
         title(name, length) if length else name: (name, length)
         for name, length in itertools.product(tasks.names, part.lengths or [0])
     }
-    definitions = {name: fingerprint(name, tasks.manager.task_index) for name in tasks.names}
+    settings["definition"] = fingerprint(tasks.folders)
     identities = {
-        (backend.label, called): session.identity(backend, name=called, definition=definitions[name], **settings)
-        for (called, (name, _)), backend in itertools.product(asked.items(), backends)
+        (backend.label, called): session.identity(backend, name=called, **settings)
+        for called, backend in itertools.product(asked, backends)
     }
     answers: dict[tuple[str, str], UnitRecord | str] = {}  # records, and the reasons of missing ones
     for unit, identity in identities.items():
@@ -143,11 +182,11 @@ def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSe
         for task in (task for unit in units.values() for task in unit["tasks"].values()):
             _draw_examples_alike(task)
     for name, backend in itertools.product(asked, backends):
-        unit = (backend.label, name)
+        unit, what = (backend.label, name), f"{name}, {backend.label}"
         if unit in answers:
-            progress.kept(f"{name}, {backend.label}")
+            progress.kept(what)
             continue
-        progress.begin(f"{name}, {backend.label}")
+        progress.begin(what)
         partial = store.scratch({**identities[unit], "rank": processes.process_index}, FOLDER, *unit)
         try:
             with _remembered(lm, partial) as remembering:
@@ -169,22 +208,19 @@ def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSe
 
 
 def _load(session: Session, tasks: TaskNames, name: str, length: int, part: TasksPart) -> Mapping[str, Any]:
-    """Load a task or group with its data, or let it make prompts of ``length`` tokens, unless that is 0.
-
-    The few-shot setting is overridden as in lm-eval's own command line.
-    """
-    loaded: Mapping[str, Any]
+    """Load a task or group with its data, or let it make prompts of ``length`` tokens, unless that is 0."""
+    manager = tasks.manager
     try:
         if length:
-            index = tasks.manager.task_index
+            index = manager.task_index
             file = Path((index[name].yaml_path if name in index else None) or name)
             loaded = load_at_length(name, file, length, session.loaded.tokenizer, session.seed)
         else:
-            loaded = tasks.manager.load([name])
-    except StopIteration as error:  # from inside `datasets`: a file without a row
-        raise UserError(f"--tasks: cannot load {name!r}: its data have no rows") from error
+            loaded = manager.load([name])
     except UNUSABLE as error:
         raise UserError(f"--tasks: cannot load {name!r}: {one_line(error)}") from error
+    except StopIteration as error:  # from inside `datasets`: a file without a row
+        raise UserError(f"--tasks: cannot load {name!r}: its data have no rows") from error
     for task in loaded["tasks"].values():
         own = task.get_config("num_fewshot")
         if part.num_fewshot is not None and own != 0:  # a task with 0 examples keeps 0
@@ -194,12 +230,57 @@ def _load(session: Session, tasks: TaskNames, name: str, length: int, part: Task
     return loaded
 
 
-def _draw_examples_alike(task: Any) -> None:
-    """Let every process draw the same few-shot examples as a single process.
+def title(name: str, length: int) -> str:
+    """Return the name of a task at one length."""
+    return f"{name}, {length} tokens"
 
-    The examples of a document depend on how many were drawn before. So each process builds all requests and keeps those
-    of its own documents.
+
+def load_at_length(name: str, file: Path, length: int, tokenizer: Any, seed: int) -> Mapping[str, Any]:
+    """Load a task, or a group of tasks, from the folder of ``file``, with prompts of ``length`` tokens."""
+    with TemporaryDirectory() as folder, redirect_stdout(StringIO()):  # the tasks print while they make their prompts
+        tokenizer.save_pretrained(folder)
+        random.seed(seed)
+        np.random.seed(seed)
+        how = {"tokenizer": folder, "max_seq_lengths": [length]}
+        manager = TaskManager(include_path=str(file.parent), include_defaults=False, metadata=how)
+        try:
+            loaded: Mapping[str, Any] = manager.load([name])
+        except ImportError as error:
+            why = one_line(error)
+            raise UserError(f"--tasks: {name!r} needs more packages: pip install 'dma-hf[ruler]' ({why})") from error
+    if any(task.get_config("custom_dataset") is None for task in loaded["tasks"].values()):
+        raise UserError(f"--lengths: {name!r} reads a data set; only tasks that make their prompts take lengths")
+    return loaded
+
+
+def at_length(record: TaskRecord, length: int) -> TaskRecord:
+    """Return a record with RULER's score at one length, which lm-eval names by the length.
+
+    ``score`` is the share of the answers that were found. If a question has several answers, ``all_found`` says whether
+    all of them were, so that answers can flip.
     """
+    has_several = any(len(sample["doc"]["outputs"]) > 1 for sample in record.samples)
+    names = ("score", "all_found") if has_several else ("score",)
+    samples = []
+    for sample in record.samples:
+        score = float(sample[str(length)])
+        samples.append(sample | dict(zip(names, (score, float(score == 1)), strict=False)))
+    filters = sorted({sample["filter"] for sample in samples})
+    return replace(
+        record,
+        name=title(record.name, length),
+        aggregations=dict.fromkeys(names, "mean"),
+        higher_is_better=dict.fromkeys(names, True),
+        metrics={
+            f"{name},{each}": float(np.mean([sample[name] for sample in samples if sample["filter"] == each]))
+            for name, each in itertools.product(names, filters)
+        },
+        samples=samples,
+    )
+
+
+def _draw_examples_alike(task: Any) -> None:
+    """Let every process draw the few-shot examples of a single process: it builds all requests, and keeps its own."""
     build_all = task.build_all_requests
 
     def build_own(*, rank: int, world_size: int, **options: Any) -> None:
@@ -253,8 +334,8 @@ def _evaluate(
             },
             low_share=_low_share(lm, unit, results["samples"], backend.config),
         )
+    made: UnitRecord
     (made,) = broadcast_object_list([record])
-    assert isinstance(made, UnitRecord)
     return made
 
 

@@ -22,10 +22,8 @@ from .render import cache_of, distinct_origins, machine, measured, section_pages
 
 TAGS = ["dma_mxfp", "quantized-attention", "low-bit-attention", "dma-hf"]
 TASK = "text-generation"
-RUNTIME = ("backend", "on_unsupported")
-"""Fields of a configuration that are not saved with a model."""
-WARNED = ", with warnings"
-"""End of the name of a result whose section has warnings."""
+RUNTIME = ("backend", "on_unsupported")  # fields of a configuration that are not saved with a model
+WARNED = ", with warnings"  # end of the name of a result whose section has warnings
 FILE_SUFFIXES = (".gguf", ".toml", ".txt", ".json", ".jsonl", ".csv", ".parquet", ".md", ".png", ".yaml")
 
 

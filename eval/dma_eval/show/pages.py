@@ -27,21 +27,15 @@ from dma_eval.results import (
 )
 
 MISSING = "–"
-BUCKETS = 8
-"""Ranges of positions for which fidelity is listed."""
-WORST = 5
-"""Heads, and layers, that are listed."""
-IMPLAUSIBLE = 2.0
-"""A perplexity below this triggers a warning: the text is hardly unseen prose. A table of contents had 1.83."""
-IMPLAUSIBLE_GAIN = 20.0
-"""A perplexity that is so many percent below the reference's triggers a warning: no rounding improves a model so."""
-TELLING = 0.05
-"""A smaller share of keys in low tiles triggers a warning: prompts or windows lie within the band."""
+BUCKETS = 8  # ranges of positions for which fidelity is listed
+WORST = 5  # heads, and layers, that are listed
+# Warnings: a lower perplexity is hardly that of unseen prose (a table of contents had 1.83); no rounding lowers it by
+# so many percent; with a smaller share of keys in low tiles, prompts or windows lie within the band.
+IMPLAUSIBLE, IMPLAUSIBLE_GAIN, TELLING = 2.0, 20.0, 0.05
 HELD = 43.0
 """Ratio of the largest channel's range to the median's up to which ``balanced`` loses almost nothing, for keys and
 queries. They are the ratios of ``keys x 8`` and ``queries x 8`` in ``benchmarks/quality``."""
-TOLERATED_GROWTH = 1.25
-"""A backend keeps its quality if skipping multiplies its KL by at most this factor."""
+TOLERATED_GROWTH = 1.25  # of the KL by skipping, with which a backend keeps its quality
 RETRIEVAL_TITLES = {"needle": "Retrieval: a sentence in prose", "kv": "Retrieval: one pair of many"}
 
 
@@ -64,21 +58,16 @@ class Page:
     warnings: list[str] = field(default_factory=list)
 
 
-Columns = dict[str, Callable[[Any], str]]
-"""Functions that make the cells of each column from a result."""
+Columns = dict[str, Callable[[Any], str]]  # functions that make the cells of each column from a result
 
 
 def number(value: float | None, form: str, unit: str = "", *, factor: float = 1.0) -> str:
-    """Format a number times ``factor`` with its unit, or the mark of a missing one.
-
-    What rounds to zero has no minus.
-    """
+    """Format a number times ``factor`` with its unit, or the mark of a missing one. Zero has no minus."""
     form = f"+z{form[1:]}" if form.startswith("+") else f"z{form}"
     return MISSING if value is None else format(value * factor, form) + unit
 
 
 def share(value: float | None, form: str = ".2f") -> str:
-    """Format a share in percent."""
     return number(value, form, " %", factor=100)
 
 
@@ -93,10 +82,7 @@ def of(field: str, form: str, unit: str = "", *, factor: float = 1.0) -> Callabl
 
 
 def make_table(columns: Columns, results: Sequence[Any], caption: str = "") -> Table:
-    """Return a row for each result, without the columns that no result has.
-
-    A failed one has ``failed`` in place of its first number.
-    """
+    """Return a row for each result, without the columns that no result has. A failed one says so."""
     ran = [result for result in results if result.failure is None]
     shown = {name: cell for name, cell in columns.items() if not ran or any(cell(each) != MISSING for each in ran)}
     rows = [[cell(result) for cell in shown.values()] for result in results]
@@ -154,8 +140,9 @@ FIDELITY_COLUMNS: Columns = dict(list(COLUMNS.items())[:5]) | {
 
 
 def warnings(section: PerplexitySection) -> list[str]:
-    """Warn of failed backends, fallbacks to other attention, missing or short windows, and an implausible text."""
-    return _lines("perplexity_warnings", section, IMPLAUSIBLE, IMPLAUSIBLE_GAIN) + too_short(section)
+    """Warn of failed backends, fallbacks, missing or too short windows, and an implausible text."""
+    lines = _lines("perplexity_warnings", section, IMPLAUSIBLE, IMPLAUSIBLE_GAIN)
+    return lines + too_short(section)
 
 
 def too_short(section: PerplexitySection) -> list[str]:
@@ -168,7 +155,6 @@ def too_short(section: PerplexitySection) -> list[str]:
 
 
 def perplexity_page(section: PerplexitySection) -> Page:
-    """Show perplexity: one row per backend."""
     title = f"Perplexity at context {section.context:,}"
     return Page(title, [make_table(COLUMNS, section.backends)], _lines("perplexity", section), warnings(section))
 

@@ -14,7 +14,7 @@ import tomli_w
 
 from dma_eval.environment import Environment
 from dma_eval.errors import UserError, one_line
-from dma_eval.files import make_folder, slug
+from dma_eval.files import check_folder, slug
 from dma_eval.names import DYNAMIC, reads_cache
 from dma_eval.results import ModelInfo, Origin, Report, backend_configs, backend_groups
 
@@ -23,23 +23,19 @@ from .pages import MISSING, PAGES, Page, Table, can_retrieve, templates
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Drawing = tuple["Figure", str, str, Any]
-"""A plot, the stem of its file, its caption, and its section."""
-
 
 @dataclass(frozen=True)
 class Plot:
-    """A plot on a page."""
-
     caption: str  # what it shows
     path: str  # where it is, relative to the page
-    section: Any = None  # its section; by default it comes after all sections
+    section: Any  # its section
 
 
 def write_run(report: Report, folder: Path) -> list[str]:
     """Write the pages, plots and configurations of ``report`` to ``folder``. Return the names of the files."""
-    make_folder(folder)
+    check_folder(folder)
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         plots = []
         taken = Counter[str]()
         for figure, stem, caption, section in _drawings(report):
@@ -60,7 +56,8 @@ def write_run(report: Report, folder: Path) -> list[str]:
     return ["report.md", "report.html", *(plot.path for plot in plots), *configs]
 
 
-def _drawings(report: Report) -> Iterator[Drawing]:
+def _drawings(report: Report) -> Iterator[tuple[Figure, str, str, Any]]:
+    """Yield each plot, the stem of its file, its caption, and its section."""
     from dma_eval.show import plots  # Matplotlib takes half a second to import, and a card needs none
 
     def name(section: Any) -> str:
@@ -107,7 +104,6 @@ def to_html(report: Report, plots: Sequence[Plot], folder: Path) -> str:
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table in Markdown."""
     return str(templates().get_template("macros.md").module.table(headers, rows))  # type: ignore[attr-defined]
 
 
@@ -132,14 +128,15 @@ def _content(report: Report, plots: Sequence[Plot]) -> dict[str, Any]:
         rows = [[f"`{name}`", *(_plain(config.get(name)) for config in configs.values())] for name in names]
         appendix.append(Table(("field", *configs), rows, "Configurations"))
     origins = distinct_origins(report)
+    for index, origin in enumerate(origins, 1):
+        appendix.append(_facts(origin, f", {index} of {len(origins)}" if len(origins) > 1 else ""))
     names = dict.fromkeys(Path(each.model.name).name for each in origins)
     return {
         "title": f"Attention backends on {', '.join(names)}",
         "measured": "; ".join(dict.fromkeys(measured(each.model) for each in origins)),
         "sections": sections,
-        "plots": [plot for plot in plots if plot.section is None],
         "generations": report.generations,
-        "appendix": [*appendix, *_facts(origins)],
+        "appendix": appendix,
     }
 
 
@@ -147,13 +144,9 @@ def distinct_origins(report: Report) -> list[Origin]:
     """Return how the sections were measured, each way once: by one command with one model on one machine."""
     found: list[Origin] = []
     for origin in [report.origin_of(section) for _, section in report.sections] or [report.own_origin]:
-        if not any(_is_same_run(origin, each) for each in found):
+        if origin not in [replace(each, created=origin.created, request=origin.request) for each in found]:
             found.append(origin)
     return found
-
-
-def _is_same_run(first: Origin, second: Origin) -> bool:
-    return first == replace(second, created=first.created, request=first.request)
 
 
 def section_pages(report: Report) -> list[Page]:
@@ -197,12 +190,7 @@ def versions(environment: Environment) -> str:
     return ", ".join([*packages, *([f"commit {environment.commit}"] if environment.commit else [])])
 
 
-def _facts(origins: Sequence[Origin]) -> list[Table]:
-    several = len(origins) > 1
-    return [_fact_table(each, f", {index} of {len(origins)}" * several) for index, each in enumerate(origins, 1)]
-
-
-def _fact_table(origin: Origin, which: str) -> Table:
+def _facts(origin: Origin, which: str) -> Table:
     model, environment = origin.model, origin.environment
     heads = f"{model.query_heads} query heads, {model.kv_heads} kv heads, head_dim {model.head_dim}"
     cuda = f", CUDA {environment.cuda}" if environment.cuda else ""

@@ -329,7 +329,7 @@ class LayerStorage:
         multiple of 128.
         """
         band = max(first, band, length + self.rolled_back - self.residual_len)
-        complete = max(first, min((length + self.rolled_back) // TILE, -(-min(band, end) // TILE)) * TILE)
+        complete = -(-min(band, end) // TILE) * TILE  # tiles that begin before the residual KV have been quantized
         sink = slice(first, min(end, self.sink_len))
         index = self._residual_index(band, max(end, band))
         gathered = []

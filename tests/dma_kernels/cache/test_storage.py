@@ -255,6 +255,18 @@ class TestStores:
                 assert torch.equal(actual[row, :, stored][:, :128], expected[row, :, padding : padding + 128])
                 assert actual[row, :, 705:].abs().max() == 0
 
+    @formats
+    def test_restore_leaves_out_a_tile_that_rolled_back_tokens_have_overwritten(self, format):
+        """A ring of pages holds the tiles before the newest one that was ever complete."""
+        _, key, value = sequence(1100)
+        storage = filled(format, key[:, :, :1030], value[:, :, :1030], window=100)
+        storage.crop(10)
+        oldest = (1030 // 128 - storage.max_pages) * 128
+        keys, values = restore(storage, torch.zeros_like(storage.lengths), 1020)
+        for actual, expected in ((keys, key), (values, value)):
+            assert actual[:, :, :oldest].abs().max() == 0
+            assert relative_error(actual[:, :, oldest:], expected[:, :, oldest:1020]) < 0.2
+
 
 class TestCrop:
     @formats

@@ -21,7 +21,6 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpret
 
 LENGTH, CHUNK = 650, 70
 INT8 = Recipe(low="mxint8", shared_scale="tile", smooth_k=True, pv="fp8")
-INT8_PV16 = Recipe(low="mxint8", shared_scale="tile", smooth_k=True)
 
 
 def inputs() -> tuple[Tensor, Tensor, Tensor]:
