@@ -17,6 +17,7 @@ from transformers import DynamicCache
 
 import dma_hf
 from dma_hf import DMACache
+from dma_hf import attention as adapter
 from dma_hf.cache_layers import DMALayer
 from dma_hf.masks import dma_mask
 
@@ -249,3 +250,26 @@ def test_a_compiled_step_whose_mask_has_changed_is_an_error(hidden, families, to
         step(ids[:, 20:], attention_mask=mask, past_key_values=cache)
     assert graphs[0].code.count("torch._assert_async(") == 2  # capacity and mask, in one of the layers
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("cache", [None, "int8"])
+def test_layers_that_repeat_a_call_attend_with_their_own_sink_logits(cache, families, token_ids, monkeypatch):
+    kinds = ["sliding_attention", "full_attention"] * 2
+    model = families["gpt_oss"].build(dma_hf.NAME, num_hidden_layers=len(kinds), layer_types=kinds)
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.sinks)
+    settings = {"max_new_tokens": 4, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    dma_hf.configure(model, cache=cache)
+    ids, repeat, repeated = token_ids(1, 150), adapter.repeat, []
+
+    def spy(*arguments):
+        out = repeat(*arguments)
+        repeated.append(out is not None)
+        return out
+
+    monkeypatch.setattr(adapter, "repeat", spy)
+    actual = model.generate(ids, **settings)
+    assert any(repeated)
+    monkeypatch.setattr(adapter, "is_repeatable", lambda mask: False)
+    expected = model.generate(ids, **settings)
+    assert all(map(torch.equal, actual.logits, expected.logits))

@@ -190,6 +190,22 @@ def test_a_name_set_while_batching_is_kept(families):
     assert model.config._attn_implementation == "sdpa"
 
 
+def test_a_manager_that_cannot_be_made_leaves_the_model_usable(families, monkeypatch):
+    """Also while something still holds the error, and with it the manager."""
+    model = families["llama"].build(dma_hf.NAME)
+    names = []
+
+    def fail(config):
+        names.append(model.config._attn_implementation)
+        raise ValueError("no such processor")
+
+    monkeypatch.setattr(model, "_get_logits_processor", fail)
+    with pytest.raises(ValueError, match="no such processor") as held:
+        model.init_continuous_batching()
+    assert names == [PAGED_NAME]
+    assert model.config._attn_implementation == dma_hf.NAME, held
+
+
 def test_a_manager_that_is_never_started_leaves_the_model_usable(families):
     model = families["llama"].build("dma_mxfp")
     dma_hf.configure(model)
