@@ -5,7 +5,7 @@
         --run balanced
 
 A model with random weights calls ``generate`` as README does, with one prompt of random tokens. All runs share the
-weights, and each has a model object of its own, so that settings, caches and graphs stay as a user has them. Runs take
+weights, and each has a separate model object, so that settings, caches and graphs stay as a user has them. Runs take
 turns. Untimed calls come first: they compile, capture, and build cuDNN's plans.
 
 A step is the difference between calls with 66 and with 2 tokens, over 64. An eager step at batch 1 takes as long as the
@@ -15,12 +15,10 @@ host needs.
 from __future__ import annotations
 
 import copy
-import json
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,7 +26,7 @@ import torch
 import typer
 from dma_eval.bench.generate import build_model
 from dma_eval.bench.timing import FAILURES
-from dma_eval.results import here_and_now
+from measure_host_time import write
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 from transformers import CompileConfig, PreTrainedModel
@@ -38,7 +36,7 @@ import dma_hf
 NEW_TOKENS = 66
 FEW_TOKENS = 2
 KERNELS = 12
-"""Kernels of a profile with names of their own; the others are one row."""
+"""Kernels of a profile that are listed by name; the others are one row."""
 EAGER = {"disable_compile": True}
 RUNS: dict[str, tuple[str, str | None, Callable[[], dict[str, Any]]]] = {
     "sdpa": ("sdpa", None, dict),
@@ -139,10 +137,7 @@ def main(
     for length in context or [1024]:
         prompt = torch.randint(1, model.config.vocab_size, (1, length), device="cuda")  # 0 pads
         results.append({"shape": shape, "context": length} | measure(runs, prompt, first_tokens, rounds, profile))
-        facts = here_and_now()
-        report = facts | {"environment": asdict(facts["environment"]), "results": results}
-        out.write_text(json.dumps(report).replace(', {"', ',\n{"') + "\n", encoding="utf-8")
-        typer.echo(json.dumps(results[-1], indent=1))
+        write(results, out)
 
 
 if __name__ == "__main__":

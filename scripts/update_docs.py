@@ -266,11 +266,11 @@ def product_skipping(*files: str) -> pd.DataFrame:
     """What rules that skip products skip, compute and lose: of low tiles, of their products, and KL per token."""
     cells: dict[str, dict[str, str]] = {}
     for file in files:
-        report = read(f"skipping/{file}.json")
-        model = re.sub(r"product-skipping-|-(h100|cpu)$", "", file)
-        for row in (row for row in report["results"] if row["part"] == "model"):
-            shares = f"{row['skipped']:.0%}, {row['computed']:.0%}, " if "skipped" in row else ""
-            cells.setdefault(f"{model}, {row['tokens']:,}", {})[row["rule"]] = shares + format_kl(row["kl"])
+        model = next(name for name, prefix in MODELS.items() if f"-{prefix}-" in file)
+        for row in (row for row in read(f"skipping/{file}.json")["results"] if row["part"] == "model"):
+            shares = [number(100 * row[key], ".0f", " %") for key in ("skipped", "computed") if key in row]
+            case = f"{model}, {row['tokens']:,} tokens"
+            cells.setdefault(case, {})[row["rule"]] = ", ".join([*shares, format_kl(row["kl"])])
     return named(pd.DataFrame(cells))
 
 
