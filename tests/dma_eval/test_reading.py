@@ -9,6 +9,7 @@ import pytest
 import torch
 from cache_oracle import expected_logits
 from dma_eval.errors import UserError
+from dma_eval.load import reading
 from dma_eval.load.backends import Backend, activate, new_cache, parse_backends
 from dma_eval.load.data import tokenize
 from dma_eval.load.models import LoadedModel
@@ -155,3 +156,20 @@ def test_not_finite_through_a_cache(
     assert "first at position 128 of a window; they begin in the output of model.layers.0.self_attn" in (
         cached.failure or ""
     )
+
+
+@pytest.mark.parametrize("last", [None, 30])
+def test_sdpa_without_a_fused_kernel_reads_in_pieces(
+    double: LoadedModel, ids: Tensor, monkeypatch: pytest.MonkeyPatch, last: int | None
+) -> None:
+    """So that it does not hold the scores of all pairs of tokens."""
+    expected = logits(double, "sdpa", ids, last=last)
+    seen: list[int] = []
+    double.model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    monkeypatch.setattr(reading, "UNFUSED_STEP", 200)
+    monkeypatch.setattr(reading, "sdpa_is_unfused", lambda model, backend: backend.implementation == "sdpa")
+    found = logits(double, "sdpa", ids, last=last)
+    assert seen == [200, 200, 50]
+    assert (found - expected).abs().max() < 1e-10 * expected.abs().max()

@@ -117,8 +117,11 @@ def with_references(model: PreTrainedModel, backends: Sequence[Backend]) -> tupl
 
 def needs_chunks(model: PreTrainedModel, backends: Sequence[Backend]) -> bool:
     """Return whether a model is a hybrid, and some backend reads it through a cache that is not the 16-bit one."""
-    if not any(each.reads_cache and each.peer_cache != DYNAMIC for each in backends):
-        return False
+    return any(each.reads_cache and each.peer_cache != DYNAMIC for each in backends) and is_hybrid(model)
+
+
+def is_hybrid(model: PreTrainedModel) -> bool:
+    """Return whether some layers of a model keep a recurrent state."""
     return any(isinstance(each, LinearAttentionCacheLayerMixin) for each in DynamicCache(config=model.config).layers)
 
 

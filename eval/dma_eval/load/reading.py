@@ -14,11 +14,26 @@ import torch
 from dma_kernels.numerics.formats import TILE
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from dma_hf.integrations.internals import CACHE_ARGUMENT
 
-from .backends import Backend, new_cache
+from .backends import Backend, is_hybrid, new_cache
+
+UNFUSED_STEP = 4096
+"""Tokens that SDPA reads at once without a fused kernel, because it then holds all scores of a layer twice."""
+
+
+def sdpa_is_unfused(model: PreTrainedModel, backend: Backend) -> bool:
+    """Return whether SDPA holds all scores of a layer: no fused kernel of PyTorch takes grouped heads in fp32."""
+    text = model.config.get_text_config(decoder=True)
+    heads = getattr(text, "num_attention_heads", None)
+    return (
+        (backend.implementation, backend.reads_cache, model.device.type) == ("sdpa", False, "cuda")
+        and model.dtype == torch.float32
+        and getattr(text, "num_key_value_heads", heads) != heads
+        and not is_hybrid(model)
+    )
 
 
 @torch.inference_mode()
@@ -34,6 +49,8 @@ def read(
     last = length if last is None else last
     cache = new_cache(model, backend)
     step = length if cache is None else TILE
+    if length > UNFUSED_STEP and sdpa_is_unfused(model, backend):
+        cache, step = DynamicCache(config=model.config), UNFUSED_STEP
     skips = takes_last(model)
     found: Tensor | None = None
     for begin in range(0, length, step):
