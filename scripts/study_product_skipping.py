@@ -507,6 +507,17 @@ def ruler_items(tokenizer: Any, task: str, length: int, prose: list[int]) -> lis
     ]
 
 
+def stored_items(file: Path | None, tokenizer: Any, lengths: list[int], prose: list[int]) -> dict[str, list[Item]]:
+    """Return the prompts by task and length. They are read from the file, or written to it."""
+    if file is not None and file.is_file():
+        stored = json.loads(file.read_text(encoding="utf-8"))
+        return {name: [Item(*each) for each in made] for name, made in stored.items()}
+    made = {f"{task} {each}": ruler_items(tokenizer, task, each, prose) for each in lengths for task in RULER}
+    if file is not None:
+        file.write_text(json.dumps(made), encoding="utf-8")
+    return made
+
+
 @torch.inference_mode()
 def prefill(model: PreTrainedModel, item: Item) -> tuple[DynamicCache, Tensor]:
     """Read a prompt: its cache, and the first token of the answer, ``[1]``."""
@@ -656,6 +667,7 @@ def main(
     prompt: Annotated[list[int], typer.Option(help="Tokens of a prompt with questions.")] = [16384, 32768],  # noqa: B006
     rule: Annotated[list[str], typer.Option(help="Rules of all parts but heads.")] = CHOSEN,
     surveyed: Annotated[list[str], typer.Option(help="Rules of the part heads.")] = SURVEYED,
+    items: Annotated[Path | None, typer.Option(help="JSON file of RULER's prompts; made if it is missing.")] = None,
     yarn: Annotated[float | None, typer.Option(help="Factor by which YaRN extends the positions.")] = None,
 ) -> None:
     """Measure the rules, and write a row for each part, length and rule."""
@@ -690,11 +702,11 @@ def main(
             for chosen in (None, *rules):
                 attention.begin([chosen] if chosen else (), skips=chosen is not None)
                 add(kind, count, {"rule": chosen.text if chosen else "exact"} | ask(loaded.model, asked))
-    for count in prompt if "ruler" in part else ():
-        for task in RULER:
-            items = ruler_items(loaded.tokenizer, task, count, tokens.tolist())
-            for row in measure_ruler(attention, loaded.model, loaded.tokenizer, rules, items):
-                add("ruler", count, {"task": task} | row)
+    prompts = stored_items(items, loaded.tokenizer, prompt, tokens.tolist()) if "ruler" in part else {}
+    for name, made in prompts.items():
+        task, count = name.split()
+        for row in measure_ruler(attention, loaded.model, loaded.tokenizer, rules, made):
+            add("ruler", int(count), {"task": task} | row)
 
 
 if __name__ == "__main__":
