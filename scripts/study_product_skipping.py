@@ -323,8 +323,8 @@ class Attention:
             raise ValueError("expected a model without softcap, sink logits and position bias")
         layer, scaling = module.layer_idx, options["scaling"]
         if query.shape[2] == 1:
-            weights = (query.view(*key.shape[:2], -1, query.shape[-1]) * scaling @ key.mT).softmax(-1)
-            return (weights @ value).view(len(query), 1, query.shape[1], -1), None
+            shares = (query.view(*key.shape[:2], -1, query.shape[-1]) * scaling @ key.mT).softmax(-1)
+            return (shares @ value).view(len(query), 1, query.shape[1], -1), None
         if layer in self.layers:
             self._measure(layer, query, key, scaling)
         values = value.float().flatten(0, 1)
@@ -540,7 +540,8 @@ def generate(
             each.layers[layer].reset()
     ends = model.generation_config.eos_token_id
     ends = {ends} if isinstance(ends, int) else set(ends or ())
-    rows, found = tokens[:, None], []
+    rows = tokens[:, None]
+    found: list[list[int]] = []
     for step in range(1, items[0].room + 1):
         if step % CHECKED == 0 or step == items[0].room:
             found, is_open = [], False
@@ -560,7 +561,8 @@ def measure_ruler(
     attention: Attention, model: PreTrainedModel, tokenizer: Any, rules: list[Rule], items: list[Item]
 ) -> Iterator[dict[str, Any]]:
     """Yield the answers that each rule finds, and those that it loses and gains against exact attention."""
-    caches, first, shares = [], [], []
+    caches, first = [], []
+    shares: list[dict[str, Any]] = []
     for rule in (None, *rules):
         attention.begin([rule] if rule else (), skips=rule is not None)
         for item in items:
@@ -704,9 +706,9 @@ def main(
                 add(kind, count, {"rule": chosen.text if chosen else "exact"} | ask(loaded.model, asked))
     prompts = stored_items(items, loaded.tokenizer, prompt, tokens.tolist()) if "ruler" in part else {}
     for name, made in prompts.items():
-        task, count = name.split()
+        task, asked_tokens = name.split()
         for row in measure_ruler(attention, loaded.model, loaded.tokenizer, rules, made):
-            add("ruler", int(count), {"task": task} | row)
+            add("ruler", int(asked_tokens), {"task": task} | row)
 
 
 if __name__ == "__main__":
