@@ -391,6 +391,22 @@ def needles() -> pd.DataFrame:
     return pivot(cells, "found", "label", "length").rename(columns="{:,}".format)
 
 
+def accuracies(*folders: str) -> pd.DataFrame:
+    """Share of right answers for each task; of the reference with its standard error, of others with their flips."""
+    cells: dict[str, dict[str, str]] = {}
+    for task in (each for section in sections("tasks", *folders) for each in section.tasks):
+        column = cells.setdefault(f"{task.name.replace('_', ' ')}, {task.samples}", {})
+        for each in task.accuracy.values if task.accuracy else ():
+            if each.value is None:
+                column[each.label] = "failed"
+            elif each.lost is None:
+                error = 100 * np.sqrt(each.value * (1 - each.value) / task.samples)
+                column[each.label] = f"{100 * each.value:.1f} ± {error:.1f} %"
+            else:
+                column[each.label] = f"{100 * each.value:.1f} %, -{each.lost} +{each.gained}"
+    return named(pd.DataFrame(cells))
+
+
 def continuations(folder: str) -> pd.DataFrame:
     """How many tokens of greedy continuations equal the reference's."""
     (section,) = sections("fidelity", folder)
@@ -462,7 +478,7 @@ def retired_at(command: str) -> str | None:
 
 
 QUALITY = (quality_models, quality, quality_twins, quality_variants, quality_long, quality_positions, product_skipping)
-ANSWERS = (needles, continuations)
+ANSWERS = (needles, accuracies, continuations)
 SPEED = (prefill, prefill_errors, prefill_real, decode, triton_versions, generate, first_token, interleaved)
 TABLES: dict[str, Callable[..., pd.DataFrame]] = {
     each.__name__.replace("_", "-"): each for each in (results, *SPEED, *QUALITY, *ANSWERS, files)

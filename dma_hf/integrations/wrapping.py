@@ -42,6 +42,9 @@ MODES = ("greedy_search", "sample")
 MAX_CANDIDATES = 128
 """Candidates of speculative decoding. A cache can always remove that many tokens."""
 
+COMPILED_ROOM = 1024
+"""The room of a cache for compiled steps is a multiple of this many tokens."""
+
 
 def wrap_generation() -> None:
     """Make ``generate`` and ``generate_batch`` use the cache of a model's settings, and run steps as CUDA graphs."""
@@ -132,7 +135,9 @@ def _new_cache(
 ) -> Cache | None:
     """Return a ``DMACache``, or ``None`` if none of the model's layers can use one (Mamba)."""
     is_compiled = config.compile_config is not None and not config.disable_compile
-    cache = DMACache(model.config, max_cache_len=max_cache_length if is_compiled else None)
+    # A compiled step is for one size, so calls of similar lengths share it.
+    room = -(-max_cache_length // COMPILED_ROOM) * COMPILED_ROOM
+    cache = DMACache(model.config, max_cache_len=room if is_compiled else None)
     if not any(isinstance(layer, DMALayer) for layer in cache.layers):
         return None
     if model.config.is_encoder_decoder:

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
@@ -50,14 +51,16 @@ def write_text(text: str, path: Path) -> None:
 
 
 def check_folder(folder: Path, option: str = "--out") -> None:
-    """Check before a long run that a folder can be created and written to."""
+    """Check before a long run that a folder can be created and written to, by trying it with one of another name."""
     nearest = next(each for each in (folder, *folder.parents) if each.exists())
     if not nearest.is_dir():
         what = "it" if nearest == folder else nearest
         raise UserError(f"{option}: cannot create the folder {folder}: {what} is a file")
-    if not os.access(nearest, os.W_OK | os.X_OK):
+    try:
+        TemporaryDirectory(dir=nearest).cleanup()  # some folders, such as /proc, have the right and refuse
+    except OSError as error:
         what = "write to" if nearest == folder else "make"
-        raise UserError(f"{option}: cannot {what} the folder {folder}: Permission denied")
+        raise UserError(f"{option}: cannot {what} the folder {folder}: {error.strerror}") from error
 
 
 def check_file(path: Path | None, option: str) -> None:

@@ -257,9 +257,10 @@ class TestFiles:
     def test_without_the_right_to_write(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("os.access", lambda path, mode: not mode & os.W_OK)
         (tmp_path / "r.json").touch()
-        for path, message in (("r.json", "cannot write to"), ("new/r.json", "cannot make the folder")):
-            with pytest.raises(UserError, match=f"--json: {message} .*: Permission denied"):
-                check_file(tmp_path / path, "--json")
+        with pytest.raises(UserError, match=r"--json: cannot write to .*: Permission denied"):
+            check_file(tmp_path / "r.json", "--json")
+        with pytest.raises(UserError, match=r"--json: cannot make the folder /proc/new: "):
+            check_file(Path("/proc/new/r.json"), "--json")
 
     def test_two_processes_write_the_same_file(self, tmp_path: Path) -> None:
         code = "import pathlib, sys\nfrom dma_eval.files import write_text\npath = pathlib.Path(sys.argv[1])\n"
