@@ -34,7 +34,7 @@ TYPED_PEERS = {
 """Runs that the README compares with, the strongest first."""
 REQUESTS = "32 requests of 2,048 + 64 tokens, 8B model"
 RETIRED = {
-    "92e41aa": ("python scripts/study_product_skipping.py",),
+    "372515d": ("python scripts/study_product_skipping.py",),
     "36ef2e6": ("python benchmarks/rings_probe.py",),
     "5ae510b": (
         *(f"dma-hf bench {name}" for name in ("prefill", "decode", "generate", "serve")),
