@@ -35,6 +35,7 @@ TYPED_PEERS = {
 """Runs that the README compares with, the strongest first."""
 REQUESTS = "32 requests of 2,048 + 64 tokens, 8B model"
 RETIRED = {
+    "b2abba9": ("python scripts/study_static_steps.py", "python scripts/study_split_kv.py"),
     "372515d": ("python scripts/study_product_skipping.py",),
     "36ef2e6": ("python benchmarks/rings_probe.py",),
     "5ae510b": (
@@ -56,7 +57,7 @@ MODELS = {
     "Qwen2.5-Coder-1.5B": "qwen2.5-coder-1.5b",
 }
 """Models that are compared, and how the folders of their runs begin. A model without such a run has no column."""
-SMALL_RUN = "2048-cpu-fp32"
+MODELS_RUN = "4096-thresholds-fp32"
 """How the folders of the runs that the README shows end."""
 STUDY_TASKS = {"needle": "needles", "kv": "key-value pairs"}
 """What the parts of the study of rules that skip products ask for, besides RULER."""
@@ -64,6 +65,7 @@ FP4, LOW_FP4 = "dma_mxfp:fp4", "dma_mxfp:all-low"
 """The preset, and as it was before it had a layer in high precision."""
 NAMES = {
     "sdpa": "SDPA",
+    "sdpa, fp32": "SDPA in fp32",
     "sim_sage": "SageAttention 1 (simulated)",
     "sim_fa3_fp8": "FlashAttention-3 in FP8 (simulated)",
     "sim_fp8_cache": "FP8, one scale (simulated)",
@@ -443,20 +445,33 @@ def needles() -> pd.DataFrame:
     return pivot(cells, "found", "label", "length").rename(columns="{:,}".format)
 
 
-def accuracies(*folders: str) -> pd.DataFrame:
-    """Share of right answers for each task; of the reference with its standard error, of others with their flips."""
+def quality_runs(*folders: str) -> pd.DataFrame:
+    """KL per token and change of the perplexity in each run. A run without a reference has no KL."""
     cells: dict[str, dict[str, str]] = {}
-    for task in (each for section in sections("tasks", *folders) for each in section.tasks):
-        column = cells.setdefault(f"{task.name.replace('_', ' ')}, {task.samples}", {})
-        for each in task.accuracy.values if task.accuracy else ():
-            if each.value is None:
-                column[each.label] = "failed"
-            elif each.lost is None:
-                error = 100 * np.sqrt(each.value * (1 - each.value) / task.samples)
-                column[each.label] = f"{100 * each.value:.1f} ± {error:.1f} %"
-            else:
-                column[each.label] = f"{100 * each.value:.1f} %, -{each.lost} +{each.gained}"
+    for folder in folders:
+        report = read_report(BENCHMARKS / "quality" / folder)
+        section = report.perplexity[0] if report.perplexity else report.fidelity[0].tokens
+        finished = [each for each in section.backends if each.failure is None]
+        model = next(model for model, prefix in MODELS.items() if folder.startswith(prefix))
+        column = cells.setdefault(f"{model}, {report.model.dtype}", {})
+        for each in finished:
+            change = number(100 * (each.perplexity / finished[0].perplexity - 1), "+.2f", " %")
+            kl = "" if each.kl_mean is None else f"{format_kl(each.kl_mean)}, "
+            column[each.label] = f"{each.perplexity:.3f}" if each is finished[0] else kl + change
     return named(pd.DataFrame(cells))
+
+
+def accuracies(*folders: str) -> pd.DataFrame:
+    """Score of each task, and of backends after the first the answers that it alone has wrong, and alone has right."""
+    rows: dict[str, dict[str, str]] = {}
+    for task in (each for section in sections("tasks", *folders) for each in section.tasks):
+        label, _, length = task.name.partition(", ")
+        row = rows.setdefault(f"`{label}`{length and f', {int(length.split()[0]):,}'}", {"answers": f"{task.samples}"})
+        flips = task.accuracy or task.metrics[0]
+        for each, flip in zip(task.metrics[0].values, flips.values, strict=True):
+            row[name(each.label)] = number(each.value, ".1f", " %", factor=100)
+            row[name(each.label)] += "" if flip.lost is None else f", -{flip.lost} +{flip.gained}"
+    return pd.DataFrame(rows).T
 
 
 def continuations(folder: str) -> pd.DataFrame:
@@ -475,13 +490,15 @@ def results() -> pd.DataFrame:
     prefill, isolated = (times_faster(prefills, "fa3", key)[BALANCED] for key in ("ms", "sustained_milliseconds"))
     size = pivot(decodes, "bytes_ratio")[INT4]
     peers = load("serve-vllm-h200").set_index("label")["tokens_per_second"]
-    models = losses_of_models(SMALL_RUN)
+    models = losses_of_models(MODELS_RUN)
     flash, plain, ours = "FlashAttention-3, bf16", "SDPA, 16-bit cache", "`balanced+int4`"
     long = f"{prefill['32K']:.2f}x as fast; isolated {isolated['32K']:.2f}x"
     step = "; ".join(f"{times_faster(decodes, peer)[INT4]['128K']:.2f}x" for peer in ("fa3:fp8", "sdpa"))
     compared = "; ".join(f"{peers[INT4] / peers[peer]:.2f}x" for peer in ("vllm:fp8", "vllm"))
     worst = (max(frame["change_percent"][label] for frame in models.values()) for label in (BALANCED, INT4))
     changes = ", ".join(number(change, "+.2f", " %") for change in worst)
+    reasoning = accuracies("qwen2.5-coder-1.5b-gsm8k-bf16").iloc[0, 1:].str.split(",").str[0]
+    solved = f"{', '.join(reasoning[1:])}; {reasoning.iloc[0]}"
     rows = [
         ["Prefill of 32K tokens", "prefill", "`balanced`", flash, long],
         ["Prefill of 1K tokens", "prefill", "`balanced`", flash, f"{prefill['1K']:.2f}x as fast"],
@@ -489,6 +506,7 @@ def results() -> pd.DataFrame:
         *([typed_token()] if (BENCHMARKS / f"{TYPED}.json").exists() else []),
         ["Cache size at 32K tokens", "decode", ours, plain, f"{size['32K']:.2f}x"],
         [f"{REQUESTS}, compiled", "serving", ours, "vLLM 0.26, FP8 cache; bf16 cache", f"{compared} the tokens/s"],
+        ["GSM8K, 400 problems, 1.5B model", "quality", "`balanced`, `int8`, `int4`", "SDPA", solved],
         [f"Perplexity, worst of {len(models)} models", "quality", f"`balanced`, {ours}", "SDPA", changes],
     ]
     linked = [[f"[{what}](benchmarks/{page}.md)", *others] for what, page, *others in rows]
@@ -529,7 +547,7 @@ def retired_at(command: str) -> str | None:
     return next((commit for commit, gone in RETIRED.items() if command.startswith(gone)), None)
 
 
-QUALITY = (quality_models, quality, quality_twins, quality_variants, quality_long, quality_positions)
+QUALITY = (quality_models, quality_runs, quality, quality_twins, quality_variants, quality_long, quality_positions)
 SKIPPING = (product_skipping, product_skipping_thresholds, product_skipping_pairs, product_skipping_answers)
 ANSWERS = (needles, accuracies, continuations)
 SPEED = (prefill, prefill_errors, prefill_real, decode, triton_versions, generate, first_token, interleaved)
