@@ -78,18 +78,20 @@ def study(rule: str, **figures: object) -> dict[str, object]:
 
 def test_rules_that_skip_products_are_compared_at_the_loss_of_the_present_one(script, monkeypatch):
     rows = [
-        study("all:7", gain=1.1, kl=1e-6, kl_max=0.0),
-        study("all:6", gain=1.2, kl=4e-5, kl_max=0.0),
+        study("all:7", skipped=0.1, gain=1.1, kl=1e-6, kl_max=0.0),
+        study("all:6", skipped=0.2, gain=1.2, kl=4e-5, kl_max=0.0),
         study("even8:9/7", gain=1.14, kl=4.9e-5, kl_max=0.0),
         study("even8:8/6", gain=1.26, kl=5e-5, kl_max=0.0),
         study("pivot4:6", gain=1.5, kl=5.1e-5, kl_max=0.0),
-        study("balanced", kl=1e-6, kl_max=0.8),
+        study("balanced", kl=2e-5, kl_max=0.8),
     ]
     monkeypatch.setattr(script, "read", lambda path: {"results": rows})
     pairs = script.product_skipping_pairs("product-skipping-smollm2-h100").fillna("–")
     assert pairs.loc["SmolLM2-135M, 8,192"].tolist() == ["–", "`even8:8/6`, 1.05x"]
     cells = script.product_skipping("product-skipping-smollm2-h100")["SmolLM2-135M, 8,192"]
-    assert cells[["`all:6`", "`balanced`"]].tolist() == ["1.20x, 4.0e-05, 0.0", "1.0e-06, 0.80"]
+    assert cells[["`all:6`", "`balanced`"]].tolist() == ["1.20x, 4.0e-05, 0.0", "2.0e-05, 0.80"]
+    thresholds = script.product_skipping_thresholds("product-skipping-smollm2-h100")
+    assert thresholds.loc["SmolLM2-135M, 8,192"].tolist() == ["10 %", "5.0 %", "20 %", "200.0 %"]
 
 
 def test_answers_of_rules_that_skip_products_show_their_flips(script, monkeypatch):
