@@ -1,7 +1,8 @@
-"""FlashAttention-3 in benchmarks, seen through a module that stands for it, and the quantizer for its FP8."""
+"""FlashAttention-3 and FlashInfer in benchmarks, seen through modules that stand for them, and the FP8 quantizer."""
 
 from __future__ import annotations
 
+import math
 import sys
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import torch
 from kernel_bench import peers
 from kernel_bench.fp8_quantizer import dequantize_fp8, quantize_fp8
 from kernel_bench.inputs import Inputs
-from kernel_bench.peers import FLASH_3, PREQUANTIZED
+from kernel_bench.peers import FLASH_3, FLASHINFER, PREQUANTIZED
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -70,6 +71,58 @@ def test_a_step_is_attention_and_reads_what_is_stored(name: str) -> None:
     expected = F.scaled_dot_product_attention(query, key, 8.0 * value, enable_gqa=True)
     assert (run() - expected).norm() / expected.norm() < (0.1 if FLASH_3[name] else 1e-6)
     assert stored == (1 if FLASH_3[name] else 4) * (key.numel() + value.numel())
+
+
+def flashinfer_attend(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    input_layout: str,
+    workspace_buffer: Tensor,
+    seq_lens: Tensor,
+    max_q_len: int,
+    max_kv_len: int,
+    bmm1_scale: float,
+    bmm2_scale: float,
+    batch_size: int,
+    cum_seq_lens_q: Tensor,
+    cum_seq_lens_kv: Tensor,
+    *,
+    mask_mode: str,
+    skip_softmax_threshold_scale_factor: float,
+) -> Tensor:
+    """Do what FlashInfer says that FMHA v2 does, but with single logits in place of tiles."""
+    assert (input_layout, bmm2_scale) == ("SEPARATE_Q_K_V", 1.0)
+    assert seq_lens.tolist() == [max_kv_len] * batch_size
+    outs = []
+    for query, key, value in zip(*(x.tensor_split(cum_seq_lens_q.tolist()[1:-1]) for x in qkv), strict=True):
+        wide = [x.transpose(0, 1).repeat_interleave(query.shape[1] // x.shape[1], 0) for x in (query, key, value)]
+        scores = bmm1_scale * wide[0] @ wide[1].mT
+        if mask_mode == "causal":
+            scores += torch.full_like(scores[0], -math.inf).triu(1)
+        ratio = (scores - scores.amax(-1, keepdim=True)).exp()
+        scores.masked_fill_(ratio < skip_softmax_threshold_scale_factor / max_kv_len, -math.inf)
+        outs.append((scores.softmax(-1) @ wide[2]).transpose(0, 1))
+    assert cum_seq_lens_q.tolist() == cum_seq_lens_kv.tolist()
+    assert max(map(len, outs)) == max_q_len
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("name", FLASHINFER)
+def test_flashinfer_skips_what_lies_the_threshold_below_the_maximum(
+    monkeypatch: pytest.MonkeyPatch, name: str, is_causal: bool
+) -> None:
+    module = SimpleNamespace(trtllm_fmha_v2_prefill=flashinfer_attend)
+    monkeypatch.setitem(sys.modules, peers.FLASHINFER_MODULE, module)
+    query, key, value = tensors(50, 50)
+    inputs = Inputs(query, 8.0 * key, value, 0.1, is_causal)
+    prepared = peers.flashinfer(FLASHINFER[name], inputs)
+    wide = [x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in inputs.tensors]
+    scores = inputs.scale * wide[0] @ wide[1].mT
+    if is_causal:
+        scores += torch.full_like(scores[0, 0], -math.inf).triu(1)
+    threshold = math.inf if FLASHINFER[name] is None else FLASHINFER[name]
+    scores.masked_fill_(scores < scores.amax(-1, keepdim=True) - threshold, -math.inf)
+    torch.testing.assert_close(prepared.read(prepared.run()), scores.softmax(-1) @ wide[2])
 
 
 class TestQuantizer:
