@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import gt, lt
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from dma_eval.results import read_report
-from dma_eval.show.pages import MISSING, TOLERATED_GROWTH, fidelity_page, format_kl, number
+from dma_eval.show.pages import MISSING, fidelity_page, format_kl, number
 from dma_eval.show.render import table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -59,8 +58,6 @@ MODELS = {
 """Models that are compared, and how the folders of their runs begin. A model without such a run has no column."""
 MODELS_RUN = "4096-thresholds-fp32"
 """How the folders of the runs that the README shows end."""
-STUDY_TASKS = {"needle": "needles", "kv": "key-value pairs"}
-"""What the parts of the study of rules that skip products ask for, besides RULER."""
 FP4, LOW_FP4 = "dma_mxfp:fp4", "dma_mxfp:all-low"
 """The preset, and as it was before it had a layer in high precision."""
 NAMES = {
@@ -267,67 +264,6 @@ def interleaved(values: str, *files: str) -> pd.DataFrame:
 # Quality: reports of runs.
 
 
-def study_rows(files: Sequence[str], *parts: str) -> pd.DataFrame:
-    """Return rows of the study of rules that skip products. ``case`` is the model, and the tokens of its window."""
-    frames = []
-    for file in files:
-        model = next(name for name, prefix in MODELS.items() if f"-{prefix}-" in file)
-        frames.append(pd.DataFrame(read(f"skipping/{file}.json")["results"]).assign(model=model))
-    frame = pd.concat(frames, ignore_index=True)
-    frame["case"] = frame["model"] + ", " + frame["tokens"].map("{:,}".format)
-    return frame[frame["part"].isin(parts)]
-
-
-def product_skipping(*files: str) -> pd.DataFrame:
-    """What rules that skip products gain by computation, and KL per token: mean and largest."""
-    frame = study_rows(files, "model")
-    gains = frame["gain"].map(lambda gain: "" if pd.isna(gain) else f"{gain:.2f}x, ")
-    frame["cell"] = gains + frame["kl"].map(format_kl) + ", " + frame["kl_max"].map("{:#.2g}".format)
-    return named(pivot(frame, "cell", "rule", "case"))
-
-
-def product_skipping_thresholds(*files: str) -> pd.DataFrame:
-    """Share of low tiles that thresholds of 7 and 6 skip, and the KL of skipping alone over that of ``balanced``."""
-    frame = study_rows(files, "model")
-    skipped, kl = (100 * pivot(frame, key, "case", "rule") for key in ("skipped", "kl"))
-    cells = {}
-    for threshold in (7, 6):
-        rule = f"all:{threshold}"
-        cells[f"{threshold}: tiles skipped"] = show(skipped[rule], ".0f", " %")
-        cells[f"{threshold}: KL"] = show(100 * kl[rule] / kl["balanced"], ".1f", " %")
-    return pd.DataFrame(cells)
-
-
-def product_skipping_pairs(*files: str) -> pd.DataFrame:
-    """The fastest rule that skips products with at most 1.25 times the KL of the present one, and its speed over it."""
-    frame = study_rows(files, "model").dropna(subset="gain").set_index("rule")
-    cells: dict[str, dict[str, str | None]] = {}
-    for case, rows in frame.groupby("case", sort=False):
-        sampled = rows[~rows.index.str.startswith("all:")]
-        for present in ("all:7", "all:6"):
-            near = sampled["gain"][sampled["kl"] <= TOLERATED_GROWTH * rows["kl"][present]]
-            faster = near.nlargest(1) / rows["gain"][present]
-            found = [f"{name(rule)}, {ratio:.2f}x" for rule, ratio in faster.items()]
-            cells.setdefault(str(case), {})[name(present)] = found[0] if found else None
-    return pd.DataFrame(cells).T
-
-
-def product_skipping_answers(*files: str) -> pd.DataFrame:
-    """How many answers each rule finds, and those that it loses and gains against exact attention."""
-    cells: dict[str, dict[str, str]] = {}
-    for row in study_rows(files, *STUDY_TASKS, "ruler").to_dict("records"):
-        is_ruler = row["part"] == "ruler"
-        right = [all(each) for each in row["found"]] if is_ruler else row["is_right"]
-        if row["rule"] == "exact":
-            exact = right
-        lost, gained = (sum(map(op, exact, right)) for op in (gt, lt))
-        flips = f", -{lost} +{gained}" if lost or gained else ""
-        task = row["task"].replace("_", " ") if is_ruler else STUDY_TASKS[row["part"]]
-        found = f"{sum(right)} of {len(right)}" if row["rule"] == "exact" else f"{sum(right)}{flips}"
-        cells.setdefault(row["rule"], {})[f"{row['case']}, {task}"] = found
-    return pd.DataFrame(cells).rename(columns={rule: name(rule) for rule in cells if rule != "exact"})
-
-
 def sections(kind: str, *folders: str) -> list[Any]:
     """Return the sections of a kind of some runs."""
     return [each for folder in folders for each in getattr(read_report(BENCHMARKS / "quality" / folder), kind)]
@@ -498,7 +434,7 @@ def results() -> pd.DataFrame:
     worst = (max(frame["change_percent"][label] for frame in models.values()) for label in (BALANCED, INT4))
     changes = ", ".join(number(change, "+.2f", " %") for change in worst)
     reasoning = accuracies("qwen2.5-coder-1.5b-gsm8k-bf16").iloc[0, 1:].str.split(",").str[0]
-    solved = f"{', '.join(reasoning[1:])}; {reasoning.iloc[0]}"
+    solved = f"{', '.join(reasoning[1:])} right; SDPA {reasoning.iloc[0]}"
     rows = [
         ["Prefill of 32K tokens", "prefill", "`balanced`", flash, long],
         ["Prefill of 1K tokens", "prefill", "`balanced`", flash, f"{prefill['1K']:.2f}x as fast"],
@@ -548,11 +484,10 @@ def retired_at(command: str) -> str | None:
 
 
 QUALITY = (quality_models, quality_runs, quality, quality_twins, quality_variants, quality_long, quality_positions)
-SKIPPING = (product_skipping, product_skipping_thresholds, product_skipping_pairs, product_skipping_answers)
 ANSWERS = (needles, accuracies, continuations)
 SPEED = (prefill, prefill_errors, prefill_real, decode, triton_versions, generate, first_token, interleaved)
 TABLES: dict[str, Callable[..., pd.DataFrame]] = {
-    each.__name__.replace("_", "-"): each for each in (results, *SPEED, *QUALITY, *SKIPPING, *ANSWERS, files)
+    each.__name__.replace("_", "-"): each for each in (results, *SPEED, *QUALITY, *ANSWERS, files)
 }
 
 

@@ -71,45 +71,6 @@ def test_the_row_of_generate_compares_with_the_runs_that_worked(script, monkeypa
     assert script.typed_token()[-2:] == ["SDPA, static cache, compiled; SDPA, eager", "1.5x; 2.5x as fast"]
 
 
-def study(rule: str, **figures: object) -> dict[str, object]:
-    """A row of the study of rules that skip products."""
-    return {"part": "model", "tokens": 8192, "rule": rule} | figures
-
-
-def test_rules_that_skip_products_are_compared_at_the_loss_of_the_present_one(script, monkeypatch):
-    rows = [
-        study("all:7", skipped=0.1, gain=1.1, kl=1e-6, kl_max=0.0),
-        study("all:6", skipped=0.2, gain=1.2, kl=4e-5, kl_max=0.0),
-        study("even8:9/7", gain=1.14, kl=4.9e-5, kl_max=0.0),
-        study("even8:8/6", gain=1.26, kl=5e-5, kl_max=0.0),
-        study("pivot4:6", gain=1.5, kl=5.1e-5, kl_max=0.0),
-        study("balanced", kl=2e-5, kl_max=0.8),
-    ]
-    monkeypatch.setattr(script, "read", lambda path: {"results": rows})
-    pairs = script.product_skipping_pairs("product-skipping-smollm2-h100").fillna("–")
-    assert pairs.loc["SmolLM2-135M, 8,192"].tolist() == ["–", "`even8:8/6`, 1.05x"]
-    cells = script.product_skipping("product-skipping-smollm2-h100")["SmolLM2-135M, 8,192"]
-    assert cells[["`all:6`", "`balanced`"]].tolist() == ["1.20x, 4.0e-05, 0.0", "2.0e-05, 0.80"]
-    thresholds = script.product_skipping_thresholds("product-skipping-smollm2-h100")
-    assert thresholds.loc["SmolLM2-135M, 8,192"].tolist() == ["10 %", "5.0 %", "20 %", "200.0 %"]
-
-
-def test_answers_of_rules_that_skip_products_show_their_flips(script, monkeypatch):
-    ruler = {"part": "ruler", "task": "ruler_vt"}
-    rows = [
-        study("exact", part="needle", is_right=[1, 1, 0]),
-        study("even8:9/7", part="needle", is_right=[0, 1, 1]),
-        study("exact", **ruler, found=[[1, 1], [0, 1]]),
-        study("even8:9/7", **ruler, found=[[1, 1], [1, 0]]),
-    ]
-    monkeypatch.setattr(script, "read", lambda path: {"results": rows})
-    cells = script.product_skipping_answers("product-skipping-gemma3-270m-h100")
-    assert cells.to_dict("index") == {
-        "Gemma 3 270M, 8,192, needles": {"exact": "2 of 3", "`even8:9/7`": "2, -1 +1"},
-        "Gemma 3 270M, 8,192, ruler vt": {"exact": "1 of 2", "`even8:9/7`": "1"},
-    }
-
-
 def test_the_index_lists_every_file_of_results(script):
     index = script.markdown("files")
     for path in BENCHMARKS.rglob("*.json"):
