@@ -26,8 +26,15 @@ Evaluate = Callable[..., TaskSection]
 
 @pytest.fixture
 def few_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """lm-eval makes 500 prompts of each length, with a bar of tqdm, whatever the limit is."""
-    pytest.importorskip("wonderwords")
+    """lm-eval makes 500 prompts of each length, with a bar of tqdm, and at import sorts all pairs of words."""
+    wonderwords = pytest.importorskip("wonderwords")
+
+    class FewWords(wonderwords.RandomWord):
+        def __init__(self) -> None:
+            super().__init__()
+            self._categories = {name: words[:50] for name, words in self._categories.items()}
+
+    monkeypatch.setattr(wonderwords, "RandomWord", FewWords)
 
     def first_ones(samples: Iterable[int], **_: Any) -> Iterable[int]:
         return islice(samples, 5)

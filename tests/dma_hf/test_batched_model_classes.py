@@ -16,7 +16,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 import dma_hf
 
 NEW_TOKENS = 6
-LENGTHS = (5, 300, 17, 140)
+LENGTHS = (5, 300, 17, 140)  # which fit in a batch of 512; SDPA's mask for the default of 8192 takes 1.6 GB
 NAMES = ("gpt_bigcode", "persimmon", "cohere_compass", "diffllama", "jetmoe", "gemma3n", "gemma4", "moshi")
 
 
@@ -50,7 +50,7 @@ def prompts():
 
 @pytest.mark.parametrize(
     ("name", "batch_tokens"),
-    sampled(product(NAMES, (None, 64)), lambda name, tokens: (tokens is None) == (NAMES.index(name) % 2 == 0)),
+    sampled(product(NAMES, (512, 64)), lambda name, tokens: (tokens == 512) == (NAMES.index(name) % 2 == 0)),
 )
 def test_batches_over_16_bit_pages_equal_sdpa(name, batch_tokens, build, prompts):
     expected = _generate_batch(build(name, "sdpa"), prompts, max_batch_tokens=batch_tokens)

@@ -76,7 +76,7 @@ def test_evicted_requests_are_resumed(families, parts):
     """Three slots leave memory for 11 of 12 pages: some requests are evicted and recomputed with their new tokens."""
     model = families["llama"].build(dma_hf.NAME, num_hidden_layers=1)
     dma_hf.configure(model, "balanced", cache="int4")
-    outputs = _generate(model, _prompts([550, 600, 590, 500]), 100, num_blocks=11, page_size=128, safety_margin=0.0)
+    outputs = _generate(model, _prompts([620, 635, 630, 500]), 40, num_blocks=11, page_size=128, safety_margin=0.0)
     assert any(past == 0 for calls in parts.values() for past, _ in calls[1:])
     assert_as_alone(model, outputs, parts)
 
@@ -90,7 +90,7 @@ def test_requests_offloaded_to_the_cpu_resume(families, parts, monkeypatch):
     model = families["llama"].build(dma_hf.NAME, num_hidden_layers=1)
     dma_hf.configure(model, "balanced", cache="int4")
     options = {"num_blocks": 11, "page_size": 128, "safety_margin": 0.0, "cpu_offload_space": 0.01}
-    outputs = _generate(model, _prompts([550, 600, 590, 500]), 100, **options)
+    outputs = _generate(model, _prompts([620, 635, 630, 500]), 40, **options)
     assert copied
     assert all(past > 0 for calls in parts.values() for past, _ in calls[1:])
     assert_as_alone(model, outputs, parts)

@@ -233,7 +233,8 @@ def specialize(partitions: Sequence[tuple[Callable[..., None], tuple[Any, ...]]]
 
     def run_partition(function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         try:
-            function(*arguments)
+            with Barrier.turned:
+                function(*arguments)
         except BaseException as error:
             errors.append(error)
 

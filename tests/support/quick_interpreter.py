@@ -2,9 +2,10 @@
 
 At each call of a device function the interpreter patches all members of the language's modules again, although the
 calling kernel has patched them. It also repeats integer arithmetic in 64 bits to find overflows that it reports only in
-debug mode. Each operation builds its result's type and shape anew, although a kernel has a few dozen of them. Each
-operation on two operands derives the types that both are cast to and copies the smaller one to the shape of the other,
-although NumPy broadcasts. Checked with Triton 3.6 and 3.9.
+debug mode. It compares the names of data types, and checks the size of each result's elements once more. Each operation
+builds its result's type and shape anew, although a kernel has a few dozen of them. Each operation on two operands
+derives the types that both are cast to and copies the smaller one to the shape of the other, although NumPy broadcasts.
+Checked with Triton 3.6 and 3.9.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ def make_quick() -> None:
     """Patch the language once per kernel, disable overflow checks, and build each type and promotion once."""
     _share_types()
     _share_promotions()
+    _compare_types_by_identity()
+    interpreter.TensorHandle.__post_init__ = lambda self: None
     interpreter._patch_attr = _patch_attr
     language.core._unwrap_if_constexpr = _unwrap_if_constexpr
     builder = interpreter.interpreter_builder
@@ -95,6 +98,14 @@ def _share_types() -> None:
     block_type.__new__, block_type.__init__ = new_type, init_type_once
     tensor.__init__ = init_tensor_from_type
     interpreter._get_np_dtype = numpy_dtype_once
+
+
+def _compare_types_by_identity() -> None:
+    """Compare data types by name only if they are two objects."""
+    dtype = language.core.dtype
+    is_equal = dtype.__eq__
+    dtype.__eq__ = lambda self, other: self is other or is_equal(self, other)
+    dtype.__ne__ = lambda self, other: self is not other and not is_equal(self, other)
 
 
 def _share_promotions() -> None:
