@@ -145,6 +145,7 @@ class Barrier:
     def __init__(self, shape: Sequence[int]) -> None:
         self.parts = [Barrier(shape[1:]) for _ in range(shape[0])] if len(shape) > 1 else []
         self.count = self.pending = self.bytes = self.phase = 0
+        self.copies: list[Callable[[], None]] = []  # that nobody has waited for
 
     def index(self, i: int) -> Barrier:
         return self.parts[int(i)]
@@ -158,6 +159,12 @@ class Barrier:
                 self.pending, self.phase = self.count, self.phase + 1
                 self.turned.notify_all()
 
+    def has_completed(self, phase: int) -> bool:
+        """Finish the copies, and return whether a phase of this parity is complete."""
+        while self.copies:
+            self.copies.pop(0)()
+        return self.phase % 2 != int(phase) % 2
+
 
 def init(barrier: Barrier, count: int) -> None:
     barrier.count = barrier.pending = count
@@ -167,7 +174,7 @@ def wait(barrier: Barrier, phase: int, pred: Any = True) -> None:
     if not pred:
         return
     with Barrier.turned:
-        if not Barrier.turned.wait_for(lambda: barrier.phase % 2 != int(phase) % 2, PATIENCE):
+        if not Barrier.turned.wait_for(lambda: barrier.has_completed(phase), PATIENCE):
             raise TimeoutError("a barrier that nobody completes")
 
 
@@ -188,15 +195,21 @@ def block_of(descriptor: Any, position: Sequence[Any]) -> tuple[Tensor, tuple[sl
 
 
 def copy(descriptor: Any, position: Sequence[Any], barrier: Barrier, target: Shared, pred: Any = True) -> None:
-    """Copy a block as TMA does: zeros outside the tensor."""
+    """Copy a block as TMA does: zeros outside the tensor. It happens as late as it may, when somebody waits for it."""
     if not pred:
         return
     source, taken, put = block_of(descriptor, position)
-    block = torch.zeros(list(descriptor.block_shape), dtype=source.dtype)
-    block[put] = source[taken]
     assert target.memory.dtype == source.dtype
-    target.memory.copy_(block.view(target.memory.shape))
-    barrier.advance(0, -block.nbytes)
+
+    def finish() -> None:
+        block = torch.zeros(list(descriptor.block_shape), dtype=source.dtype)
+        block[put] = source[taken]
+        target.memory.copy_(block.view(target.memory.shape))
+        barrier.advance(0, -block.nbytes)
+
+    with Barrier.turned:
+        barrier.copies.append(finish)
+        Barrier.turned.notify_all()
 
 
 def product(a: Any, b: Shared, acc: Tile, use_acc: bool = True, is_async: bool = False) -> Callable[[], Tile]:
