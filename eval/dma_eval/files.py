@@ -6,7 +6,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
@@ -18,11 +19,15 @@ from .errors import UserError
 Kind = TypeVar("Kind")
 
 
+schema: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
+"""Returns the schema of a type. It takes long to build, so it is built once."""
+
+
 def parse(kind: type[Kind], content: bytes | Mapping[str, Any]) -> Kind:
     """Convert JSON to a dataclass. A ``ValueError`` names the first wrong field."""
     text = content if isinstance(content, bytes) else json.dumps(content, default=str)
     try:
-        return TypeAdapter(kind).validate_json(text, strict=True)
+        return schema(kind).validate_json(text, strict=True)  # type: ignore[no-any-return]
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
@@ -32,7 +37,7 @@ def parse(kind: type[Kind], content: bytes | Mapping[str, Any]) -> Kind:
 
 def write_json(value: Any, path: Path, indent: int = 2) -> None:
     """Write a dataclass as JSON (RFC 8259: NaN is an error)."""
-    values = TypeAdapter(type(value)).dump_python(value, mode="json")
+    values = schema(type(value)).dump_python(value, mode="json")
     write_text(json.dumps(values, indent=indent, ensure_ascii=False, allow_nan=False) + "\n", path)
 
 

@@ -18,13 +18,12 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from accelerate.state import PartialState
-from pydantic import TypeAdapter
 
 from . import console
 from .config import LoadOptions
 from .environment import Environment, collect, source_hash
 from .errors import UserError
-from .files import parse, slug, write_text
+from .files import parse, schema, slug, write_text
 from .load.backends import Backend, with_references
 from .load.models import LoadedModel, load_model
 from .results import Origin, here_and_now
@@ -64,7 +63,7 @@ class Store:
         path = self._path(names)
         if path is not None:
             # Answers may hold infinities, which become null.
-            write_text(TypeAdapter(Piece[kind]).dump_json(piece).decode(), path)  # type: ignore[valid-type]
+            write_text(schema(Piece[kind]).dump_json(piece).decode(), path)  # type: ignore[valid-type]
 
     def scratch(self, identity: Mapping[str, Any], *names: str) -> Path | None:
         """Return the file for an unfinished piece, one for each identity; ``None`` if nothing is saved."""
