@@ -328,6 +328,22 @@ def quality_models(run: str) -> pd.DataFrame:
     return named(pd.DataFrame(cells)).rename(index={"SDPA": "SDPA, perplexity"})
 
 
+def quality_runs(*folders: str) -> pd.DataFrame:
+    """KL per token and change of the perplexity in each run. A run without a reference has no KL."""
+    cells: dict[str, dict[str, str]] = {}
+    for folder in folders:
+        report = read_report(BENCHMARKS / "quality" / folder)
+        section = report.perplexity[0] if report.perplexity else report.fidelity[0].tokens
+        finished = [each for each in section.backends if each.failure is None]
+        model = next(model for model, prefix in MODELS.items() if folder.startswith(prefix))
+        column = cells.setdefault(f"{model}, {report.model.dtype}", {})
+        for each in finished:
+            change = number(100 * (each.perplexity / finished[0].perplexity - 1), "+.2f", " %")
+            kl = "" if each.kl_mean is None else f"{format_kl(each.kl_mean)}, "
+            column[each.label] = f"{each.perplexity:.3f}" if each is finished[0] else kl + change
+    return named(pd.DataFrame(cells))
+
+
 def quality_twins() -> pd.DataFrame:
     """KL per token on all twins."""
     return kl_table(losses(*SHORT)).dropna(thresh=2)
@@ -381,24 +397,8 @@ def needles() -> pd.DataFrame:
     return pivot(cells, "found", "label", "length").rename(columns="{:,}".format)
 
 
-def quality_runs(*folders: str) -> pd.DataFrame:
-    """KL per token and change of the perplexity in each run. A run without a reference has no KL."""
-    cells: dict[str, dict[str, str]] = {}
-    for folder in folders:
-        report = read_report(BENCHMARKS / "quality" / folder)
-        section = report.perplexity[0] if report.perplexity else report.fidelity[0].tokens
-        finished = [each for each in section.backends if each.failure is None]
-        model = next(model for model, prefix in MODELS.items() if folder.startswith(prefix))
-        column = cells.setdefault(f"{model}, {report.model.dtype}", {})
-        for each in finished:
-            change = number(100 * (each.perplexity / finished[0].perplexity - 1), "+.2f", " %")
-            kl = "" if each.kl_mean is None else f"{format_kl(each.kl_mean)}, "
-            column[each.label] = f"{each.perplexity:.3f}" if each is finished[0] else kl + change
-    return named(pd.DataFrame(cells))
-
-
 def accuracies(*folders: str) -> pd.DataFrame:
-    """Score of each task, and of backends after the first the answers that it alone has wrong, and alone has right."""
+    """Score of each task, and the right answers that backends after the first lose and gain against it."""
     rows: dict[str, dict[str, str]] = {}
     for task in (each for section in sections("tasks", *folders) for each in section.tasks):
         label, _, length = task.name.partition(", ")

@@ -18,7 +18,6 @@ from .errors import UserError
 
 Kind = TypeVar("Kind")
 
-
 schema: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 """Returns the schema of a type. It takes long to build, so it is built once."""
 

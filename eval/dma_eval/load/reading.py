@@ -14,11 +14,11 @@ import torch
 from dma_kernels.numerics.formats import TILE
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from dma_hf.integrations.internals import CACHE_ARGUMENT
 
-from .backends import Backend, is_hybrid, new_cache
+from .backends import Backend, in_chunks, is_hybrid, new_cache
 
 UNFUSED_STEP = 4096
 """Tokens that SDPA reads at once without a fused kernel, because it then holds all scores of a layer twice."""
@@ -50,7 +50,7 @@ def read(
     cache = new_cache(model, backend)
     step = length if cache is None else TILE
     if length > UNFUSED_STEP and sdpa_is_unfused(model, backend):
-        cache, step = DynamicCache(config=model.config), UNFUSED_STEP
+        cache, step = new_cache(model, in_chunks(backend)), UNFUSED_STEP
     skips = takes_last(model)
     found: Tensor | None = None
     for begin in range(0, length, step):
