@@ -9,6 +9,8 @@ the inputs. Each step compares storage and shapes, and each call of ``generate``
 
 While a step is captured, the cache gives its length as a tensor on the device (:class:`~dma_hf.cache_layers.Capture`).
 A model that needs it on the host cannot be captured, and runs eagerly.
+
+:mod:`dma_hf.static_decoding` has the steps over Transformers' static cache.
 """
 
 from __future__ import annotations
@@ -175,6 +177,23 @@ def _why_eager(model: PreTrainedModel, cache: DMACache, layers: list[DMALayer], 
         return f"the cache has layers that hold other states ({', '.join(sorted(others))})"
     if not layers or not all(layer.is_settled for layer in layers):
         return "a row of the batch is all padding"
+    reason = why_model_is_eager(model, inputs)
+    mask = inputs.get(MASK)
+    if reason is not None or mask is None:
+        return reason
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        return "the model makes the attention mask of a step itself"
+    if inputs.get("position_ids") is None:
+        return "the batch is padded, and the model takes no position_ids"
+    visible = mask.bool()
+    is_left_padded = (visible[:, 1:] >= visible[:, :-1]).all() & visible[:, -1].all()
+    if not bool(is_left_padded & _has_all_keys(visible, layers[0], 1)):
+        return "the attention mask hides keys other than padding on the left"
+    return None
+
+
+def why_model_is_eager(model: PreTrainedModel, inputs: Mapping[str, Any]) -> str | None:
+    """Return why the steps of a model cannot be captured, whatever its cache, or ``None``."""
     if not model._can_compile_fullgraph:
         return f"Transformers cannot compile {type(model).__name__} as one graph"
     if model.training or torch.is_grad_enabled():
@@ -191,17 +210,6 @@ def _why_eager(model: PreTrainedModel, cache: DMACache, layers: list[DMALayer], 
     decoder = model.config.get_text_config(decoder=True)
     if any(inputs.get(name, getattr(decoder, name, False)) for name in OUTPUTS):
         return "the call returns attentions, hidden states or router logits"
-    mask = inputs.get(MASK)
-    if mask is None:
-        return None
-    if not isinstance(mask, Tensor) or mask.ndim != 2:
-        return "the model makes the attention mask of a step itself"
-    if inputs.get("position_ids") is None:
-        return "the batch is padded, and the model takes no position_ids"
-    visible = mask.bool()
-    is_left_padded = (visible[:, 1:] >= visible[:, :-1]).all() & visible[:, -1].all()
-    if not bool(is_left_padded & _has_all_keys(visible, layers[0], 1)):
-        return "the attention mask hides keys other than padding on the left"
     return None
 
 

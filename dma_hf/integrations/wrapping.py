@@ -29,6 +29,7 @@ from ..cache import DMACache
 from ..cache_layers import DMALayer
 from ..config import NAME, cache_of, is_dma, is_ours
 from ..decoding import DecodingSteps, decodes_by_graphs, lend
+from ..static_decoding import StaticSteps
 from ..stats import count_eager_decoding
 from ..support import expect_other_cache, shares_keys
 from .internals import CACHE_ARGUMENT, CACHE_ARGUMENTS, check_version, decoder_attention, private_imports
@@ -200,7 +201,8 @@ def decodes_by_compiled_call(
 def compiled_call(method: Callable[..., Any], model: PreTrainedModel, compile_config: Any) -> Any:
     """Return what runs decoding steps: CUDA graphs, or ``torch.compile`` if ``compile_config`` asks for it."""
     if compile_config is None and is_ours(model):
-        return DecodingSteps(model, lambda: method(model, None))
+        static = StaticSteps(model, lambda config: method(model, config))
+        return DecodingSteps(model, lambda: static if _is_on_gpu(model) else method(model, None))
     return method(model, compile_config)
 
 

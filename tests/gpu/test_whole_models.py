@@ -9,6 +9,7 @@ from tiny_models import FAMILIES
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import dma_hf
+from dma_hf.decoding import EAGER_STEPS
 
 pytestmark = pytest.mark.gpu
 
@@ -49,7 +50,7 @@ def test_a_forward_pass_runs_as_one_cuda_graph(name):
 
 @pytest.mark.parametrize("cache", ["static", "packed"])
 def test_decode_steps_run_as_cuda_graphs(cache):
-    """``generate`` compiles its steps with CUDA graphs if the cache is static."""
+    """``generate`` compiles its steps if the cache is static. This package captures those over Transformers' cache."""
     model = _model("llama")
     ids = _ids(2, LENGTH)
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
@@ -63,6 +64,8 @@ def test_decode_steps_run_as_cuda_graphs(cache):
         tokens.append(model.generate(ids, disable_compile=disable_compile, **options))
     assert torch.equal(*tokens)
     assert not torch._dynamo.utils.counters["graph_break"]
+    assert dma_hf.stats(model).replays == (0 if cache == "packed" else 11 - EAGER_STEPS)
+    assert not dma_hf.stats(model).eager_decoding or cache == "packed"
 
 
 def _batched(prompts, model, **options):

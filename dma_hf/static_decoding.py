@@ -1,0 +1,173 @@
+"""Decoding steps of ``generate`` over Transformers' static cache, as CUDA graphs of the compiled model.
+
+Transformers compiles these steps, and lets the compiler replay CUDA graphs of its own. In each step the host then
+checks the guards of all modules and the addresses of all weights, and the GPU waits. :class:`StaticSteps` compiles the
+same step without such graphs, and captures it once a call of ``generate``. A replay only checks the cache's addresses.
+
+A static cache counts its tokens on the device, so a replay counts them. All other inputs of a step are copied to fixed
+addresses: tokens, positions, and the tensors that describe the mask.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import CompileConfig, PreTrainedModel, StaticCache
+from transformers.cache_utils import StaticLayer
+
+from . import decoding
+from .decoding import EAGER_STEPS, MASK, PLAIN, why_model_is_eager
+from .integrations.internals import CACHE_ARGUMENT, CACHE_ARGUMENTS
+from .masks.geometry import CompactMask, MaskGeometry
+from .stats import count_eager_decoding, count_replay
+
+Leaves = dict[tuple[Any, ...], Any]
+"""Arguments of a step by name, and fields of its masks by name, kind of layer and field."""
+
+GEOMETRY_FIELDS = tuple(field.name for field in fields(MaskGeometry))
+
+
+class StaticSteps:
+    """The model as a call of ``generate`` runs its decoding steps over a cache that Transformers compiles.
+
+    Args:
+        model: The model.
+        compiled: Returns the compiled model for a ``CompileConfig``, or for ``None``, Transformers' default.
+    """
+
+    def __init__(self, model: PreTrainedModel, compiled: Callable[[CompileConfig | None], Callable[..., Any]]) -> None:
+        self.model, self.compiled = model, compiled
+        self.forward: Callable[..., Any] | None = None  # the compiled model
+        self.steps = 0
+        self.is_captured = False  # whether steps are, or will be, replays
+        self.signature: tuple[Any, ...] | None = None
+        self.arguments: dict[str, Any] = {}  # of the captured step
+        self.static: Leaves = {}  # tensors among them
+        self.state: list[Any] = []  # attributes of the cache's layers
+        self.output: Any = None  # a replay overwrites its tensors
+        self.replay: Callable[[], None] | None = None
+
+    def __call__(self, **inputs: Any) -> Any:
+        """Call the model with the arguments of its ``forward``."""
+        cache = inputs.get(CACHE_ARGUMENT)
+        if self.forward is None:
+            self.signature = _signature_of(_leaves_of(inputs))
+            self.is_captured = self.signature is not None and _has_fixed_addresses(cache)
+            self.is_captured = self.is_captured and why_model_is_eager(self.model, inputs) is None
+            self.forward = self.compiled(CompileConfig(mode="default") if self.is_captured else None)
+        self.steps += 1
+        if not self.is_captured or self.steps < EAGER_STEPS:
+            return self.forward(**inputs)
+        leaves = _leaves_of(inputs)
+        if self.steps == EAGER_STEPS:  # with the tensors that the graph reads, so that the capture compiles nothing
+            self.static = {key: value.clone() for key, value in leaves.items() if isinstance(value, Tensor)}
+            self.arguments = _with_tensors(inputs, self.static)
+            before = _state_of(cache)
+            output = self.forward(**self.arguments)
+            self.state = _state_of(cache)
+            self.is_captured = _is_same(before, self.state)
+            return output
+        if _signature_of(leaves) != self.signature or not _is_same(self.state, _state_of(cache)):
+            self.is_captured = False
+            return self.forward(**inputs)
+        torch._foreach_copy_(list(self.static.values()), [leaves[key] for key in self.static])
+        if self.replay is None:
+            try:
+                self._capture(self.forward)
+            except RuntimeError as error:
+                self.is_captured = False
+                count_eager_decoding(self.model, f"the step cannot be captured: {str(error).strip().splitlines()[0]}")
+                return self.forward(**inputs)
+        assert self.replay is not None
+        self.replay()
+        count_replay(self.model, [])
+        return type(self.output)(**self.output, **{CACHE_ARGUMENT: cache})
+
+    def _capture(self, model: Callable[..., Any]) -> None:
+        """Capture a step without running it.
+
+        Raises:
+            RuntimeError: The model needs a value on the host.
+        """
+        arguments = self.arguments
+        self.replay, output = decoding.record(lambda: model(**arguments))
+        kept = {name: value for name, value in output.items() if name not in CACHE_ARGUMENTS}
+        self.output = type(output)(**kept)
+        self.arguments = {}  # the graph does not keep the cache alive
+
+
+def _has_fixed_addresses(cache: Any) -> bool:
+    """Return whether a cache is Transformers' static one, without sliding windows, on one device."""
+    return (
+        type(cache) is StaticCache
+        and not cache.offloading
+        and all(type(layer) is StaticLayer and layer.is_initialized for layer in cache.layers)
+    )
+
+
+def _state_of(cache: StaticCache) -> list[Any]:
+    """Return the attributes of all layers."""
+    return [value for layer in cache.layers for value in vars(layer).values()]
+
+
+def _is_same(one: list[Any], other: list[Any]) -> bool:
+    """Return whether two lists hold the same objects."""
+    return len(one) == len(other) and all(map(operator.is_, one, other))
+
+
+def _leaves_of(inputs: Mapping[str, Any]) -> Leaves:
+    """Return the arguments of a step without the cache. A mask of this package is described by its geometry."""
+    leaves: Leaves = {}
+    for name, value in inputs.items():
+        if name == MASK:
+            for kind, mask in _by_kind(value).items():
+                if type(mask) is CompactMask:
+                    leaves |= {(name, kind, field): getattr(mask.dma_geometry, field) for field in GEOMETRY_FIELDS}
+                else:
+                    leaves[name, kind] = mask
+        elif name != CACHE_ARGUMENT:
+            leaves[(name,)] = value
+    return leaves
+
+
+def _signature_of(leaves: Leaves) -> tuple[Any, ...] | None:
+    """Return what the steps of one graph have in common, or ``None`` if no graph can compute a step.
+
+    A step of a graph has one token a row, tensors on the device of the tokens, and plain values.
+    """
+    tokens = leaves.get(("input_ids",))
+    if not isinstance(tokens, Tensor) or tokens.shape[1] != 1:
+        return None
+    parts: list[Any] = [torch.is_inference_mode_enabled()]
+    for key, value in leaves.items():
+        if isinstance(value, Tensor) and value.device == tokens.device:
+            parts.append((key, value.shape, value.dtype))
+        elif isinstance(value, PLAIN):
+            parts.append((key, value))
+        else:
+            return None
+    return tuple(parts)
+
+
+def _with_tensors(inputs: Mapping[str, Any], tensors: Leaves) -> dict[str, Any]:
+    """Return the arguments of a step with other tensors."""
+    arguments = {name: tensors.get((name,), value) for name, value in inputs.items()}
+    if MASK in inputs:
+        masks = {}
+        for kind, mask in _by_kind(inputs[MASK]).items():
+            masks[kind] = tensors.get((MASK, kind), mask)
+            if type(mask) is CompactMask:
+                changes = {key[2]: tensor for key, tensor in tensors.items() if key[:2] == (MASK, kind)}
+                masks[kind] = CompactMask.of(replace(mask.dma_geometry, **changes), mask.device)
+        arguments[MASK] = masks if isinstance(inputs[MASK], dict) else masks[None]
+    return arguments
+
+
+def _by_kind(mask: Any) -> dict[Any, Any]:
+    """Return the masks of a step by the kind of layer, which is ``None`` if all layers share one."""
+    return mask if isinstance(mask, dict) else {None: mask}

@@ -1,0 +1,209 @@
+"""``generate`` decodes over Transformers' static cache in CUDA graphs, with the tokens of compiled steps.
+
+On a CPU a stand-in for a graph runs the captured step again, and ``torch.compile`` has a backend without a compiler.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import StaticCache, set_seed
+
+import dma_hf
+from dma_hf import decoding
+from dma_hf.integrations import wrapping as hooks
+from dma_hf.integrations.internals import CACHE_ARGUMENT
+from dma_hf.static_decoding import StaticSteps
+
+PROMPT, NEW = 40, 16
+
+
+def record(step):
+    """Stand in for :func:`dma_hf.decoding.record`: the capture changes nothing, and a replay overwrites the output."""
+    cache = dict(zip(step.__code__.co_freevars, step.__closure__, strict=True))["arguments"].cell_contents[
+        CACHE_ARGUMENT
+    ]
+    tensors = [x for layer in cache.layers for x in (layer.keys, layer.values, layer.cumulative_length)]
+    before = [tensor.clone() for tensor in tensors]
+    output = step()
+    torch._foreach_copy_(tensors, before)
+    return lambda: output.logits.copy_(step().logits), output
+
+
+class Compiler:
+    """Stands in for ``torch.compile``.
+
+    Attributes:
+        modes: The modes of its calls.
+        graphs: Counts compilations.
+    """
+
+    def __init__(self):
+        self.modes, self.graphs, self.original = [], CompileCounterWithBackend("eager"), torch.compile
+
+    def __call__(self, function, mode, **options):
+        self.modes.append(mode)
+        return self.original(function, backend=self.graphs)
+
+
+@pytest.fixture(autouse=True)
+def compiler(monkeypatch):
+    """Make ``generate`` compile on a CPU, as it does on CUDA."""
+    compiler = Compiler()
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(decoding, "record", record)
+        monkeypatch.setattr(hooks, "_is_on_gpu", lambda model: True)
+        monkeypatch.setattr(torch, "compile", compiler)
+        torch._dynamo.reset()
+    return compiler
+
+
+@pytest.fixture
+def build(families, monkeypatch):
+    def make(name="llama"):
+        model = families[name].build("dma_mxfp").double()
+        dma_hf.configure(model, "balanced")
+        if not torch.cuda.is_available():
+            monkeypatch.setattr(
+                type(model), "_valid_auto_compile_criteria",
+                lambda self, kwargs, config: not config.disable_compile and kwargs[CACHE_ARGUMENT].is_compileable,
+            )  # fmt: skip
+        return model
+
+    return make
+
+
+def _tokens(model, ids, new=NEW, **options):
+    set_seed(0)
+    options = {"pad_token_id": 0, "eos_token_id": None, "cache_implementation": "static"} | options
+    return model.generate(ids, max_new_tokens=new, **options)
+
+
+def _replays(model):
+    found = dma_hf.stats(model)
+    dma_hf.reset_stats(model)
+    assert not found.eager_decoding
+    return found.replays
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_tokens_are_those_of_eager_steps(name, build, token_ids):
+    model = build(name)
+    for seed in range(2):  # each call of generate has a cache of its own
+        ids = token_ids(2, PROMPT, seed)
+        expected = _tokens(model, ids, disable_compile=True, do_sample=True, top_k=20)
+        assert torch.equal(_tokens(model, ids, do_sample=True, top_k=20), expected)
+        assert _replays(model) == NEW - decoding.EAGER_STEPS - 1
+
+
+@pytest.mark.parametrize("hidden", ["left", "holes"])
+def test_hidden_keys_stay_hidden(hidden, build, token_ids):
+    model = build()
+    ids, mask = token_ids(3, PROMPT), torch.ones(3, PROMPT, dtype=torch.long)
+    mask[1, :9] = 0
+    if hidden == "holes":
+        mask[0, 5:30] = mask[2, 20:22] = 0
+    options = {"attention_mask": mask, "do_sample": False}
+    assert torch.equal(_tokens(model, ids, **options), _tokens(model, ids, disable_compile=True, **options))
+    assert _replays(model) > 0
+
+
+def test_the_logits_are_those_of_eager_steps(build, token_ids):
+    model = build()
+    options = {"return_dict_in_generate": True, "output_logits": True, "do_sample": False}
+    ours = _tokens(model, token_ids(1, PROMPT), **options)
+    expected = _tokens(model, token_ids(1, PROMPT), disable_compile=True, **options)
+    torch.testing.assert_close(torch.stack(ours.logits), torch.stack(expected.logits), rtol=0, atol=1e-9)
+    assert int(ours[CACHE_ARGUMENT].get_seq_length()) == PROMPT + NEW - 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs the stand-in for the compiler")
+def test_steps_are_compiled_once_without_graphs_of_the_compiler(build, token_ids, compiler):
+    model = build()
+    for seed in range(2):
+        _tokens(model, token_ids(1, PROMPT, seed))
+    assert compiler.modes == ["default"]
+    assert compiler.graphs.frame_count == 1
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral"])
+def test_layers_with_windows_are_left_to_transformers(name, build, token_ids, compiler):
+    model = build(name)
+    expected = _tokens(model, token_ids(1, PROMPT), disable_compile=True, do_sample=False)
+    assert torch.equal(_tokens(model, token_ids(1, PROMPT), do_sample=False), expected)
+    assert _replays(model) == 0
+    if not torch.cuda.is_available():
+        assert compiler.modes == ["reduce-overhead"]
+
+
+def _filled(model, ids):
+    cache = StaticCache(config=model.config, max_cache_len=60)
+    model(ids, **{CACHE_ARGUMENT: cache})
+    return cache
+
+
+def _run(step, model, cache, token, length):
+    """Run a step over a cache as ``generate`` does; returns its logits."""
+    ids = torch.full((cache.layers[0].batch_size, length), token)
+    inputs = model.prepare_inputs_for_generation(
+        ids, next_sequence_length=1, attention_mask=torch.ones_like(ids), use_cache=True,
+        position_ids=torch.full((ids.shape[0], 1), length - 1), **{CACHE_ARGUMENT: cache},
+    )  # fmt: skip
+    return step(**inputs, return_dict=True).logits
+
+
+@pytest.mark.parametrize("change", ["tensors", "number"])
+def test_a_layer_that_changes_other_state_is_not_captured(change, build, token_ids, monkeypatch):
+    model = build()
+    update = type(StaticCache(config=model.config, max_cache_len=8).layers[0]).update
+
+    @functools.wraps(update)
+    def changing(self, *arguments, **options):
+        states = update(self, *arguments, **options)
+        if change == "tensors":
+            self.keys = self.keys.clone()
+        else:
+            self.calls = getattr(self, "calls", 0) + 1
+        return states
+
+    steps = StaticSteps(model, lambda config: model.__call__)
+    with torch.no_grad():
+        cache = _filled(model, token_ids(1, PROMPT))
+        monkeypatch.setattr(type(cache.layers[0]), "update", changing)
+        for i in range(6):
+            _run(steps, model, cache, 7, PROMPT + 1 + i)
+    assert steps.replay is None
+
+
+@torch.no_grad()
+def test_reordered_rows_end_the_replays(build, token_ids):
+    """As in beam search, which makes new tensors."""
+    model = build()
+    steps = StaticSteps(model, lambda config: model.__call__)
+    ours, expected = (_filled(model, token_ids(2, PROMPT)) for _ in range(2))
+    for i in range(9):
+        if i == 6:
+            ours.reorder_cache(torch.tensor([1, 0]))
+            expected.reorder_cache(torch.tensor([1, 0]))
+        logits = _run(steps, model, ours, i + 3, PROMPT + 1 + i)
+        assert torch.equal(logits, _run(model, model, expected, i + 3, PROMPT + 1 + i))
+        assert steps.is_captured == (i < 6)
+    assert steps.replay is not None
+
+
+def test_a_step_that_cannot_be_captured_is_counted(build, token_ids, monkeypatch):
+    model = build()
+    expected = _tokens(model, token_ids(1, PROMPT), do_sample=False)
+    dma_hf.reset_stats(model)
+
+    def fail(step):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(decoding, "record", fail)
+    assert torch.equal(_tokens(model, token_ids(1, PROMPT), do_sample=False), expected)
+    assert list(dma_hf.stats(model).eager_decoding) == [
+        "the step cannot be captured: operation not permitted when stream is capturing"
+    ]
