@@ -137,7 +137,7 @@ def dma_mask(
     if kind.needs_pattern:
         pattern = sdpa_mask(**asked, allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
     origin = 0 if padding is None else padding.origin
-    kv_range, frontier = None, q_offset + q_length - kv_offset if kind.is_causal else kv_length
+    kv_range, frontier = None, q_offset + (q_length - kv_offset) if kind.is_causal else kv_length
     is_clipped = isinstance(frontier, Tensor) or frontier < kv_length  # slots after it in a static cache are unused
     if padding is not None or is_clipped:
         first = torch.zeros(batch_size, dtype=torch.int64, device=device) if padding is None else padding.first

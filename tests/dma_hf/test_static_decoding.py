@@ -1,6 +1,7 @@
 """``generate`` decodes over Transformers' static cache in CUDA graphs, with the tokens of compiled steps.
 
-On a CPU a stand-in for a graph runs the captured step again, and ``torch.compile`` has a backend without a compiler.
+A stand-in for a graph runs the captured step again, and ``torch.compile`` has a backend without a compiler.
+``tests/gpu/test_whole_models.py`` has both.
 """
 
 from __future__ import annotations
@@ -53,11 +54,10 @@ class Compiler:
 def compiler(monkeypatch):
     """Make ``generate`` compile on a CPU, as it does on CUDA."""
     compiler = Compiler()
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(decoding, "record", record)
-        monkeypatch.setattr(hooks, "_is_on_gpu", lambda model: True)
-        monkeypatch.setattr(torch, "compile", compiler)
-        torch._dynamo.reset()
+    monkeypatch.setattr(decoding, "record", record)
+    monkeypatch.setattr(hooks, "_is_on_gpu", lambda model: True)
+    monkeypatch.setattr(torch, "compile", compiler)
+    torch._dynamo.reset()
     return compiler
 
 
@@ -66,11 +66,10 @@ def build(families, monkeypatch):
     def make(name="llama"):
         model = families[name].build("dma_mxfp").double()
         dma_hf.configure(model, "balanced")
-        if not torch.cuda.is_available():
-            monkeypatch.setattr(
-                type(model), "_valid_auto_compile_criteria",
-                lambda self, kwargs, config: not config.disable_compile and kwargs[CACHE_ARGUMENT].is_compileable,
-            )  # fmt: skip
+        monkeypatch.setattr(
+            type(model), "_valid_auto_compile_criteria",
+            lambda self, kwargs, config: not config.disable_compile and kwargs[CACHE_ARGUMENT].is_compileable,
+        )  # fmt: skip
         return model
 
     return make
@@ -120,7 +119,6 @@ def test_the_logits_are_those_of_eager_steps(build, token_ids):
     assert int(ours[CACHE_ARGUMENT].get_seq_length()) == PROMPT + NEW - 1
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs the stand-in for the compiler")
 def test_steps_are_compiled_once_without_graphs_of_the_compiler(build, token_ids, compiler):
     model = build()
     for seed in range(2):
@@ -135,8 +133,7 @@ def test_layers_with_windows_are_left_to_transformers(name, build, token_ids, co
     expected = _tokens(model, token_ids(1, PROMPT), disable_compile=True, do_sample=False)
     assert torch.equal(_tokens(model, token_ids(1, PROMPT), do_sample=False), expected)
     assert _replays(model) == 0
-    if not torch.cuda.is_available():
-        assert compiler.modes == ["reduce-overhead"]
+    assert compiler.modes == ["reduce-overhead"]
 
 
 def _filled(model, ids):
