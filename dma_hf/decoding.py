@@ -10,7 +10,7 @@ the inputs. Each step compares storage and shapes, and each call of ``generate``
 While a step is captured, the cache gives its length as a tensor on the device (:class:`~dma_hf.cache_layers.Capture`).
 A model that needs it on the host cannot be captured, and runs eagerly.
 
-:mod:`dma_hf.static_decoding` has the steps over Transformers' static cache.
+:mod:`dma_hf.static_decoding` has the steps over caches of a fixed size.
 """
 
 from __future__ import annotations
@@ -88,10 +88,10 @@ class DecodingSteps:
 
     Args:
         model: The model.
-        otherwise: Returns the function for caches that are not a growing :class:`~dma_hf.DMACache`.
+        otherwise: Runs steps over caches that are not a growing :class:`~dma_hf.DMACache`.
     """
 
-    def __init__(self, model: PreTrainedModel, otherwise: Callable[[], Callable[..., Any]]) -> None:
+    def __init__(self, model: PreTrainedModel, otherwise: Callable[..., Any]) -> None:
         self.model, self.otherwise = model, otherwise
         self.steps = 0
         self.is_eager = False
@@ -102,7 +102,7 @@ class DecodingSteps:
         cache: Any = inputs.get(CACHE_ARGUMENT)
         tokens = inputs.get("input_ids")
         if not decodes_by_graphs(cache):
-            return self.otherwise()(**inputs)
+            return self.otherwise(**inputs)
         if tokens is None or tokens.shape[1] != 1 or self.is_eager:
             return self.model(**inputs)
         owner, signature = cache.owner, _signature_of(inputs)

@@ -1,10 +1,10 @@
-"""Decoding steps of ``generate`` over Transformers' static cache, as CUDA graphs of the compiled model.
+"""Decoding steps of ``generate`` over a cache of fixed size, as CUDA graphs of the compiled model.
 
 Transformers compiles these steps, and lets the compiler replay CUDA graphs of its own. In each step the host then
 checks the guards of all modules and the addresses of all weights, and the GPU waits. :class:`StaticSteps` compiles the
 same step without such graphs, and captures it once a call of ``generate``. A replay only checks the cache's addresses.
 
-A static cache counts its tokens on the device, so a replay counts them. All other inputs of a step are copied to fixed
+Such a cache counts its tokens on the device, so a replay counts them. All other inputs of a step are copied to fixed
 addresses: tokens, positions, and the tensors that describe the mask.
 """
 
@@ -17,10 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import CompileConfig, PreTrainedModel, StaticCache
+from transformers import Cache, CompileConfig, PreTrainedModel, StaticCache
 from transformers.cache_utils import StaticLayer
 
 from . import decoding
+from .cache import DMACache
+from .cache_layers import DMAStaticLayer
 from .decoding import EAGER_STEPS, MASK, PLAIN, why_model_is_eager
 from .integrations.internals import CACHE_ARGUMENT, CACHE_ARGUMENTS
 from .masks.geometry import CompactMask, MaskGeometry
@@ -28,6 +30,9 @@ from .stats import count_eager_decoding, count_replay
 
 Leaves = dict[tuple[Any, ...], Any]
 """Arguments of a step by name, and fields of its masks by name, kind of layer and field."""
+
+WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
+"""The modes of ``torch.compile`` that replay CUDA graphs, and the same modes without them."""
 
 GEOMETRY_FIELDS = tuple(field.name for field in fields(MaskGeometry))
 
@@ -38,10 +43,16 @@ class StaticSteps:
     Args:
         model: The model.
         compiled: Returns the compiled model for a ``CompileConfig``, or for ``None``, Transformers' default.
+        config: The user's configuration, if any.
     """
 
-    def __init__(self, model: PreTrainedModel, compiled: Callable[[CompileConfig | None], Callable[..., Any]]) -> None:
-        self.model, self.compiled = model, compiled
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        compiled: Callable[[CompileConfig | None], Callable[..., Any]],
+        config: CompileConfig | None = None,
+    ) -> None:
+        self.model, self.compiled, self.config = model, compiled, config
         self.forward: Callable[..., Any] | None = None  # the compiled model
         self.steps = 0
         self.is_captured = False  # whether steps are, or will be, replays
@@ -57,9 +68,10 @@ class StaticSteps:
         cache = inputs.get(CACHE_ARGUMENT)
         if self.forward is None:
             self.signature = _signature_of(_leaves_of(inputs))
-            self.is_captured = self.signature is not None and _has_fixed_addresses(cache)
+            config = _without_graphs(self.config or CompileConfig())
+            self.is_captured = config is not None and self.signature is not None and _has_fixed_addresses(cache)
             self.is_captured = self.is_captured and why_model_is_eager(self.model, inputs) is None
-            self.forward = self.compiled(CompileConfig(mode="default") if self.is_captured else None)
+            self.forward = self.compiled(config if self.is_captured else self.config)
         self.steps += 1
         if not self.is_captured or self.steps < EAGER_STEPS:
             return self.forward(**inputs)
@@ -101,16 +113,28 @@ class StaticSteps:
         self.arguments = {}  # the graph does not keep the cache alive
 
 
+def _without_graphs(config: CompileConfig) -> CompileConfig | None:
+    """Return the same configuration without the compiler's CUDA graphs, or ``None`` if it does not ask for them."""
+    if config.backend != "inductor" or config.options or config.mode not in WITHOUT_GRAPHS:
+        return None
+    return replace(config, mode=WITHOUT_GRAPHS[config.mode])
+
+
 def _has_fixed_addresses(cache: Any) -> bool:
-    """Return whether a cache is Transformers' static one, without sliding windows, on one device."""
+    """Return whether a cache keeps all its state at fixed addresses of one device.
+
+    Transformers' static layers with sliding windows count their tokens on the host.
+    """
+    kinds = {StaticCache: StaticLayer, DMACache: DMAStaticLayer}
+    kind = kinds.get(type(cache))
     return (
-        type(cache) is StaticCache
+        kind is not None
         and not cache.offloading
-        and all(type(layer) is StaticLayer and layer.is_initialized for layer in cache.layers)
+        and all(type(layer) is kind and layer.is_initialized for layer in cache.layers)
     )
 
 
-def _state_of(cache: StaticCache) -> list[Any]:
+def _state_of(cache: Cache) -> list[Any]:
     """Return the attributes of all layers."""
     return [value for layer in cache.layers for value in vars(layer).values()]
 

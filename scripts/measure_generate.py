@@ -38,19 +38,22 @@ FEW_TOKENS = 2
 KERNELS = 12
 """Kernels of a profile that are listed by name; the others are one row."""
 EAGER = {"disable_compile": True}
+STATIC = {"cache_implementation": "static"}
 RUNS: dict[str, tuple[str, str | None, Callable[[], dict[str, Any]]]] = {
     "sdpa": ("sdpa", None, dict),
     "flash_attention_3": ("flash_attention_3", None, dict),
     "balanced": (dma_hf.NAME, None, dict),
     "balanced+int8": (dma_hf.NAME, "int8", dict),
     "balanced+int4": (dma_hf.NAME, "int4", dict),
+    "sdpa, static": ("sdpa", None, STATIC.copy),
+    "balanced, static": (dma_hf.NAME, None, STATIC.copy),
     "balanced+int8, eager": (dma_hf.NAME, "int8", EAGER.copy),
     "balanced+int4, eager": (dma_hf.NAME, "int4", EAGER.copy),
     "balanced+int8, compiled": (dma_hf.NAME, "int8", lambda: {"compile_config": CompileConfig()}),
     "balanced+int4, compiled": (dma_hf.NAME, "int4", lambda: {"compile_config": CompileConfig()}),
 }
 """Attention, cache in the model's settings, and options of ``generate``."""
-DEFAULT_RUNS = [name for name in RUNS if "compiled" not in name]
+DEFAULT_RUNS = [name for name in RUNS if not name.endswith(("compiled", "static"))]
 
 
 class Run:

@@ -199,11 +199,10 @@ def decodes_by_compiled_call(
 
 
 def compiled_call(method: Callable[..., Any], model: PreTrainedModel, compile_config: Any) -> Any:
-    """Return what runs decoding steps: CUDA graphs, or ``torch.compile`` if ``compile_config`` asks for it."""
-    if compile_config is None and is_ours(model):
-        static = StaticSteps(model, lambda config: method(model, config))
-        return DecodingSteps(model, lambda: static if _is_on_gpu(model) else method(model, None))
-    return method(model, compile_config)
+    """Return what runs decoding steps: CUDA graphs, of the compiled model if the cache has a fixed size."""
+    if not (is_ours(model) and _is_on_gpu(model)):
+        return method(model, compile_config)
+    return DecodingSteps(model, StaticSteps(model, functools.partial(method, model), compile_config))
 
 
 # ---- managers of continuous batching (:mod:`dma_hf.integrations.manager`)

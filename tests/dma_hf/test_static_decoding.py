@@ -1,4 +1,4 @@
-"""``generate`` decodes over Transformers' static cache in CUDA graphs, with the tokens of compiled steps.
+"""``generate`` decodes over caches of a fixed size in CUDA graphs of the compiled model, with the tokens of eager steps.
 
 A stand-in for a graph runs the captured step again, and ``torch.compile`` has a backend without a compiler.
 ``tests/gpu/test_whole_models.py`` has both.
@@ -11,10 +11,11 @@ import functools
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import StaticCache, set_seed
+from transformers import CompileConfig, StaticCache, set_seed
 
 import dma_hf
 from dma_hf import decoding
+from dma_hf.cache_layers import DMAStaticLayer
 from dma_hf.integrations import wrapping as hooks
 from dma_hf.integrations.internals import CACHE_ARGUMENT
 from dma_hf.static_decoding import StaticSteps
@@ -22,12 +23,18 @@ from dma_hf.static_decoding import StaticSteps
 PROMPT, NEW = 40, 16
 
 
+def _tensors(layer):
+    if isinstance(layer, DMAStaticLayer):
+        return [layer.tokens, *layer.storage.tensors().values()]
+    return [layer.keys, layer.values, layer.cumulative_length]
+
+
 def record(step):
     """Stand in for :func:`dma_hf.decoding.record`: the capture changes nothing, and a replay overwrites the output."""
     cache = dict(zip(step.__code__.co_freevars, step.__closure__, strict=True))["arguments"].cell_contents[
         CACHE_ARGUMENT
     ]
-    tensors = [x for layer in cache.layers for x in (layer.keys, layer.values, layer.cumulative_length)]
+    tensors = [tensor for layer in cache.layers for tensor in _tensors(layer)]
     before = [tensor.clone() for tensor in tensors]
     output = step()
     torch._foreach_copy_(tensors, before)
@@ -125,6 +132,21 @@ def test_steps_are_compiled_once_without_graphs_of_the_compiler(build, token_ids
         _tokens(model, token_ids(1, PROMPT, seed))
     assert compiler.modes == ["default"]
     assert compiler.graphs.frame_count == 1
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune", "default"])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_compile_config_makes_graphs_over_a_packed_cache(name, mode, build, token_ids, compiler):
+    """Unless it names a mode without graphs. Packed layers with sliding windows count on the device, too."""
+    model = build(name)
+    dma_hf.configure(model, "balanced", cache="int8")
+    options = {"cache_implementation": None, "do_sample": False}
+    expected = _tokens(model, token_ids(2, PROMPT), disable_compile=True, **options)
+    dma_hf.reset_stats(model)
+    config = CompileConfig(mode=mode)
+    assert torch.equal(_tokens(model, token_ids(2, PROMPT), compile_config=config, **options), expected)
+    assert _replays(model) == (0 if mode == "default" else NEW - decoding.EAGER_STEPS - 1)
+    assert compiler.modes == ["max-autotune-no-cudagraphs" if mode == "max-autotune" else "default"]
 
 
 @pytest.mark.parametrize("name", ["gemma3", "mistral"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from batched_parts import assert_as_alone, note_parts
 from tiny_models import FAMILIES
-from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig
 
 import dma_hf
 from dma_hf.decoding import EAGER_STEPS
@@ -48,24 +48,28 @@ def test_a_forward_pass_runs_as_one_cuda_graph(name):
         assert (logits - expected).norm() < 0.02 * expected.norm()
 
 
-@pytest.mark.parametrize("cache", ["static", "packed"])
-def test_decode_steps_run_as_cuda_graphs(cache):
-    """``generate`` compiles its steps if the cache is static. This package captures those over Transformers' cache."""
+@pytest.mark.parametrize("kind", ["static", "packed", "configured"])
+def test_decode_steps_run_as_cuda_graphs(kind):
+    """Over a cache of a fixed size ``generate`` compiles its steps, and this package captures the compiled step."""
     model = _model("llama")
     ids = _ids(2, LENGTH)
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    if kind == "static":
+        options["cache_implementation"] = "static"
+    elif kind == "configured":
+        dma_hf.configure(model, "balanced", cache="int8")
+        options["compile_config"] = CompileConfig()
     tokens = []
     torch._dynamo.utils.counters.clear()
     for disable_compile in (True, False):
-        if cache == "packed":
+        if kind == "packed":
             options["past_key_values"] = dma_hf.DMACache(model.config, max_cache_len=LENGTH + 20)
-        else:
-            options["cache_implementation"] = "static"
+        dma_hf.reset_stats(model)
         tokens.append(model.generate(ids, disable_compile=disable_compile, **options))
     assert torch.equal(*tokens)
     assert not torch._dynamo.utils.counters["graph_break"]
-    assert dma_hf.stats(model).replays == (0 if cache == "packed" else 11 - EAGER_STEPS)
-    assert not dma_hf.stats(model).eager_decoding or cache == "packed"
+    assert dma_hf.stats(model).replays == 11 - EAGER_STEPS
+    assert not dma_hf.stats(model).eager_decoding
 
 
 def _batched(prompts, model, **options):
