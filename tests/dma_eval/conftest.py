@@ -79,6 +79,18 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
 
 
+@pytest.fixture
+def drawn() -> None:
+    """Draw figures in a test that looks at them."""
+
+
+@pytest.fixture(autouse=True)
+def quick_figures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave figures empty in all other tests: to draw one takes half a second."""
+    if "drawn" not in request.fixturenames:
+        monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, file: Path(file).touch())
+
+
 @pytest.fixture(scope="session")
 def prose() -> str:
     """About 3,000 tokens of words in random order."""

@@ -23,6 +23,7 @@ LABELS = default_names()
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("drawn")
 def test_writes_the_report(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = {
         "PART": PerplexityPart(contexts=[512], max_windows=2),

@@ -222,7 +222,7 @@ def test_command(run: Run, model_folder: Path, text_file: Path, tmp_path: Path) 
         assert (tmp_path / "run" / name).is_file()
 
 
-@pytest.mark.usefixtures("rows_decide_alone")
+@pytest.mark.usefixtures("rows_decide_alone", "drawn")
 def test_skipped_tiles_are_shown(run: Run, model_folder: Path, text_file: Path, tmp_path: Path) -> None:
     DMAConfig(skip_threshold=0.01).to_toml(tmp_path / "skipping.toml")
     arguments = ["-m", model_folder, "-d", text_file, "--device", "cpu", "-c", 512, "--max-windows", 2, "--prompts", 0]

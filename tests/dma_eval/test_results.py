@@ -298,6 +298,7 @@ class TestMeasured:
         assert cache_of(label, config) == expected
 
 
+@pytest.mark.usefixtures("drawn")
 class TestPlots:
     def test_no_line_joins_twins(self, section: PerplexitySection) -> None:
         twins = [

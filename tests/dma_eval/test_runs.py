@@ -68,6 +68,7 @@ def of_model(report: Report, **changes: Any) -> Report:
     return replace(report, model=model, **sections)
 
 
+@pytest.mark.usefixtures("drawn")  # of the report that all tests share
 class TestFolder:
     def test_holds_everything(self, report: Report, folder: Path) -> None:
         found = [path.relative_to(folder / "all") for path in (folder / "all").rglob("*.*")]

@@ -137,7 +137,7 @@ def skipping(tmp_path):
     return tmp_path
 
 
-@pytest.mark.usefixtures("rows_decide_alone")
+@pytest.mark.usefixtures("rows_decide_alone", "drawn")
 def test_thresholds_are_tried_where_a_backend_skips(run, model_folder, text_file, skipping, tmp_path, monkeypatch):
     monkeypatch.setattr("dma_eval.measures.stress.THRESHOLDS", (0.01, 0.5))
     arguments = ["-m", model_folder, "-d", text_file, "--device", "cpu", "--context", 512, "--max-windows", 1]
