@@ -10,17 +10,14 @@ the caller's own queries and keys, and ``q . mean`` is subtracted in fp32. No tr
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from ..numerics.geometry import LOG2_E, AttentionGeometry
+from ..numerics.geometry import AttentionGeometry
 from ..numerics.recipe import Recipe
-from ..runtime import chip
 from ..runtime.operand_formats import OperandFormat
-from .config import select_swizzle_group
 
 
 @dataclass(frozen=True)
@@ -60,51 +57,17 @@ class AttentionInputs:
 
     query: Tensor  # ``[B, Hq, Tq, D]``, 16-bit, any strides
     operands: Operands  # keys and values
+    low: TileOperands  # operands of low tiles; those of high tiles if the recipe has one precision
     geometry: AttentionGeometry  # positions and visibility
     recipe: Recipe  # formats and band
     config: Any  # configuration of the kernel
     out: Tensor  # output, ``[B, Hq, Tq, Dv]``, unit stride of channels
     lse: Tensor  # log of the softmax denominator, fp32 ``[B, Hq, Tq]``, contiguous
-    scale: float  # scale of the scores
-    softcap: float | None  # softcap of the scores, or ``None``
+    kv_rows: int  # kv heads of all batch rows
+    swizzle_group: int  # kv heads per L2 swizzle group
+    logit_scale: float  # converts scores to base-2 logits
+    softcap: float | None  # softcap of base-2 logits, or ``None``
+    # threshold of base-2 logits; ``None`` if nothing can be skipped and nothing is counted
+    skip_threshold: float | None
     sinks: Tensor | None  # sink logits ``[Hq]``, contiguous, or ``None``
-    tile_counts: Tensor | None = None  # int64 ``[Hq, 2]``, where skipped and examined tiles are added, or ``None``
-
-    @property
-    def low(self) -> TileOperands:
-        """Operands of low tiles; those of high tiles if the recipe has one precision."""
-        return self.operands.low or self.operands.high
-
-    @property
-    def kv_rows(self) -> int:
-        """Kv heads of all batch rows."""
-        return self.low.key.shape[0] * self.low.key.shape[1]
-
-    @property
-    def swizzle_group(self) -> int:
-        """Kv heads per L2 swizzle group."""
-        low, kv_rows = self.low, self.kv_rows
-        return select_swizzle_group(kv_rows, (low.key.nbytes + low.value.nbytes) // kv_rows)
-
-    @property
-    def base2_softcap(self) -> float | None:
-        """The softcap for logits in base 2."""
-        return None if self.softcap is None else self.softcap * LOG2_E
-
-    @property
-    def base2_skip_threshold(self) -> float | None:
-        """The recipe's threshold for logits in base 2; ``None`` if nothing can be skipped and nothing is counted."""
-        threshold = self.recipe.skip_threshold if self.operands.low else None
-        if threshold is None or (threshold == math.inf and self.tile_counts is None):
-            return None
-        return threshold * LOG2_E
-
-    @property
-    def use_pdl(self) -> bool:
-        """Whether launches that read only ``query`` may start before those that made ``operands`` have ended.
-
-        The quantizer writes the keys of low tiles and lets the next launch start early. It starts after all earlier
-        work itself, so the caller's tensors are ready. NVFP4's query scale is a launch in between.
-        """
-        is_next = self.operands.low is not None and self.operands.query_global_scale is None
-        return is_next and chip.supports_pdl(self.query.device)
+    tile_counts: Tensor | None  # int64 ``[Hq, 2]``, where skipped and examined tiles are added, or ``None``
