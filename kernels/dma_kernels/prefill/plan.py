@@ -78,7 +78,7 @@ def _make_plan(key: AttentionCall) -> AttentionPlan:
         return AttentionPlan("reference", _run_reference)
     if call.backend == "auto" and _suits_sdpa(call):
         return AttentionPlan("sdpa", _run_sdpa)
-    return _plan_short(call) if call.is_short and call.key.numel() else _plan_prefill(call)
+    return _plan_short(call) if call.is_short else _plan_prefill(call)
 
 
 def _run_reference(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
@@ -106,7 +106,7 @@ def _plan_prefill(call: AttentionCall) -> AttentionPlan:
     device, q_len, has_info = call.query.device, call.query.shape[2], call.has_seq_info
     info = TensorLayout.dense((call.key.shape[0], 4), torch.int32, device) if has_info else None
     geometry = AttentionGeometry.of(call, info)
-    recipe = call.effective_recipe
+    recipe = call.recipe
     if geometry.low_tiles(q_len, recipe.diagonal_tiles, recipe.sink_tiles) == range(0):
         recipe = recipe.of_high_tiles
     arch = chip.device_arch(device)
