@@ -19,9 +19,9 @@ from dma_kernels.numerics.call import AttentionCall
 from dma_kernels.numerics.geometry import LOG2_E
 from dma_kernels.numerics.layout import TensorLayout
 from dma_kernels.prefill.hopper.quantize_q import quantize_q
+from dma_kernels.prefill.operands import DEQUANTIZED, INT8, RAW
 from dma_kernels.prefill.plan import plan
 from dma_kernels.runtime import chip
-from dma_kernels.runtime.operand_formats import DEQUANTIZED, INT8, RAW
 from dma_kernels.runtime.plan import make_plan
 from dma_kernels.testing import random_qkv
 from prefill_cases import RECIPES

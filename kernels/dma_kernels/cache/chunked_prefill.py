@@ -17,10 +17,9 @@ from ..numerics.formats import TILE
 from ..numerics.geometry import AttentionGeometry
 from ..numerics.recipe import Recipe
 from ..prefill.config import ComputePath, portable_config
-from ..prefill.operands import Operands, TileOperands
+from ..prefill.operands import DEQUANTIZED, RAW, Operands, TileOperands
 from ..prefill.plan import launch_attention, new_results
 from ..runtime import chip
-from ..runtime.operand_formats import DEQUANTIZED, RAW
 from ..runtime.plan import Planned
 from ..runtime.reports import report
 from .append import append_tokens

@@ -20,7 +20,7 @@ from ..numerics.recipe import Recipe
 from ..runtime import chip
 from ..runtime.chip import MAX_CTAS, TENSOR_MEMORY_ARCHS, has_block_scaled_mma
 from ..runtime.descriptors import is_describable
-from ..runtime.operand_formats import DEQUANTIZED, E4M3_VALUES, E5M2, PACKED, RAW, TILE_SCALED, OperandFormat, Scale
+from .operands import DEQUANTIZED, E4M3_VALUES, E5M2, PACKED, RAW, TILE_SCALED, OperandFormat, Scale
 
 ROWS = 64
 """Query positions of a Hopper warpgroup: the rows of its MMA instructions. They lie in one tile."""

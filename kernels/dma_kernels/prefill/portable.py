@@ -11,10 +11,9 @@ from ..numerics.formats import TILE, UNQUANTIZED
 from ..runtime import chip
 from ..runtime.descriptors import Strided, broadcast_strides, head_blocks, is_describable, matrix_blocks
 from ..runtime.launch import launch_kernel
-from ..runtime.operand_formats import RAW, Scale
 from .constants import PortableConstants
 from .kernel import prefill_kernel
-from .operands import AttentionInputs
+from .operands import RAW, AttentionInputs, Scale
 
 
 def launch(inputs: AttentionInputs) -> None:

@@ -22,10 +22,19 @@ from ..numerics.transforms import hadamard_size
 from ..runtime import chip
 from ..runtime.descriptors import Strided
 from ..runtime.launch import blocks_of_heads, launch_kernel
-from ..runtime.operand_formats import DEQUANTIZED, E5M2, RAW, TILE_SCALED, OperandFormat, Scale, dequantized_dtype
 from .config import ComputePath
 from .constants import QuantizerConstants
-from .operands import Operands, TileOperands
+from .operands import (
+    DEQUANTIZED,
+    E5M2,
+    RAW,
+    TILE_SCALED,
+    OperandFormat,
+    Operands,
+    Scale,
+    TileOperands,
+    dequantized_dtype,
+)
 from .quantizer_kernel import quantize_kernel, query_global_scale_kernel
 
 QUERY_BLOCK = 64

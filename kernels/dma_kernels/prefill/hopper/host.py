@@ -13,10 +13,9 @@ from ...numerics.formats import TILE, padded_channels
 from ...runtime import chip
 from ...runtime.descriptors import head_blocks, matrix_blocks
 from ...runtime.launch import launch_kernel
-from ...runtime.operand_formats import RAW, TILE_SCALED
 from ..config import ROWS, is_dense_causal
 from ..constants import MultiCTAConstants, WarpSpecializedConstants
-from ..operands import AttentionInputs
+from ..operands import RAW, TILE_SCALED, AttentionInputs
 from .bitmask import pack_mask
 from .multi_cta import prefill_multi_cta_kernel
 from .quantize_q import QuantizedQueries, quantize_q

@@ -18,8 +18,8 @@ from ...numerics.formats import padded_channels
 from ...numerics.recipe import Recipe
 from ...numerics.transforms import hadamard_size
 from ...runtime.launch import blocks_of_heads, launch_kernel
-from ...runtime.operand_formats import RAW, TILE_SCALED, OperandFormat, dequantized_dtype
 from ..channel_chunks import dot_chunks, load_chunks, quantize_row_chunks, store_chunks
+from ..operands import RAW, TILE_SCALED, OperandFormat, dequantized_dtype
 
 ROWS = 32
 """Queries of a CTA of two warps: fastest of 16 to 128 (H200)."""
