@@ -15,11 +15,10 @@ from typing import ClassVar
 
 from ..numerics.formats import MXFP4, MXFP8, NVFP4, TILE, UNQUANTIZED, SharedScale, padded_channels
 from ..numerics.geometry import AttentionGeometry
-from ..numerics.layout import TensorLayout
+from ..numerics.layout import TensorLayout, is_describable
 from ..numerics.recipe import Recipe
 from ..runtime import chip
 from ..runtime.chip import MAX_CTAS, TENSOR_MEMORY_ARCHS, has_block_scaled_mma
-from ..runtime.descriptors import is_describable
 from .operands import DEQUANTIZED, E4M3_VALUES, E5M2, PACKED, RAW, TILE_SCALED, OperandFormat, Scale
 
 ROWS = 64

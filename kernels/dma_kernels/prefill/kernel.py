@@ -330,7 +330,7 @@ def prefill_kernel(
 
     Pointers and descriptors are ``None`` or unused where an operand is missing.
 
-    - ``query``, ``key``, ``value``, ``out``: 16-bit :class:`~dma_kernels.runtime.descriptors.Strided` queries
+    - ``query``, ``key``, ``value``, ``out``: 16-bit :class:`~dma_kernels.numerics.layout.Strided` queries
       ``[B, Hq, Tq, D]``, keys and values of high tiles ``[B, Hkv, T, D]``, and output. The caller's, except quantized
       keys, which are contiguous. ``mask``: uint8 ``[B, Hq, Tq, Tk]``.
     - ``k_low_ptr``, ``v_low_ptr``: keys and values of low tiles, contiguous; the caller's values if unquantized.

@@ -12,16 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..numerics.arguments import check_call
-from ..numerics.call import AttentionCall, ShortKey
+from ..numerics.call import AttentionCall, ShortKey, check_call
 from ..numerics.formats import UNQUANTIZED
 from ..numerics.geometry import LOG2_E, AttentionGeometry
-from ..numerics.layout import TensorLayout
+from ..numerics.layout import Strided, TensorLayout, broadcast_strides
 from ..numerics.recipe import Recipe
 from ..numerics.saturation import warn_if_saturated
 from ..reference.attention import attention_reference
 from ..runtime import chip
-from ..runtime.descriptors import Strided, broadcast_strides
 from ..runtime.reports import report
 from .config import (
     ComputePath,

@@ -8,8 +8,8 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..numerics.formats import TILE, UNQUANTIZED
+from ..numerics.layout import Strided, broadcast_strides, head_blocks, is_describable, matrix_blocks
 from ..runtime import chip
-from ..runtime.descriptors import Strided, broadcast_strides, head_blocks, is_describable, matrix_blocks
 from ..runtime.launch import launch_kernel
 from .constants import PortableConstants
 from .kernel import prefill_kernel

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from ..numerics.formats import NVFP4, TILE, padded_channels
+from ..numerics.layout import Strided
 from ..numerics.recipe import Recipe
 from ..numerics.saturation import saturation_counter
 from ..numerics.transforms import hadamard_size
 from ..runtime import chip
-from ..runtime.descriptors import Strided
 from ..runtime.launch import blocks_of_heads, launch_kernel
 from .config import ComputePath
 from .constants import QuantizerConstants

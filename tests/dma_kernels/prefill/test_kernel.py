@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from dma_kernels import Recipe, attention
+from dma_kernels.numerics.layout import is_describable
 from dma_kernels.prefill.config import L2_BYTES, select_swizzle_group
 from dma_kernels.prefill.plan import plan
 from dma_kernels.runtime import chip
-from dma_kernels.runtime.descriptors import is_describable
 from dma_kernels.testing import random_qkv, relative_error
 from prefill_cases import Case, assert_matches_reference
 from torch import Tensor

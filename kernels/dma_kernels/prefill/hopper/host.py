@@ -10,8 +10,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...numerics.formats import TILE, padded_channels
+from ...numerics.layout import head_blocks, matrix_blocks
 from ...runtime import chip
-from ...runtime.descriptors import head_blocks, matrix_blocks
 from ...runtime.launch import launch_kernel
 from ..config import ROWS, is_dense_causal
 from ..constants import MultiCTAConstants, WarpSpecializedConstants
