@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from dma_kernels.cache.storage import LayerStorage
-from dma_kernels.numerics.arguments import is_int
+from dma_kernels.numerics.call import is_int
 from transformers import Cache, DynamicCache, PreTrainedConfig, StaticCache
 from transformers.cache_utils import (
     CacheLayerMixin,

@@ -26,7 +26,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from dma_kernels.numerics.arguments import MAX_HEAD_DIM, MIN_HEAD_DIM
+from dma_kernels.numerics.call import MAX_HEAD_DIM, MIN_HEAD_DIM
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .numerics.arguments import check_call, check_options, is_int, of_four_dimensions
-from .numerics.call import AttentionCall
+from .numerics.call import AttentionCall, check_call, check_options, is_int, of_four_dimensions
 from .numerics.formats import MAX_POSITION
 from .numerics.recipe import Recipe
 from .operators import SETTINGS, needs_operator, read_settings, register, settings_of

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from .api import attention
-from .numerics.arguments import check_call, check_kind, check_options, is_int, is_integer
-from .numerics.call import AttentionCall
+from .numerics.call import AttentionCall, check_call, check_kind, check_options, is_int, is_integer
 from .numerics.formats import MAX_POSITION, TILE
 from .numerics.geometry import SKIP_BLOCK
 from .numerics.recipe import Recipe

@@ -16,11 +16,12 @@ from decode_cases import Case
 from dma_kernels import Recipe, attention
 from dma_kernels.cache.api import cached_attention, restore
 from dma_kernels.numerics.call import AttentionCall
+from dma_kernels.numerics.geometry import LOG2_E
 from dma_kernels.numerics.layout import TensorLayout
 from dma_kernels.prefill.hopper.quantize_q import quantize_q
+from dma_kernels.prefill.operands import DEQUANTIZED, INT8, RAW
 from dma_kernels.prefill.plan import plan
 from dma_kernels.runtime import chip
-from dma_kernels.runtime.operand_formats import DEQUANTIZED, INT8, RAW
 from dma_kernels.runtime.plan import make_plan
 from dma_kernels.testing import random_qkv
 from prefill_cases import RECIPES
@@ -125,7 +126,7 @@ def test_grids_are_within_the_limits_of_cuda(recipe: str, sizes: dict[str, int])
     low_key = INT8 if recipe == "int8" else DEQUANTIZED
 
     def quantize(query: Any) -> list[Any]:
-        return [quantize_q(query, None, None, RECIPES[recipe], low_key, RAW, scale=1.0, use_pdl=False).low]
+        return [quantize_q(query, None, None, RECIPES[recipe], low_key, RAW, logit_scale=LOG2_E, use_pdl=False).low]
 
     queries = make_plan(quantize, [TensorLayout.of(query)], query.device)
     grids = [each.grid for each in (*launches.launches, *queries.launches)]

@@ -9,7 +9,7 @@ import tomllib
 import pandas as pd
 import pytest
 from dma_kernels.prefill.config import select_compute_path
-from dma_kernels.runtime.operand_formats import DEQUANTIZED, E4M3, E4M3_VALUES, E5M2, INT8, PACKED
+from dma_kernels.prefill.operands import DEQUANTIZED, E4M3, E4M3_VALUES, E5M2, INT8, PACKED
 from messages import quoted_messages, source_messages
 from script_files import load_script
 from snippets import PAGES, ROOT

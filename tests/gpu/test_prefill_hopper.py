@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from dma_kernels import Recipe, attention, attention_with_lse
-from dma_kernels.prefill import operands
 from dma_kernels.prefill.config import MultiCTAConfig, PortableConfig, WarpSpecializedConfig
 from dma_kernels.prefill.plan import plan
 from dma_kernels.runtime.reports import kernel_reports
@@ -373,7 +372,7 @@ def test_short_calls_of_many_ctas_are_deterministic_and_match_the_portable_kerne
 
 
 def test_swizzle_groups_need_not_divide_the_heads(short_launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operands, "select_swizzle_group", lambda *_: 3)
+    monkeypatch.setattr("dma_kernels.prefill.plan.select_swizzle_group", lambda *_: 3)
     assert_matches_reference(SHAPES["odd"], RECIPES["balanced"], torch.bfloat16, "cuda")
     assert short_launches
 

@@ -15,18 +15,19 @@ from dma_kernels.numerics.quantize import (
 )
 from dma_kernels.numerics.transforms import hadamard_rotate
 from dma_kernels.prefill.config import ComputePath, select_compute_path
-from dma_kernels.prefill.operands import Operands, TileOperands
-from dma_kernels.prefill.quantizer import quantize_keys_values
-from dma_kernels.runtime.operand_formats import (
+from dma_kernels.prefill.operands import (
     DEQUANTIZED,
     E4M3,
     E5M2,
     INT8,
     RAW,
     OperandFormat,
+    Operands,
     Scale,
+    TileOperands,
     dequantized_dtype,
 )
+from dma_kernels.prefill.quantizer import quantize_keys_values
 from dma_kernels.testing import assert_bits_equal
 from torch import Tensor
 

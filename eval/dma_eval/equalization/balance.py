@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from dma_kernels.numerics.arguments import is_integer
+from dma_kernels.numerics.call import is_integer
 from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import PreTrainedConfig, PreTrainedModel

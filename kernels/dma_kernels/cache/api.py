@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..numerics.arguments import check_kind, check_mask, check_options, check_sinks, is_integer, of_four_dimensions
+from ..numerics.call import check_kind, check_mask, check_options, check_sinks, is_integer, of_four_dimensions
 from ..numerics.formats import MAX_POSITION
 from ..runtime.chip import resolve_backend
 from ..runtime.reports import report

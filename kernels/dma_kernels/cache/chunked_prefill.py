@@ -16,12 +16,10 @@ from ..numerics.call import narrow_positions
 from ..numerics.formats import TILE
 from ..numerics.geometry import AttentionGeometry
 from ..numerics.recipe import Recipe
-from ..prefill import portable
 from ..prefill.config import ComputePath, portable_config
-from ..prefill.operands import AttentionInputs, Operands, TileOperands
-from ..prefill.plan import new_results
+from ..prefill.operands import DEQUANTIZED, RAW, Operands, TileOperands
+from ..prefill.plan import launch_attention, new_results
 from ..runtime import chip
-from ..runtime.operand_formats import DEQUANTIZED, RAW
 from ..runtime.plan import Planned
 from ..runtime.reports import report
 from .append import append_tokens
@@ -105,5 +103,5 @@ def launch_chunk(
     geometry = AttentionGeometry(keys.shape[2], 0, 0, seq_info, is_causal=is_causal, window=window, mask=mask)
     out, lse = new_results(query, values)
     if lse.numel():
-        portable.launch(AttentionInputs(query, operands, geometry, recipe, config, out, lse, scale, softcap, sinks))
+        launch_attention(query, operands, geometry, recipe, config, out, lse, scale=scale, softcap=softcap, sinks=sinks)
     return out, lse

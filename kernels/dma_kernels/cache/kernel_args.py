@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..numerics.formats import TILE, padded_channels
-from ..runtime.descriptors import Strided as Strided
+from ..numerics.layout import Strided as Strided
 from .formats import stored_format
 from .page_layout import PageLayout
 from .storage import LayerStorage

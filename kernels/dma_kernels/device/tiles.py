@@ -29,7 +29,7 @@ class Rows(NamedTuple):
 
 @triton.jit
 def head_rows(x, i_b, i_h):
-    """Return the :class:`Rows` of a head of a tensor, a :class:`~dma_kernels.runtime.descriptors.Strided`."""
+    """Return the :class:`Rows` of a head of a tensor, a :class:`~dma_kernels.numerics.layout.Strided`."""
     return Rows(x.ptr + i_b * x.stride_b + i_h * x.stride_h, x.stride_t, x.stride_d)
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arguments import of_four_dimensions
-from .call import AttentionCall
+from .call import AttentionCall, of_four_dimensions
 from .formats import MAX_POSITION, TILE, TILE_SHIFT
 from .tile_ranges import attended_start, attended_stop, low_ranges
 

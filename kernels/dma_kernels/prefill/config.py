@@ -15,12 +15,11 @@ from typing import ClassVar
 
 from ..numerics.formats import MXFP4, MXFP8, NVFP4, TILE, UNQUANTIZED, SharedScale, padded_channels
 from ..numerics.geometry import AttentionGeometry
-from ..numerics.layout import TensorLayout
+from ..numerics.layout import TensorLayout, is_describable
 from ..numerics.recipe import Recipe
 from ..runtime import chip
 from ..runtime.chip import MAX_CTAS, TENSOR_MEMORY_ARCHS, has_block_scaled_mma
-from ..runtime.descriptors import is_describable
-from ..runtime.operand_formats import DEQUANTIZED, E4M3_VALUES, E5M2, PACKED, RAW, TILE_SCALED, OperandFormat, Scale
+from .operands import DEQUANTIZED, E4M3_VALUES, E5M2, PACKED, RAW, TILE_SCALED, OperandFormat, Scale
 
 ROWS = 64
 """Query positions of a Hopper warpgroup: the rows of its MMA instructions. They lie in one tile."""
@@ -135,23 +134,18 @@ def select_compute_path(recipe: Recipe, arch: int, channels: int = 128) -> Compu
         key = PACKED.get(recipe.high, key)
     if recipe.is_uniform and recipe.skip_threshold is None:  # all tiles are computed as high ones
         return ComputePath(key)
+    formats, low_key = {recipe.query_low, recipe.key_low}, DEQUANTIZED
+    tile_scaled = [x for x in TILE_SCALED if formats == {x.holds} and arch >= x.min_arch]
+    if recipe.shared_scale == SharedScale.TILE and tile_scaled:
+        low_key = tile_scaled[0]
+    elif is_block_scaled and (formats <= {MXFP4.name, MXFP8.name} or formats == {NVFP4.name}):
+        low_key = PACKED[recipe.key_low]
+    elif formats == {E5M2.holds} and arch >= E5M2.min_arch:
+        low_key = E5M2
     low_value = RAW
     if recipe.pv == E4M3_VALUES.holds:
         low_value = E4M3_VALUES if arch >= E4M3_VALUES.min_arch else DEQUANTIZED
-    return ComputePath(key, _low_key(recipe, arch, is_block_scaled), low_value)
-
-
-def _low_key(recipe: Recipe, arch: int, is_block_scaled: bool) -> OperandFormat:
-    formats = {recipe.query_low, recipe.key_low}
-    if recipe.shared_scale == SharedScale.TILE:
-        for candidate in TILE_SCALED:
-            if formats == {candidate.holds} and arch >= candidate.min_arch:
-                return candidate
-    if is_block_scaled and (formats <= {MXFP4.name, MXFP8.name} or formats == {NVFP4.name}):
-        return PACKED[recipe.key_low]
-    if formats == {E5M2.holds} and arch >= E5M2.min_arch:
-        return E5M2
-    return DEQUANTIZED
+    return ComputePath(key, low_key, low_value)
 
 
 def select_config(shape: PrefillShape, path: ComputePath) -> WarpSpecializedConfig | MultiCTAConfig | PortableConfig:

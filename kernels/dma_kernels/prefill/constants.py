@@ -1,6 +1,6 @@
 """The constexprs of the prefill kernels; each kernel takes one object that holds them all.
 
-A *form* names an operand format (:mod:`dma_kernels.runtime.operand_formats`), a *format* a number format. Triton 3.6
+A *form* names an operand format (:mod:`dma_kernels.prefill.operands`), a *format* a number format. Triton 3.6
 cannot pass their strings to functions, so kernels first assign them to a ``constexpr`` of their own.
 """
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from ..numerics.formats import padded_channels
 from ..numerics.transforms import hadamard_size
-from ..runtime.operand_formats import TILE_SCALED
 from .config import MultiCTAConfig, PortableConfig, SplitKVConfig, WarpSpecializedConfig
+from .operands import TILE_SCALED
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -330,7 +330,7 @@ def prefill_kernel(
 
     Pointers and descriptors are ``None`` or unused where an operand is missing.
 
-    - ``query``, ``key``, ``value``, ``out``: 16-bit :class:`~dma_kernels.runtime.descriptors.Strided` queries
+    - ``query``, ``key``, ``value``, ``out``: 16-bit :class:`~dma_kernels.numerics.layout.Strided` queries
       ``[B, Hq, Tq, D]``, keys and values of high tiles ``[B, Hkv, T, D]``, and output. The caller's, except quantized
       keys, which are contiguous. ``mask``: uint8 ``[B, Hq, Tq, Tk]``.
     - ``k_low_ptr``, ``v_low_ptr``: keys and values of low tiles, contiguous; the caller's values if unquantized.
@@ -377,7 +377,7 @@ def prefill_kernel(
     # added to the log of the denominator alone. A softcap is not, so it is added to the logits of smoothed keys.
     BIAS_IN_LSE: tl.constexpr = HAS_MEAN and not HAS_SOFTCAP
     BIAS_IN_LOGITS: tl.constexpr = HAS_MEAN and HAS_SOFTCAP
-    # The model's own 16-bit dtype is kept if a side is unquantized (operand_formats.dequantized_dtype).
+    # The model's own 16-bit dtype is kept if a side is unquantized (operands.dequantized_dtype).
     IS_LOW_UNQUANTIZED: tl.constexpr = LOW_Q_FORMAT == "bf16" or LOW_K_FORMAT == "bf16"
     LOW_DTYPE: tl.constexpr = query.ptr.dtype.element_ty if IS_LOW_UNQUANTIZED else tl.bfloat16
     i_head, i_group, i_block = schedule(blocks, kv_rows, swizzle_group, GROUP, IS_CAUSAL)

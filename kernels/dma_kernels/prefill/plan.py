@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -11,18 +12,24 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..numerics.arguments import check_call
-from ..numerics.call import AttentionCall, ShortKey
+from ..numerics.call import AttentionCall, ShortKey, check_call
 from ..numerics.formats import UNQUANTIZED
-from ..numerics.geometry import AttentionGeometry
-from ..numerics.layout import TensorLayout
+from ..numerics.geometry import LOG2_E, AttentionGeometry
+from ..numerics.layout import Strided, TensorLayout, broadcast_strides
 from ..numerics.recipe import Recipe
 from ..numerics.saturation import warn_if_saturated
 from ..reference.attention import attention_reference
 from ..runtime import chip
-from ..runtime.descriptors import Strided, broadcast_strides
 from ..runtime.reports import report
-from .config import ComputePath, MultiCTAConfig, PortableConfig, PrefillShape, select_compute_path, select_config
+from .config import (
+    ComputePath,
+    MultiCTAConfig,
+    PortableConfig,
+    PrefillShape,
+    select_compute_path,
+    select_config,
+    select_swizzle_group,
+)
 from .operands import AttentionInputs, Operands
 
 if TYPE_CHECKING:
@@ -69,7 +76,7 @@ def _make_plan(key: AttentionCall) -> AttentionPlan:
         return AttentionPlan("reference", _run_reference)
     if call.backend == "auto" and _suits_sdpa(call):
         return AttentionPlan("sdpa", _run_sdpa)
-    return _plan_short(call) if call.is_short and call.key.numel() else _plan_prefill(call)
+    return _plan_short(call) if call.is_short else _plan_prefill(call)
 
 
 def _run_reference(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
@@ -97,7 +104,7 @@ def _plan_prefill(call: AttentionCall) -> AttentionPlan:
     device, q_len, has_info = call.query.device, call.query.shape[2], call.has_seq_info
     info = TensorLayout.dense((call.key.shape[0], 4), torch.int32, device) if has_info else None
     geometry = AttentionGeometry.of(call, info)
-    recipe = call.effective_recipe
+    recipe = call.recipe
     if geometry.low_tiles(q_len, recipe.diagonal_tiles, recipe.sink_tiles) == range(0):
         recipe = recipe.of_high_tiles
     arch = chip.device_arch(device)
@@ -110,10 +117,10 @@ def _plan_prefill(call: AttentionCall) -> AttentionPlan:
         operands = quantize_operands(query, key, value, recipe, path, placed)
         out, lse = new_results(query, value)
         if lse.numel():
-            launch_attention(AttentionInputs(
-                query, operands, placed, recipe, config, out, lse, call.score_scale, call.softcap, sinks,
-                None if operands.low is None else tile_counts,
-            ))  # fmt: skip
+            launch_attention(
+                query, operands, placed, recipe, config, out, lse, scale=call.score_scale, softcap=call.softcap,
+                sinks=sinks, tile_counts=tile_counts,
+            )  # fmt: skip
         return (out, lse) if call.needs_lse else (out,)
 
     layouts = (call.query, call.key, call.value, call.sinks, geometry.mask, info, call.tile_counts)
@@ -131,16 +138,37 @@ def _plan_prefill(call: AttentionCall) -> AttentionPlan:
     return AttentionPlan(config.kernel, run, launches)
 
 
-def launch_attention(inputs: AttentionInputs) -> None:
-    """Launch the attention kernel that the configuration belongs to."""
-    if isinstance(inputs.config, PortableConfig):
+def launch_attention(
+    query: Any, operands: Operands, geometry: AttentionGeometry, recipe: Recipe, config: Any, out: Any, lse: Any, *,
+    scale: float, softcap: float | None, sinks: Any, tile_counts: Any = None,
+) -> None:  # fmt: skip
+    """Launch the attention kernel that the configuration belongs to; arguments as in :class:`AttentionInputs`.
+
+    ``scale`` and ``softcap`` are those of the call, not in base 2.
+    """
+    low, threshold = operands.low or operands.high, recipe.skip_threshold
+    if operands.low is None:
+        tile_counts = threshold = None
+    elif threshold == math.inf and tile_counts is None:
+        threshold = None
+    kv_rows = low.key.shape[0] * low.key.shape[1]
+    inputs = AttentionInputs(
+        query, operands, low, geometry, recipe, config, out, lse, kv_rows,
+        swizzle_group=select_swizzle_group(kv_rows, (low.key.nbytes + low.value.nbytes) // kv_rows),
+        logit_scale=scale * LOG2_E,
+        softcap=None if softcap is None else softcap * LOG2_E,
+        skip_threshold=None if threshold is None else threshold * LOG2_E,
+        sinks=sinks,
+        tile_counts=tile_counts,
+    )  # fmt: skip
+    if isinstance(config, PortableConfig):
         from . import portable
 
         portable.launch(inputs)
         return
     from .hopper import host
 
-    launch = host.launch_multi_cta if isinstance(inputs.config, MultiCTAConfig) else host.launch_warp_specialized
+    launch = host.launch_multi_cta if isinstance(config, MultiCTAConfig) else host.launch_warp_specialized
     launch(inputs)
 
 

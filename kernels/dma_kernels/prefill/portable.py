@@ -8,14 +8,12 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..numerics.formats import TILE, UNQUANTIZED
-from ..numerics.geometry import LOG2_E
+from ..numerics.layout import Strided, broadcast_strides, head_blocks, is_describable, matrix_blocks
 from ..runtime import chip
-from ..runtime.descriptors import Strided, broadcast_strides, head_blocks, is_describable, matrix_blocks
 from ..runtime.launch import launch_kernel
-from ..runtime.operand_formats import RAW, Scale
 from .constants import PortableConstants
 from .kernel import prefill_kernel
-from .operands import AttentionInputs, Operands
+from .operands import RAW, AttentionInputs, Scale
 
 
 def launch(inputs: AttentionInputs) -> None:
@@ -69,6 +67,7 @@ def launch(inputs: AttentionInputs) -> None:
         if not low.value_format.is_16_bit:
             v_low_desc = TensorDescriptor(low.value, *matrix_blocks(low.value, constants.block_dv, config.block_n))
     blocks = geometry.query_blocks(q_len, config.block_m, config.block_m)
+    storage_len = TILE if low.key_format is RAW else low.key.shape[2]  # unused without tile-padded storage
     mask = Strided.of(None)
     if geometry.mask is not None:
         mask = Strided(geometry.mask.view(torch.uint8), *broadcast_strides(geometry.mask))
@@ -80,18 +79,8 @@ def launch(inputs: AttentionInputs) -> None:
         inputs.operands.query_global_scale, inputs.operands.key_mean,
         k_desc, v_desc, k_low_desc, v_low_desc, inputs.lse, inputs.sinks, inputs.tile_counts, geometry.seq_info,
         geometry.q_offset, geometry.kv_offset, q_len, geometry.kv_len,
-        high.key.shape[2], low.value.shape[2], _storage_len(inputs.operands), blocks,
+        high.key.shape[2], low.value.shape[2], storage_len, blocks,
         inputs.swizzle_group, inputs.kv_rows,
         geometry.window, recipe.diagonal_tiles, recipe.sink_tiles,
-        inputs.base2_softcap, inputs.scale * LOG2_E, inputs.base2_skip_threshold, **options,
+        inputs.softcap, inputs.logit_scale, inputs.skip_threshold, **options,
     )  # fmt: skip
-
-
-def _storage_len(operands: Operands) -> int:
-    """Return the entries of tile-padded storage; one tile if there is none."""
-    for tile_operands in filter(None, (operands.low, operands.high)):
-        if not tile_operands.value_format.is_16_bit:
-            return tile_operands.value.shape[2] * TILE
-        if tile_operands.key_format is not RAW:
-            return tile_operands.key.shape[2]
-    return TILE

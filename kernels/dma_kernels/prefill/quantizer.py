@@ -16,16 +16,25 @@ import torch
 from torch import Tensor
 
 from ..numerics.formats import NVFP4, TILE, padded_channels
+from ..numerics.layout import Strided
 from ..numerics.recipe import Recipe
 from ..numerics.saturation import saturation_counter
 from ..numerics.transforms import hadamard_size
 from ..runtime import chip
-from ..runtime.descriptors import Strided
 from ..runtime.launch import blocks_of_heads, launch_kernel
-from ..runtime.operand_formats import DEQUANTIZED, E5M2, RAW, TILE_SCALED, OperandFormat, Scale, dequantized_dtype
 from .config import ComputePath
 from .constants import QuantizerConstants
-from .operands import Operands, TileOperands
+from .operands import (
+    DEQUANTIZED,
+    E5M2,
+    RAW,
+    TILE_SCALED,
+    OperandFormat,
+    Operands,
+    Scale,
+    TileOperands,
+    dequantized_dtype,
+)
 from .quantizer_kernel import quantize_kernel, query_global_scale_kernel
 
 QUERY_BLOCK = 64

@@ -270,7 +270,7 @@ def quantize_kernel(
 
     Valid tiles are ``first_tile..end_tile``, of ``tiles`` in storage. Every CTA reads the head's first tile itself,
     from the L2 cache, so no launch precedes this one.
-    Forms name operand formats (:mod:`dma_kernels.runtime.operand_formats`); ``none`` and ``raw`` write nothing.
+    Forms name operand formats (:mod:`dma_kernels.prefill.operands`); ``none`` and ``raw`` write nothing.
     ``saturated_ptr`` is a counter of values that are too large for E4M3, in host memory. ``CONFIG`` is
     :class:`~.constants.QuantizerConstants`.
     """

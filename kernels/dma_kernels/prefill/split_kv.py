@@ -12,8 +12,8 @@ import torch
 import triton
 
 from ..numerics.geometry import LOG2_E
+from ..numerics.layout import Strided
 from ..runtime import chip
-from ..runtime.descriptors import Strided
 from ..runtime.launch import launch_kernel
 from .config import split_kv_config
 from .constants import SplitKVConstants

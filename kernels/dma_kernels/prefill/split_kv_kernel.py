@@ -149,7 +149,7 @@ def split_kv_kernel(
 ):  # fmt: skip
     """Attend causally with the queries of all heads, and write a split for each head of a CTA. Any number of CTAs.
 
-    - ``query``, ``key``, ``value``: 16-bit :class:`~dma_kernels.runtime.descriptors.Strided` ``[B, H, T, D]``;
+    - ``query``, ``key``, ``value``: 16-bit :class:`~dma_kernels.numerics.layout.Strided` ``[B, H, T, D]``;
       ``mask``: uint8 ``[B, Hq, Tq, Tk]``, or without a pointer.
     - ``splits``: :class:`Splits`. ``q_offset`` to ``batch``: the fields of :class:`Sequence`.
     - ``m_blocks``: blocks of ``BLOCK_M`` rows of a kv head.

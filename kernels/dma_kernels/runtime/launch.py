@@ -44,7 +44,8 @@ ASSERTS = {"debug": True, "sanitize_overflow": False}
 """Launch options with which ``tl.device_assert`` holds without ``TRITON_DEBUG``; integers are not checked."""
 
 _SETTINGS = SETTINGS.get(triton_version())
-_read_settings = operator.attrgetter(*(_SETTINGS or _SINCE_3_6))
+settings = functools.partial(operator.attrgetter(*(_SETTINGS or _SINCE_3_6)), triton.knobs)
+"""Return the current values of the settings that cause recompilation."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def launch_kernel(kernel: Any, constants: Mapping[str, Any], grid: Grid, *argume
         ValueError: ``constants`` are not the kernel's constexprs, or these do not come last.
         TypeError: There are more or fewer arguments than runtime parameters.
     """
-    names = _parameters(kernel.fn)
+    names = kernel.arg_names
     runtime = len(names) - len(constants)
     if set(names[runtime:]) != set(constants):
         raise ValueError(
@@ -104,11 +105,6 @@ def launching(launcher: Callable[[KernelLaunch], Any]) -> Iterator[None]:
         yield
     finally:
         _launcher.reset(token)
-
-
-@functools.cache
-def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
-    return tuple(inspect.signature(function).parameters)
 
 
 class DirectLaunch:
@@ -179,12 +175,6 @@ def blocks_of_heads(heads: int, blocks: int) -> Grid:
     """Return a grid of at least ``blocks`` CTAs per head; only the first axis takes more than 65,535 CTAs."""
     layers = max(1, -(-blocks // MAX_CTAS))
     return heads, -(-blocks // layers), layers
-
-
-def settings() -> tuple[Any, ...]:
-    """Return the current values of the settings that cause recompilation."""
-    found: tuple[Any, ...] = _read_settings(triton.knobs)
-    return found
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

@@ -13,7 +13,7 @@ from dma_kernels.device.operands import prepare_queries
 from dma_kernels.numerics.formats import MXINT8_UNIT
 from dma_kernels.numerics.quantize import QuantizedTensor, e8m0_to_float, nvfp4_global_scale, quantize
 from dma_kernels.numerics.transforms import hadamard_rotate, hadamard_size
-from dma_kernels.runtime.operand_formats import DEQUANTIZED, E4M3, E5M2, INT8, PACKED, OperandFormat
+from dma_kernels.prefill.operands import DEQUANTIZED, E4M3, E5M2, INT8, PACKED, OperandFormat
 from dma_kernels.testing import assert_bits_equal, mixed_magnitudes, random_qkv, relative_error
 from torch import Tensor
 

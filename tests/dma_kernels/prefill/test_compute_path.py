@@ -7,7 +7,7 @@ import torch
 import triton
 from dma_kernels import Recipe
 from dma_kernels.prefill.config import ComputePath, select_compute_path
-from dma_kernels.runtime.operand_formats import (
+from dma_kernels.prefill.operands import (
     DEQUANTIZED,
     E4M3,
     E4M3_VALUES,

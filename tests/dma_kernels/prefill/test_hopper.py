@@ -22,7 +22,6 @@ from dma_kernels.numerics.layout import TensorLayout
 from dma_kernels.numerics.quantize import e8m0_to_float, quantize
 from dma_kernels.numerics.transforms import hadamard_rotate
 from dma_kernels.prefill import config as configs
-from dma_kernels.prefill import operands
 from dma_kernels.prefill.config import (
     ROWS,
     ComputePath,
@@ -40,11 +39,10 @@ from dma_kernels.prefill.config import (
 from dma_kernels.prefill.hopper import host as hopper
 from dma_kernels.prefill.hopper import quantize_q as query_quantizer
 from dma_kernels.prefill.hopper.quantize_q import quantize_q
-from dma_kernels.prefill.operands import AttentionInputs, Operands
+from dma_kernels.prefill.operands import DEQUANTIZED, E4M3, E5M2, INT8, RAW, OperandFormat, Operands
 from dma_kernels.prefill.plan import launch_attention, new_results, plan
 from dma_kernels.prefill.quantizer import query_global_scale
 from dma_kernels.runtime import chip
-from dma_kernels.runtime.operand_formats import DEQUANTIZED, E4M3, E5M2, INT8, RAW, OperandFormat
 from dma_kernels.testing import assert_bits_equal, random_qkv
 from prefill_cases import (
     MASKED,
@@ -249,7 +247,7 @@ def test_multi_cta_kernel_rejects_more_blocks_than_a_grid_has(monkeypatch: pytes
 def test_quantized_queries_equal_the_specification_bit_for_bit(form: OperandFormat, format: str) -> None:
     query, _, _ = inputs(length=70)
     recipe = Recipe(low=format, shared_scale="tile", pv="fp8")
-    quantized_q = quantize_q(query, None, None, recipe, form, RAW, scale=0.25, use_pdl=False)
+    quantized_q = quantize_q(query, None, None, recipe, form, RAW, logit_scale=0.25 * LOG2_E, use_pdl=False)
     expected = quantize(query.float(), format, shared_scale="row")
     assert_bits_equal(quantized_q.low, expected.data)
     unit = 2.0**-6 if form is INT8 else 1.0
@@ -265,7 +263,7 @@ def test_quantized_queries_equal_the_specification_bit_for_bit(form: OperandForm
 def test_both_query_formats_of_the_paper_preset_are_exact() -> None:
     query, _, _ = inputs(length=70)
     recipe = RECIPES["paper"]
-    quantized_q = quantize_q(query, None, None, recipe, E5M2, DEQUANTIZED, scale=1.0, use_pdl=False)
+    quantized_q = quantize_q(query, None, None, recipe, E5M2, DEQUANTIZED, logit_scale=LOG2_E, use_pdl=False)
     low = quantize(query.float(), "mxfp4", scale_rounding="floor").dequantize()
     torch.testing.assert_close(
         quantized_q.low.float() * quantized_q.descale_and_bias[0][..., None] / LOG2_E, low, rtol=1e-6, atol=0.0
@@ -277,7 +275,7 @@ def test_both_query_formats_of_the_paper_preset_are_exact() -> None:
 def test_the_bias_of_quantized_queries_is_their_product_with_the_mean_key() -> None:
     query, _, _ = random_qkv(batch=2, q_heads=4, kv_heads=2, q_len=70, kv_len=70, head_dim=128, dtype=torch.bfloat16)
     mean = torch.randn(2, 2, 128)
-    quantized_q = quantize_q(query, mean, None, RECIPES["int8"], INT8, RAW, scale=1.0, use_pdl=False)
+    quantized_q = quantize_q(query, mean, None, RECIPES["int8"], INT8, RAW, logit_scale=LOG2_E, use_pdl=False)
     expected = (query.float() * mean.repeat_interleave(2, dim=1)[:, :, None]).sum(-1)
     torch.testing.assert_close(quantized_q.descale_and_bias[1], expected, rtol=1e-5, atol=1e-4)
 
@@ -286,7 +284,9 @@ def test_nvfp4_queries_have_their_heads_global_scale() -> None:
     query, _, _ = inputs(length=70)
     recipe = Recipe(low="nvfp4", scale_rounding="search", pv="fp8")
     global_scale = query_global_scale(query, recipe)
-    quantized_q = quantize_q(query, None, global_scale, recipe, DEQUANTIZED, RAW, scale=0.5, use_pdl=False)
+    quantized_q = quantize_q(
+        query, None, global_scale, recipe, DEQUANTIZED, RAW, logit_scale=0.5 * LOG2_E, use_pdl=False
+    )
     expected = quantize(query.float(), "nvfp4", scale_rounding="search").dequantize()
     assert quantized_q.low.dtype == torch.bfloat16
     assert torch.equal(quantized_q.low.float(), expected)
@@ -297,7 +297,7 @@ def test_nvfp4_queries_have_their_heads_global_scale() -> None:
 def test_unquantized_rotated_queries_keep_their_dtype(dtype: torch.dtype) -> None:
     query = random_qkv(q_len=70, kv_len=70, head_dim=128, dtype=dtype)[0]
     recipe = RECIPES["nvfp4-keys"]
-    quantized_q = quantize_q(query, None, None, recipe, DEQUANTIZED, RAW, scale=1.0, use_pdl=False)
+    quantized_q = quantize_q(query, None, None, recipe, DEQUANTIZED, RAW, logit_scale=LOG2_E, use_pdl=False)
     assert quantized_q.low.dtype == dtype
     torch.testing.assert_close(quantized_q.low.float(), hadamard_rotate(query.float()), rtol=2e-2, atol=2e-3)
 
@@ -426,11 +426,10 @@ def emulated(is_short: bool, monkeypatch: pytest.MonkeyPatch) -> None:
             assert config is not None
             out, lse = new_results(query, value)
             sinks = None if call.sinks is None else call.sinks.contiguous()
-            inputs = AttentionInputs(
-                query, made, geometry, recipe, config, out, lse, call.score_scale, call.softcap, sinks,
-                call.tile_counts,
+            launch_attention(
+                query, made, geometry, recipe, config, out, lse, scale=call.score_scale, softcap=call.softcap,
+                sinks=sinks, tile_counts=call.tile_counts,
             )  # fmt: skip
-            launch_attention(inputs)
             return out, lse
 
     def plan_eagerly(call: AttentionCall) -> Any:
@@ -578,7 +577,7 @@ def test_emulated_diagonal_and_sink_tiles_of_short_calls_match_the_reference(
 
 @pytest.mark.parametrize("is_short", [True])
 def test_emulated_swizzle_groups_need_not_divide_the_heads(emulated: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operands, "select_swizzle_group", lambda *_: 3)
+    monkeypatch.setattr("dma_kernels.prefill.plan.select_swizzle_group", lambda *_: 3)
     assert_matches_reference(CASES["batch"], RECIPES["balanced"], torch.bfloat16, "cpu")
 
 

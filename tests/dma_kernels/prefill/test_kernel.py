@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 from dma_kernels import Recipe, attention
-from dma_kernels.prefill import operands
+from dma_kernels.numerics.layout import is_describable
 from dma_kernels.prefill.config import L2_BYTES, select_swizzle_group
 from dma_kernels.prefill.plan import plan
 from dma_kernels.runtime import chip
-from dma_kernels.runtime.descriptors import is_describable
 from dma_kernels.testing import random_qkv, relative_error
 from prefill_cases import Case, assert_matches_reference
 from torch import Tensor
@@ -45,7 +44,7 @@ def test_values_of_high_tiles_are_not_rounded(arch: int, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("heads", [1, 2])
 def test_swizzle_groups_of_heads_are_all_computed(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operands, "select_swizzle_group", lambda kv_heads, size: heads)
+    monkeypatch.setattr("dma_kernels.prefill.plan.select_swizzle_group", lambda kv_heads, size: heads)
     case = Case(batch=1, q_heads=6, kv_heads=3, q_len=140, kv_len=140)  # the last group of two has one head
     assert_matches_reference(case, INT8, torch.float16, "cpu")
 

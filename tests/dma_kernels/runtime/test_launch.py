@@ -21,9 +21,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from dma_kernels.numerics.layout import TensorLayout
+from dma_kernels.numerics.layout import TensorLayout, matrix_blocks
 from dma_kernels.runtime import chip, launch
-from dma_kernels.runtime.descriptors import matrix_blocks
 from dma_kernels.runtime.launch import launch_kernel
 from hypothesis import given
 from hypothesis import strategies as st

@@ -13,11 +13,10 @@ import torch
 import triton
 import triton.language as tl
 from dma_kernels import Recipe, attention
-from dma_kernels.numerics.layout import TensorLayout, layout_of
+from dma_kernels.numerics.layout import TensorLayout, layout_of, matrix_blocks
 from dma_kernels.runtime import launch
 from dma_kernels.runtime import plan as planning
 from dma_kernels.runtime.chip import triton_version
-from dma_kernels.runtime.descriptors import matrix_blocks
 from dma_kernels.runtime.launch import launch_kernel
 from dma_kernels.runtime.plan import NUMBER, LaunchPlan, PlannedTensor, make_plan
 from dma_kernels.testing import random_qkv

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...device.tiles import load_visible_range
 from ...numerics.formats import TILE
 from ...numerics.geometry import AttentionGeometry
-from ...runtime.descriptors import broadcast_strides
+from ...numerics.layout import broadcast_strides
 from ...runtime.launch import launch_kernel
 from ..config import ROWS
 

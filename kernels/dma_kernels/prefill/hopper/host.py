@@ -10,13 +10,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...numerics.formats import TILE, padded_channels
-from ...numerics.geometry import LOG2_E
-from ...runtime.descriptors import head_blocks, matrix_blocks
+from ...numerics.layout import head_blocks, matrix_blocks
+from ...runtime import chip
 from ...runtime.launch import launch_kernel
-from ...runtime.operand_formats import RAW, TILE_SCALED
 from ..config import ROWS, is_dense_causal
 from ..constants import MultiCTAConstants, WarpSpecializedConstants
-from ..operands import AttentionInputs
+from ..operands import RAW, TILE_SCALED, AttentionInputs
 from .bitmask import pack_mask
 from .multi_cta import prefill_multi_cta_kernel
 from .quantize_q import QuantizedQueries, quantize_q
@@ -60,7 +59,7 @@ def launch_warp_specialized(inputs: AttentionInputs) -> None:
         _heads(queries.high, ROWS), _heads(queries.low, ROWS),
         _heads(high.key, TILE // 2), _heads(high.value, TILE // 2), _matrix(low.key, TILE, channels), v_low_desc,
         inputs.out, inputs.lse, queries.descale_and_bias, low.key_descale, low.value_descale,
-        *_common_arguments(inputs, blocks), *bitmask, inputs.base2_skip_threshold, inputs.tile_counts,
+        *_common_arguments(inputs, blocks), *bitmask, inputs.skip_threshold, inputs.tile_counts,
         num_warps=4, launch_pdl=True,
     )  # fmt: skip
 
@@ -100,16 +99,19 @@ def launch_multi_cta(inputs: AttentionInputs) -> None:
         None if low.value_format.is_16_bit else _matrix(low.value, channels, TILE),
         inputs.out, inputs.lse, None if queries is None else queries.descale_and_bias, inputs.operands.key_mean,
         low.key_descale, low.value_descale,
-        *_common_arguments(inputs, blocks), *bitmask, inputs.base2_skip_threshold, inputs.tile_counts,
+        *_common_arguments(inputs, blocks), *bitmask, inputs.skip_threshold, inputs.tile_counts,
         num_warps=4, maxnreg=config.registers, launch_pdl=True,
     )  # fmt: skip
 
 
 def _quantize_q(inputs: AttentionInputs) -> QuantizedQueries:
     operands = inputs.operands
+    # The quantizer of keys lets the next launch start early, and starts after all earlier work itself. So the caller's
+    # tensors are ready. NVFP4's query scale is a launch in between.
+    use_pdl = operands.query_global_scale is None and chip.supports_pdl(inputs.query.device)
     return quantize_q(
         inputs.query, operands.key_mean, operands.query_global_scale, inputs.recipe, inputs.low.key_format,
-        operands.high.key_format, scale=inputs.scale, use_pdl=inputs.use_pdl,
+        operands.high.key_format, logit_scale=inputs.logit_scale, use_pdl=use_pdl,
     )  # fmt: skip
 
 
@@ -121,7 +123,7 @@ def _common_arguments(inputs: AttentionInputs, blocks: int) -> tuple[Any, ...]:
         geometry.q_offset, geometry.kv_offset, inputs.query.shape[2], geometry.kv_len,
         inputs.low.key.shape[2] // TILE, blocks, inputs.swizzle_group, inputs.kv_rows,
         geometry.window, inputs.recipe.diagonal_tiles, inputs.recipe.sink_tiles,
-        inputs.base2_softcap, inputs.scale * LOG2_E,
+        inputs.softcap, inputs.logit_scale,
     )  # fmt: skip
 
 

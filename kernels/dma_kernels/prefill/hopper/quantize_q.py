@@ -15,12 +15,11 @@ from ...device.arithmetic import hadamard, program_block
 from ...device.operands import prepare_queries, smoothing_bias
 from ...device.tiles import Rows, load_in_range
 from ...numerics.formats import padded_channels
-from ...numerics.geometry import LOG2_E
 from ...numerics.recipe import Recipe
 from ...numerics.transforms import hadamard_size
 from ...runtime.launch import blocks_of_heads, launch_kernel
-from ...runtime.operand_formats import RAW, TILE_SCALED, OperandFormat, dequantized_dtype
 from ..channel_chunks import dot_chunks, load_chunks, quantize_row_chunks, store_chunks
+from ..operands import RAW, TILE_SCALED, OperandFormat, dequantized_dtype
 
 ROWS = 32
 """Queries of a CTA of two warps: fastest of 16 to 128 (H200)."""
@@ -98,7 +97,7 @@ def quantize_q(
     low_key: OperandFormat,
     high_key: OperandFormat,
     *,
-    scale: float,
+    logit_scale: float,
     use_pdl: bool,
 ) -> QuantizedQueries:
     """Quantize queries ``[B, Hq, Tq, D]``, any strides; ``D`` is a multiple of 32.
@@ -137,7 +136,7 @@ def quantize_q(
     launch_kernel(
         quantize_q_kernel, constants, blocks_of_heads(batch * heads, triton.cdiv(q_len, ROWS)),
         query, mean, query_global_scale, high, low, descale_and_bias, *query.stride(), q_len,
-        descale_and_bias.numel() // 2, scale * LOG2_E, math.pow(hadamard_size(head_dim), -0.5),
+        descale_and_bias.numel() // 2, logit_scale, math.pow(hadamard_size(head_dim), -0.5),
         num_warps=num_warps, launch_pdl=use_pdl,
     )  # fmt: skip
     return QuantizedQueries(high, low, descale_and_bias)
