@@ -1,4 +1,6 @@
-"""``generate`` decodes over caches of a fixed size in CUDA graphs of the compiled model, with the tokens of eager steps.
+"""``generate`` decodes over caches of a fixed size in CUDA graphs of the compiled model.
+
+The tokens are those of eager steps.
 
 A stand-in for a graph runs the captured step again, and ``torch.compile`` has a backend without a compiler.
 ``tests/gpu/test_whole_models.py`` has both.
