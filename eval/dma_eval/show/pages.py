@@ -280,11 +280,6 @@ def fidelity_page(section: FidelitySection) -> Page:
     return Page("Fidelity to SDPA in fp32", tables, _lines("fidelity", section), warnings(section.tokens))
 
 
-def can_retrieve(section: RetrievalSection) -> bool:
-    """Return whether the reference finds anything. If not, the other answers are meaningless."""
-    return any(cell.correct for cell in section.backends[0].cells)
-
-
 def retrieval_page(section: RetrievalSection) -> Page:
     """Show retrieval: one row per backend and length, one column per depth."""
     rows = []
@@ -294,7 +289,7 @@ def retrieval_page(section: RetrievalSection) -> Page:
         loss = f"{np.mean([cell.nll for cell in cells.values()]):.4f}" if cells else MISSING
         rows.append([backend.label, f"{length:,}", *found, loss])
     headers = ("backend", "tokens", *(f"depth {100 * depth:.0f} %" for depth in section.depths), "loss")
-    said = _lines("retrieval", section), _lines("retrieval_warnings", section, can_retrieve(section))
+    said = _lines("retrieval", section), _lines("retrieval_warnings", section)
     return Page(RETRIEVAL_TITLES[section.kind], [Table(headers, rows)], *said)
 
 

@@ -18,7 +18,7 @@ from dma_eval.files import check_folder, slug
 from dma_eval.names import DYNAMIC, reads_cache
 from dma_eval.results import ModelInfo, Origin, Report, backend_configs, backend_groups
 
-from .pages import MISSING, PAGES, Page, Table, can_retrieve, templates
+from .pages import MISSING, PAGES, Page, Table, templates
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -79,14 +79,6 @@ def _drawings(report: Report) -> Iterator[tuple[Figure, str, str, Any]]:
         if any(heads.skipped is not None for heads in fidelity.heads):
             caption = "Share of low tiles that every head skips"
             yield plots.plot_skipped(fidelity, name(fidelity)), "skipped", caption, fidelity
-    for asked in filter(can_retrieve, report.retrieval):
-        caption = f"Retrieval ({asked.kind}) by length and depth"
-        yield plots.plot_retrieval(asked, name(asked)), f"retrieval-{asked.kind}", caption, asked
-    for stress in report.stress:
-        yield plots.plot_stress(stress, name(stress)), "stress", "Divergence on twins of the model", stress
-        if stress.thresholds:
-            caption = "Divergence against the share of low tiles skipped"
-            yield plots.plot_thresholds(stress, name(stress)), "thresholds", caption, stress
 
 
 def to_markdown(report: Report, plots: Sequence[Plot] = ()) -> str:
