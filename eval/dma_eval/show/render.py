@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tomli_w
+from markdown_it import MarkdownIt
 
 from dma_eval.environment import Environment
 from dma_eval.errors import UserError, one_line
@@ -88,11 +89,13 @@ def to_markdown(report: Report, plots: Sequence[Plot] = ()) -> str:
 
 def to_html(report: Report, plots: Sequence[Plot], folder: Path) -> str:
     """Return the report as one self-contained HTML file, with the plots from ``folder`` and sortable tables."""
-    images = {
-        plot.path: f"data:image/png;base64,{base64.b64encode((folder / plot.path).read_bytes()).decode()}"
-        for plot in plots
-    }
-    return templates(html=True).get_template("report.html").render(_content(report, plots), images=images)
+    page = to_markdown(report, plots)
+    body = MarkdownIt("js-default").render(page)  # which escapes HTML
+    body = body.replace("<th>", '<th scope="col"><button type="button">').replace("</th>", "</button></th>")
+    for plot in plots:
+        image = base64.b64encode((folder / plot.path).read_bytes()).decode()
+        body = body.replace(f'src="{plot.path}"', f'src="data:image/png;base64,{image}"')
+    return templates().get_template("report.html").render(title=page.partition("\n")[0].removeprefix("# "), body=body)
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
