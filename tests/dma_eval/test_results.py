@@ -21,14 +21,12 @@ from dma_eval.results import (
     Generation,
     PerplexitySection,
     Report,
-    StressSection,
-    TwinResult,
     here_and_now,
     read_report,
 )
 from dma_eval.show import plots
 from dma_eval.show.pages import COLUMNS, format_kl, number, perplexity_page, warnings
-from dma_eval.show.plots import line_styles, plot_positions, plot_stress
+from dma_eval.show.plots import line_styles, plot_positions
 from dma_eval.show.render import Plot, cache_of, measured, to_html, to_markdown
 from PIL import Image
 
@@ -300,15 +298,6 @@ class TestMeasured:
 
 @pytest.mark.usefixtures("drawn")
 class TestPlots:
-    def test_no_line_joins_twins(self, section: PerplexitySection) -> None:
-        twins = [
-            TwinResult(name=name, key_ratio=1.0, query_ratio=1.0, refused=None, tokens=section)
-            for name in ("unchanged", "keys x 8")
-        ]
-        (ax,) = plot_stress(StressSection(range_tokens=64, key_ranges=[], query_ranges=[], twins=twins), "").axes
-        assert {line.get_linestyle() for line in ax.get_lines()} == {"None"}
-        assert [label.get_text() for label in ax.get_yticklabels()] == ["unchanged", "keys x 8"]
-
     def test_is_a_picture(self, report: Report, tmp_path: Path) -> None:
         """With a failed backend in it, and positions without a token."""
         plot_positions(report.perplexity[0], "A title").savefig(tmp_path / "p.png")
@@ -353,12 +342,3 @@ class TestPlots:
         plot_positions(replace(section, backends=section.backends[:1]), "Alone").savefig(tmp_path / "p.png")
         with Image.open(tmp_path / "p.png") as image:
             assert image.width > image.height
-
-    def test_legend_of_twins_explains_lines_only(self, section: PerplexitySection, tmp_path: Path) -> None:
-        """A backend that failed has no line; in SVG, Matplotlib puts every text into a comment beside its outlines."""
-        tokens = replace(section, backends=[*section.backends, FAILED])
-        twin = TwinResult(name="unchanged", key_ratio=1.0, query_ratio=1.0, refused=None, tokens=tokens)
-        stress = StressSection(range_tokens=64, key_ranges=[], query_ranges=[], twins=[twin])
-        plot_stress(stress, "A title").savefig(tmp_path / "p.svg")
-        text = (tmp_path / "p.svg").read_text(encoding="utf-8")
-        assert [f"<!-- {result.label} -->" in text for result in tokens.backends] == [False, True, True, False]

@@ -147,7 +147,6 @@ def test_command(run: Run, model_folder: Path, text_file: Path, tmp_path: Path) 
     result = run("retrieval", *arguments)
     assert result.exit_code == 0, result.output
     assert [section.kind for section in read_report(tmp_path / "run/results.json").retrieval] == ["kv", "needle"]
-    assert not list((tmp_path / "run").glob("retrieval-*.png"))  # a random model finds nothing
     assert "1 question for each length and depth, the same for every backend" in result.stdout
     assert "sdpa finds nothing: the model itself cannot do this task" in " ".join(result.output.split())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -11,7 +10,6 @@ from typing import Any
 
 import jinja2
 import numpy as np
-from markupsafe import Markup, escape
 
 from dma_eval.names import SIMULATED, TILE, reads_cache
 from dma_eval.results import (
@@ -93,11 +91,11 @@ def make_table(columns: Columns, results: Sequence[Any], caption: str = "") -> T
 
 
 @cache
-def templates(*, html: bool = False) -> jinja2.Environment:
-    """Return the package's templates, for Markdown or for HTML. HTML escapes all text."""
+def templates() -> jinja2.Environment:
+    """Return the package's templates. All text but that of a page in HTML is Markdown."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("dma_eval.show"),
-        autoescape=html,
+        autoescape=jinja2.select_autoescape(["html"]),
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
@@ -110,7 +108,6 @@ def templates(*, html: bool = False) -> jinja2.Environment:
         "cell": lambda text: str(text).replace("|", "\\|"),
         "quote": lambda text: "\n".join(f"> {line}".rstrip() for line in text.strip().splitlines()),
         "quoted": lambda text: f"`{text}`",
-        "code": lambda text: Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text)))),
     }
     return environment
 
@@ -280,11 +277,6 @@ def fidelity_page(section: FidelitySection) -> Page:
     return Page("Fidelity to SDPA in fp32", tables, _lines("fidelity", section), warnings(section.tokens))
 
 
-def can_retrieve(section: RetrievalSection) -> bool:
-    """Return whether the reference finds anything. If not, the other answers are meaningless."""
-    return any(cell.correct for cell in section.backends[0].cells)
-
-
 def retrieval_page(section: RetrievalSection) -> Page:
     """Show retrieval: one row per backend and length, one column per depth."""
     rows = []
@@ -294,7 +286,7 @@ def retrieval_page(section: RetrievalSection) -> Page:
         loss = f"{np.mean([cell.nll for cell in cells.values()]):.4f}" if cells else MISSING
         rows.append([backend.label, f"{length:,}", *found, loss])
     headers = ("backend", "tokens", *(f"depth {100 * depth:.0f} %" for depth in section.depths), "loss")
-    said = _lines("retrieval", section), _lines("retrieval_warnings", section, can_retrieve(section))
+    said = _lines("retrieval", section), _lines("retrieval_warnings", section)
     return Page(RETRIEVAL_TITLES[section.kind], [Table(headers, rows)], *said)
 
 

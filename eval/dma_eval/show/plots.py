@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Sequence
 from itertools import cycle, pairwise
@@ -14,7 +13,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure, FigureBase
 from matplotlib.ticker import MaxNLocator
 
-from dma_eval.results import FidelitySection, PerplexitySection, RetrievalSection, StressSection, TaskSection
+from dma_eval.results import FidelitySection, PerplexitySection, TaskSection
 
 from .pages import share
 
@@ -51,7 +50,6 @@ LEAST_LINEAR = 0.05
 LEAST_REACH = 1.0  # percentage points to each side, so that a small difference looks small
 GRID: dict[str, Any] = {"color": "#dddddd", "linewidth": 0.8}
 MARKERS = ("o", "s", "^", "D", "v", "P")
-HEADS = "Query head", "Layer"
 
 
 def make_figure(title: str, height: float, width: float = WIDTH) -> Figure:
@@ -183,7 +181,7 @@ def plot_heads(section: FidelitySection, title: str) -> Figure:
     # Errors span decades; a backend that is exact everywhere is left to show the lower end of the scale.
     low = 0.99 * max(least, 1e-5 * largest)
     norm, maps = LogNorm(low, largest), [(heading, np.maximum(errors, low)) for heading, errors in maps]
-    return _heat_maps(f"{title}: error of each head's attention output", maps, HEADS, "Relative L1 error", norm=norm)
+    return _heat_maps(f"{title}: error of each head's attention output", maps, "Relative L1 error", norm=norm)
 
 
 def plot_skipped(section: FidelitySection, title: str) -> Figure:
@@ -191,47 +189,14 @@ def plot_skipped(section: FidelitySection, title: str) -> Figure:
     shares = {heads.label: np.array(heads.skipped) for heads in section.heads if heads.skipped is not None}
     maps = [(f"{label}\n{share(each.mean())} of all", each) for label, each in shares.items()]
     title = f"{title}: tile skipping at {section.tokens.context:,} tokens"
-    return _heat_maps(title, maps, HEADS, "Low tiles skipped, share", vmin=0, vmax=1)
+    return _heat_maps(title, maps, "Low tiles skipped, share", vmin=0, vmax=1)
 
 
-def plot_retrieval(section: RetrievalSection, title: str) -> Figure:
-    """Draw the share of answers found by depth and length, one heat map per backend."""
-    maps = []
-    for backend in section.backends:
-        found = np.full((len(section.depths), len(section.lengths)), np.nan)  # where nothing was measured
-        for cell in backend.cells:
-            found[section.depths.index(cell.depth), section.lengths.index(cell.length)] = cell.correct / cell.samples
-        maps.append((backend.label + (" (failed)" if backend.failure else ""), found))
-    height, axes = 1.1 + 0.45 * len(section.depths), ("Prompt, tokens", "Depth of the answer")
-    title, label = f"{title}: retrieval, {section.kind}", "Found, share of samples"
-    figure = _heat_maps(title, maps, axes, label, height=height, vmin=0, vmax=1)
-    for ax, (_, found) in zip(figure.axes, maps, strict=False):
-        for (row, column), value in np.ndenumerate(found):
-            if not np.isnan(value):
-                color = "white" if value < 0.5 else "black"
-                ax.text(column, row, share(value, ".0f"), ha="center", va="center", fontsize=9, color=color)
-        ax.set_xticks(range(len(section.lengths)), [f"{length:,}" for length in section.lengths])
-        ax.set_yticks(range(len(section.depths)), [share(depth, ".0f") for depth in section.depths])
-    return figure
-
-
-def _heat_maps(
-    title: str,
-    maps: Sequence[tuple[str, Array]],
-    axes: tuple[str, str],
-    label: str,
-    height: float | None = None,
-    **style: Any,
-) -> Figure:
-    """Draw heat maps with headings, at most four in a row, and a bar of the colours, which is the last of the axes.
-
-    ``axes`` and ``label`` are the labels of the x axis, the y axis and the bar. ``height`` is that of a row in inches,
-    by default that of a layer for each row of a map.
-    """
-    height = min(6.0, 1.2 + 0.13 * len(maps[0][1])) if height is None else height
+def _heat_maps(title: str, maps: Sequence[tuple[str, Array]], label: str, **style: Any) -> Figure:
+    """Draw a heat map ``[layer, head]`` under each heading, at most four in a row, and a bar of the colours."""
     columns = min(len(maps), 4)
     rows = -(-len(maps) // columns)
-    figure = make_figure(title, 1.3 + rows * height)
+    figure = make_figure(title, 1.3 + rows * min(6.0, 1.2 + 0.13 * len(maps[0][1])))
     places = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flatten()
     for index, (ax, (heading, values)) in enumerate(zip(places, maps, strict=False)):
         image = ax.imshow(values, aspect="auto", interpolation="nearest", **style)
@@ -239,56 +204,11 @@ def _heat_maps(
         for axis in (ax.xaxis, ax.yaxis):
             axis.get_major_locator().set_params(integer=True)
         if index % columns == 0:
-            ax.set_ylabel(axes[1])
+            ax.set_ylabel("Layer")
         if index >= len(maps) - columns:  # the lowest of its column, which need not be in the last row
-            ax.set_xlabel(axes[0])
+            ax.set_xlabel("Query head")
             ax.tick_params(labelbottom=True)
     for ax in places[len(maps) :]:
         ax.set_visible(False)
     figure.colorbar(image, ax=list(places), label=label)
-    return figure
-
-
-def plot_stress(section: StressSection, title: str) -> Figure:
-    """Draw the divergence of each backend on each twin, one row per twin."""
-    measured = [(twin, twin.tokens) for twin in section.twins if twin.tokens is not None]
-    figure = make_figure(f"{title}: twins with larger outlier channels", 2.2 + 0.42 * len(measured))
-    ax = figure.subplots()
-    tidy(ax, rows=True)
-    ax.grid(True, axis="y", **GRID)
-    styles = line_styles(result.label for _, tokens in measured for result in tokens.backends)
-    for index, (label, (color, line)) in enumerate(styles.items()):
-        results = [next((each for each in tokens.backends if each.label == label), None) for _, tokens in measured]
-        values = np.array([None if each is None else each.kl_mean or None for each in results], float)
-        if index and np.isfinite(values).any():  # the reference has no divergence, nor has one that failed on all twins
-            face = color if line == "-" else "white"  # twins are categories, so no line joins them
-            marker: dict[str, Any] = {"marker": MARKERS[index % len(MARKERS)], "markersize": 7, "markerfacecolor": face}
-            rows = range(len(measured))
-            ax.plot(values, rows, color=color, label=label, linestyle="none", markeredgewidth=1.5, **marker)
-    ax.set_xscale("log")
-    ax.set_yticks(range(len(measured)), [twin.name for twin, _ in measured])
-    ax.set_ylim(len(measured) - 0.5, -0.5)
-    ax.set_xlabel("KL per token from the twin's own exact attention, nats")
-    legend_below(figure, ax)
-    return figure
-
-
-def plot_thresholds(section: StressSection, title: str) -> Figure:
-    """Draw the divergence against the share of low tiles skipped, one point per threshold."""
-    figure = make_figure(f"{title}: thresholds of tile skipping", 4.0)
-    ax = figure.subplots()
-    tidy(ax)
-    styles = line_styles(study.label for study in section.thresholds)
-    for study in section.thresholds:
-        color, line = styles[study.label]
-        shares = [100 * each for each in study.skipped]
-        values = [each.kl_mean or math.nan for each in study.tokens.backends[1:]]
-        ax.plot(shares, values, line, marker=MARKERS[0], color=color, label=study.label)
-        for threshold, skipped, value in zip(study.thresholds, shares, values, strict=True):
-            name = "off" if threshold is None else f"{threshold:g}"
-            ax.annotate(name, (skipped, value), textcoords="offset points", xytext=(5, -9), fontsize=8)
-    ax.set_yscale("log")
-    ax.set_xlabel("Low tiles skipped, %")
-    ax.set_ylabel("KL per token, nats")
-    legend_below(figure, ax)
     return figure

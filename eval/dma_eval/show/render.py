@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tomli_w
+from markdown_it import MarkdownIt
 
 from dma_eval.environment import Environment
 from dma_eval.errors import UserError, one_line
@@ -18,7 +19,7 @@ from dma_eval.files import check_folder, slug
 from dma_eval.names import DYNAMIC, reads_cache
 from dma_eval.results import ModelInfo, Origin, Report, backend_configs, backend_groups
 
-from .pages import MISSING, PAGES, Page, Table, can_retrieve, templates
+from .pages import MISSING, PAGES, Page, Table, templates
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -79,14 +80,6 @@ def _drawings(report: Report) -> Iterator[tuple[Figure, str, str, Any]]:
         if any(heads.skipped is not None for heads in fidelity.heads):
             caption = "Share of low tiles that every head skips"
             yield plots.plot_skipped(fidelity, name(fidelity)), "skipped", caption, fidelity
-    for asked in filter(can_retrieve, report.retrieval):
-        caption = f"Retrieval ({asked.kind}) by length and depth"
-        yield plots.plot_retrieval(asked, name(asked)), f"retrieval-{asked.kind}", caption, asked
-    for stress in report.stress:
-        yield plots.plot_stress(stress, name(stress)), "stress", "Divergence on twins of the model", stress
-        if stress.thresholds:
-            caption = "Divergence against the share of low tiles skipped"
-            yield plots.plot_thresholds(stress, name(stress)), "thresholds", caption, stress
 
 
 def to_markdown(report: Report, plots: Sequence[Plot] = ()) -> str:
@@ -96,11 +89,13 @@ def to_markdown(report: Report, plots: Sequence[Plot] = ()) -> str:
 
 def to_html(report: Report, plots: Sequence[Plot], folder: Path) -> str:
     """Return the report as one self-contained HTML file, with the plots from ``folder`` and sortable tables."""
-    images = {
-        plot.path: f"data:image/png;base64,{base64.b64encode((folder / plot.path).read_bytes()).decode()}"
-        for plot in plots
-    }
-    return templates(html=True).get_template("report.html").render(_content(report, plots), images=images)
+    page = to_markdown(report, plots)
+    body = MarkdownIt("js-default").render(page)  # which escapes HTML
+    body = body.replace("<th>", '<th scope="col"><button type="button">').replace("</th>", "</button></th>")
+    for plot in plots:
+        image = base64.b64encode((folder / plot.path).read_bytes()).decode()
+        body = body.replace(f'src="{plot.path}"', f'src="data:image/png;base64,{image}"')
+    return templates().get_template("report.html").render(title=page.partition("\n")[0].removeprefix("# "), body=body)
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
