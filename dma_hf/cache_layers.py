@@ -345,13 +345,12 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
         self.tokens = 0
         self.is_empty, self.is_initialized, self.is_settled = True, False, False
 
-    def clear(self, batch: int, dtype: torch.dtype) -> bool:
-        """Remove all tokens and keep the storage for ``batch`` rows of a dtype. Returns whether it has those shapes."""
+    def clear(self, batch: int, dtype: torch.dtype, device: torch.device) -> bool:
+        """Remove all tokens and keep the storage. Returns whether it is for ``batch`` rows of a dtype on a device."""
         self.pending = None
         if self.is_initialized:
-            if (len(self.storage.lengths), self.storage.key_residual.dtype) != (batch, dtype):
+            if (len(self.storage.lengths), self.storage.key_residual.dtype, self.device) != (batch, dtype, device):
                 return False
-            self.tokens = 0
             self._start_anew()
         return True
 
@@ -381,7 +380,11 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
         self.storage = storage
 
     def _start_anew(self) -> None:
-        """Reset the padding of the rows, the number of appended tokens and the length of the prompt."""
+        """Reset the counters, the padding of the rows and the length of the prompt."""
+        if isinstance(self.tokens, Tensor):
+            self.tokens.zero_()
+        else:
+            self.tokens = 0
         self.owner.prompt_length = None
         self.storage.lengths.zero_()
         self.storage.appended = 0
@@ -451,7 +454,6 @@ class DMAStaticLayer(DMALayer):
         """Remove all tokens, and keep the tensors."""
         self.pending = None
         if self.is_initialized:
-            self.tokens.zero_()
             self._start_anew()
 
     def hold(self, storage: LayerStorage) -> None:

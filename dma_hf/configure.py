@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from .cache import DMACache
 from .config import IMPLEMENTATIONS, NAME, DMAConfig, Settings, config_of, is_dma, settings_of
-from .decoding import release
+from .idle_caches import release
 from .integrations.internals import attention_name, decoder_attention, distinct_configs, rename
 from .support import has_attention, has_built_in_attention, refuse_model
 

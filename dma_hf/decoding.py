@@ -15,8 +15,6 @@ A model that needs it on the host cannot be captured, and runs eagerly.
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import NoneType
@@ -27,8 +25,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .cache import DMACache
-from .cache_layers import Capture, DMALayer, Owner
-from .config import is_ours, settings_of
+from .cache_layers import Capture, DMALayer
+from .config import settings_of
 from .integrations.internals import CACHE_ARGUMENT, CACHE_ARGUMENTS, is_output_hook
 from .stats import Use, count_eager_decoding, count_replay, recorded_uses
 
@@ -51,7 +49,7 @@ class DecodingGraph:
 
     Attributes:
         signature: Names, shapes and dtypes of the tensors of a call, and the values of its other arguments.
-        model: State of the model, see :func:`_state_of`.
+        model: State of the model, see :func:`state_of_model`.
         tables: Page table of each layer. They are replaced with the storage.
         room: Tokens that the storage has room for.
         inputs: Tensors that the graph reads, by argument.
@@ -117,7 +115,7 @@ class DecodingSteps:
             reason = _why_eager(self.model, cache, layers, inputs)
             if reason is not None:
                 return self._eagerly(reason, inputs)
-            if graph is not None and graph.model == _state_of(self.model):
+            if graph is not None and graph.model == state_of_model(self.model):
                 self.checked = graph
         for layer in layers:
             layer.make_room(1)
@@ -230,7 +228,7 @@ def _captured(
     Raises:
         RuntimeError: The model needs a value on the host.
     """
-    tokens, state = layers[0].tokens, _state_of(model)
+    tokens, state = layers[0].tokens, state_of_model(model)
     with torch.inference_mode(False):
         given = {name: value for name, value in inputs.items() if isinstance(value, Tensor) and name != MASK}
         static = {name: torch.empty_like(value) for name, value in given.items()}
@@ -288,7 +286,7 @@ def _replay(
     return type(graph.outputs)(**graph.outputs, **{CACHE_ARGUMENT: cache})
 
 
-def _state_of(model: PreTrainedModel) -> tuple[Any, ...]:
+def state_of_model(model: PreTrainedModel) -> tuple[Any, ...]:
     """Return what a graph of a model depends on: addresses of tensors, and plain attributes of modules and configs.
 
     It changes with adapters, adapter switches, merged or replaced weights, and settings.
@@ -315,47 +313,3 @@ def _plain(attributes: Mapping[str, Any]) -> list[tuple[str, Any]]:
             if all(type(item) in PLAIN for _, item in items):
                 plain.append((name, items))
     return plain
-
-
-# ---- caches that wait for the next call of generate
-
-_idle: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Owner, list[Any]]] = weakref.WeakKeyDictionary()
-_lock = threading.RLock()  # a finalizer may run while the same thread holds it
-
-
-def lend(model: PreTrainedModel, cache: DMACache, batch: int) -> None:
-    """Give a new cache the storage and the graph of an earlier one of the model, if its shapes are the same.
-
-    A graph holds the addresses of the storage, so a call can replay it only over the same memory. The cache returns
-    both when it is dropped. The model keeps one idle storage.
-
-    ``cache`` must be empty, and ``generate`` must not return it.
-    """
-    with _lock:
-        owner, layers = _idle.pop(model, (None, []))
-    if owner is not None and owner.matches(cache.owner) and all(map(_alike, layers, cache.layers)):
-        packed = [layer for layer in layers if isinstance(layer, DMALayer)]
-        if all(layer.clear(batch, model.dtype) for layer in packed):
-            owner.plain = owner.prompt_length = None
-            cache.owner, cache.layers = owner, layers
-    weakref.finalize(cache, _return, weakref.ref(model), cache.owner, cache.layers).atexit = False
-
-
-def _alike(one: Any, other: Any) -> bool:
-    return type(one) is type(other) and getattr(one, "format", None) == getattr(other, "format", None)
-
-
-def _return(model: weakref.ref[PreTrainedModel], owner: Owner, layers: list[Any]) -> None:
-    """Keep a storage for the next call, if the model still exists and runs ``dma_mxfp``."""
-    found = model()
-    if found is not None and is_ours(found):
-        with _lock:
-            _idle[found] = owner, layers
-
-
-def release(model: nn.Module) -> None:
-    """Free the idle storage and graph of a model and of the models in it."""
-    with _lock:
-        for module in model.modules():
-            if isinstance(module, PreTrainedModel):
-                _idle.pop(module, None)

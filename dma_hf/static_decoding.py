@@ -2,7 +2,7 @@
 
 Transformers compiles these steps, and lets the compiler replay CUDA graphs of its own. In each step the host then
 checks the guards of all modules and the addresses of all weights, and the GPU waits. :class:`StaticSteps` compiles the
-same step without such graphs, and captures it once a call of ``generate``. A replay only checks the cache's addresses.
+same step without such graphs, and captures it. A replay only checks the cache's addresses.
 
 Such a cache counts its tokens on the device, so a replay counts them. All other inputs of a step are copied to fixed
 addresses: tokens, positions, and the tensors that describe the mask.
@@ -10,20 +10,22 @@ addresses: tokens, positions, and the tensors that describe the mask.
 
 from __future__ import annotations
 
+import gc
 import operator
+import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Cache, CompileConfig, PreTrainedModel, StaticCache
-from transformers.cache_utils import StaticLayer
+from transformers.cache_utils import CacheLayerMixin, StaticLayer
 
 from . import decoding
 from .cache import DMACache
 from .cache_layers import DMAStaticLayer
-from .decoding import EAGER_STEPS, MASK, PLAIN, why_model_is_eager
+from .decoding import EAGER_STEPS, MASK, PLAIN, state_of_model, why_model_is_eager
 from .integrations.internals import CACHE_ARGUMENT, CACHE_ARGUMENTS
 from .masks.geometry import CompactMask, MaskGeometry
 from .stats import count_eager_decoding, count_replay
@@ -35,6 +37,47 @@ WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no
 """The modes of ``torch.compile`` that replay CUDA graphs, and the same modes without them."""
 
 GEOMETRY_FIELDS = tuple(field.name for field in fields(MaskGeometry))
+
+
+@dataclass(eq=False)
+class StaticGraph:
+    """A step of the compiled model over the layers of one cache, captured before its first replay.
+
+    Attributes:
+        kind: The mode of the compiler, and the state of the model (:func:`dma_hf.decoding.state_of_model`).
+        signature: See :func:`_signature_of`.
+        layers: State of the cache, see :func:`_state_of`.
+        inputs: Tensors that the graph reads.
+        arguments: Arguments of the model with these tensors. A captured graph does not keep them.
+        outputs: The output of the model without the cache. A replay overwrites its tensors.
+        replay: Runs the step, or ``None`` before the capture.
+    """
+
+    kind: tuple[Any, ...]
+    signature: tuple[Any, ...]
+    layers: list[Any]
+    inputs: Leaves
+    arguments: dict[str, Any]
+    outputs: Any = None
+    replay: Callable[[], None] | None = None
+
+    def fits(self, signature: tuple[Any, ...] | None, cache: Cache) -> bool:
+        """Return whether the graph computes a step with these inputs over a cache."""
+        return signature == self.signature and _is_same(self.layers, _state_of(cache))
+
+    def capture(self, model: Callable[..., Any]) -> None:
+        """Capture the step without running it.
+
+        Raises:
+            RuntimeError: The model needs a value on the host.
+        """
+        arguments, self.arguments = self.arguments, {}
+        self.replay, output = decoding.record(lambda: model(**arguments))
+        self.outputs = type(output)(**{name: value for name, value in output.items() if name not in CACHE_ARGUMENTS})
+
+
+_graphs: weakref.WeakKeyDictionary[CacheLayerMixin, StaticGraph] = weakref.WeakKeyDictionary()
+"""Captured graphs by the first layer of their cache. Later calls of ``generate`` over these layers replay them."""
 
 
 class StaticSteps:
@@ -54,63 +97,76 @@ class StaticSteps:
     ) -> None:
         self.model, self.compiled, self.config = model, compiled, config
         self.forward: Callable[..., Any] | None = None  # the compiled model
+        self.kind: tuple[Any, ...] | None = None  # of graphs, or None if steps are not captured
+        self.graph: StaticGraph | None = None
         self.steps = 0
-        self.is_captured = False  # whether steps are, or will be, replays
-        self.signature: tuple[Any, ...] | None = None
-        self.arguments: dict[str, Any] = {}  # of the captured step
-        self.static: Leaves = {}  # tensors among them
-        self.state: list[Any] = []  # attributes of the cache's layers
-        self.output: Any = None  # a replay overwrites its tensors
-        self.replay: Callable[[], None] | None = None
 
     def __call__(self, **inputs: Any) -> Any:
         """Call the model with the arguments of its ``forward``."""
-        cache = inputs.get(CACHE_ARGUMENT)
-        if self.forward is None:
-            self.signature = _signature_of(_leaves_of(inputs))
-            config = _without_graphs(self.config or CompileConfig())
-            self.is_captured = config is not None and self.signature is not None and _has_fixed_addresses(cache)
-            self.is_captured = self.is_captured and why_model_is_eager(self.model, inputs) is None
-            self.forward = self.compiled(config if self.is_captured else self.config)
-        self.steps += 1
-        if not self.is_captured or self.steps < EAGER_STEPS:
-            return self.forward(**inputs)
+        cache: Any = inputs.get(CACHE_ARGUMENT)
         leaves = _leaves_of(inputs)
-        if self.steps == EAGER_STEPS:  # with the tensors that the graph reads, so that the capture compiles nothing
-            self.static = {key: value.clone() for key, value in leaves.items() if isinstance(value, Tensor)}
-            self.arguments = _with_tensors(inputs, self.static)
-            before = _state_of(cache)
-            output = self.forward(**self.arguments)
-            self.state = _state_of(cache)
-            self.is_captured = _is_same(before, self.state)
-            return output
-        if _signature_of(leaves) != self.signature or not _is_same(self.state, _state_of(cache)):
-            self.is_captured = False
-            return self.forward(**inputs)
-        torch._foreach_copy_(list(self.static.values()), [leaves[key] for key in self.static])
-        if self.replay is None:
-            try:
-                self._capture(self.forward)
-            except RuntimeError as error:
-                self.is_captured = False
-                count_eager_decoding(self.model, f"the step cannot be captured: {str(error).strip().splitlines()[0]}")
+        signature = _signature_of(leaves)
+        if self.forward is None:
+            self.forward = self._begin(cache, inputs, signature)
+        graph = self.graph
+        if graph is None:
+            self.steps += 1
+            if self.kind is None or signature is None or self.steps < EAGER_STEPS:
                 return self.forward(**inputs)
-        assert self.replay is not None
-        self.replay()
+            return self._warm_up(self.forward, self.kind, signature, inputs, leaves)
+        if not graph.fits(signature, cache):
+            return self._without_graph(inputs)
+        torch._foreach_copy_(list(graph.inputs.values()), [leaves[key] for key in graph.inputs])
+        if graph.replay is None:
+            try:
+                graph.capture(self.forward)
+            except RuntimeError as error:
+                count_eager_decoding(self.model, f"the step cannot be captured: {str(error).strip().splitlines()[0]}")
+                return self._without_graph(inputs)
+            _graphs[cache.layers[0]] = graph
+        assert graph.replay is not None
+        graph.replay()
         count_replay(self.model, [])
-        return type(self.output)(**self.output, **{CACHE_ARGUMENT: cache})
+        return type(graph.outputs)(**graph.outputs, **{CACHE_ARGUMENT: cache})
 
-    def _capture(self, model: Callable[..., Any]) -> None:
-        """Capture a step without running it.
+    def _begin(self, cache: Any, inputs: dict[str, Any], signature: tuple[Any, ...] | None) -> Callable[..., Any]:
+        """Return the compiled model, and look for a graph of an earlier call."""
+        config = _without_graphs(self.config or CompileConfig())
+        is_capturable = signature is not None and _has_fixed_addresses(cache)
+        if config is None or not is_capturable or why_model_is_eager(self.model, inputs) is not None:
+            return self.compiled(self.config)
+        self.kind = (config.mode, state_of_model(self.model))
+        graph = _graphs.get(cache.layers[0])
+        if graph is not None and graph.kind == self.kind and graph.fits(signature, cache):
+            self.graph = graph
+        return self.compiled(config)
 
-        Raises:
-            RuntimeError: The model needs a value on the host.
-        """
-        arguments = self.arguments
-        self.replay, output = decoding.record(lambda: model(**arguments))
-        kept = {name: value for name, value in output.items() if name not in CACHE_ARGUMENTS}
-        self.output = type(output)(**kept)
-        self.arguments = {}  # the graph does not keep the cache alive
+    def _warm_up(
+        self,
+        forward: Callable[..., Any],
+        kind: tuple[Any, ...],
+        signature: tuple[Any, ...],
+        inputs: dict[str, Any],
+        leaves: Leaves,
+    ) -> Any:
+        """Run a step with the tensors that the graph will read, so that the capture compiles nothing."""
+        cache: Any = inputs[CACHE_ARGUMENT]
+        static = {key: value.clone() for key, value in leaves.items() if isinstance(value, Tensor)}
+        arguments, before = _with_tensors(inputs, static), _state_of(cache)
+        output = forward(**arguments)
+        layers = _state_of(cache)
+        gc.collect()  # the compiler leaves cycles of objects, which would keep the cache
+        if _is_same(before, layers):
+            self.graph = StaticGraph(kind, signature, layers, static, arguments)
+        else:
+            self.kind = None
+        return output
+
+    def _without_graph(self, inputs: dict[str, Any]) -> Any:
+        """Run this step and all later ones without a graph."""
+        self.graph = self.kind = None
+        assert self.forward is not None
+        return self.forward(**inputs)
 
 
 def _without_graphs(config: CompileConfig) -> CompileConfig | None:

@@ -23,12 +23,14 @@ from transformers import (
     GenerationConfig,
     GenerationMixin,
     PreTrainedModel,
+    StaticCache,
 )
 
 from ..cache import DMACache
 from ..cache_layers import DMALayer
 from ..config import NAME, cache_of, is_dma, is_ours
-from ..decoding import DecodingSteps, decodes_by_graphs, lend
+from ..decoding import DecodingSteps, decodes_by_graphs
+from ..idle_caches import lend
 from ..static_decoding import StaticSteps
 from ..stats import count_eager_decoding
 from ..support import expect_other_cache, shares_keys
@@ -101,7 +103,7 @@ def prepare_cache(
     is_new = cache is None and cache_of(model) is not None
     is_new = is_new and generation_config.use_cache is not False and generation_config.cache_implementation in OPEN
     if is_new:
-        cache = _new_cache(model, generation_config, generation_mode, batch_size, max_cache_length)
+        cache = _new_cache(model, generation_config, max_cache_length)
         is_new = cache is not None
     packed = packed_cache(cache)
     if cache_of(model) is not None:
@@ -124,16 +126,27 @@ def prepare_cache(
         elif generation_config.disable_compile:
             count_eager_decoding(model, "disable_compile is set")
     if not is_new:
-        return method(model, *given)
+        result = method(model, *given)
+        made = _cache_in(model_kwargs)
+        if cache is None and type(made) is StaticCache and not made.offloading:
+            _lend(model, made, generation_config, generation_mode, batch_size)
+        return result
     model_kwargs[CACHE_ARGUMENT] = cache
     if generation_config.is_assistant:  # Transformers rolls back its cache
         cache.activate_past_recording()
+    elif isinstance(cache, DMACache):
+        _lend(model, cache, generation_config, generation_mode, batch_size)
     return None
 
 
-def _new_cache(
-    model: PreTrainedModel, config: GenerationConfig, mode: Any, batch_size: int, max_cache_length: int
-) -> Cache | None:
+def _lend(model: PreTrainedModel, cache: Cache, config: GenerationConfig, mode: Any, batch_size: int) -> None:
+    """Let a new cache have the memory of the last one, if its steps may be CUDA graphs and the call keeps it."""
+    is_kept = not (config.return_dict_in_generate or config.is_assistant)
+    if is_kept and not config.disable_compile and mode.value in MODES and _is_on_gpu(model):
+        lend(model, cache, batch_size * max(config.num_beams or 1, config.num_return_sequences or 1))
+
+
+def _new_cache(model: PreTrainedModel, config: GenerationConfig, max_cache_length: int) -> Cache | None:
     """Return a ``DMACache``, or ``None`` if none of the model's layers can use one (Mamba)."""
     is_compiled = config.compile_config is not None and not config.disable_compile
     # A compiled step is for one size, so calls of similar lengths share it.
@@ -143,9 +156,6 @@ def _new_cache(
         return None
     if model.config.is_encoder_decoder:
         return EncoderDecoderCache(cache, DynamicCache(config=model.config))
-    is_returned = config.return_dict_in_generate or config.is_assistant
-    if not (is_compiled or is_returned or config.disable_compile) and mode.value in MODES and _is_on_gpu(model):
-        lend(model, cache, batch_size * max(config.num_beams or 1, config.num_return_sequences or 1))
     return cache
 
 

@@ -17,10 +17,10 @@ import pytest
 import torch
 from sampling import sampled
 from torch import nn
-from transformers import CompileConfig, set_seed
+from transformers import CompileConfig, Lfm2Config, Lfm2ForCausalLM, set_seed
 
 import dma_hf
-from dma_hf import DMACache, decoding
+from dma_hf import DMACache, decoding, idle_caches
 from dma_hf.cache_layers import Capture, DMALayer
 from dma_hf.integrations import wrapping as hooks
 from dma_hf.integrations.internals import CACHE_ARGUMENT
@@ -233,7 +233,7 @@ def test_a_model_that_needs_the_length_on_the_host_runs_eagerly(build, token_ids
     model = build()
     ids = token_ids(1, PROMPT)
     expected = _tokens(model, ids, 12)
-    dma_hf.decoding.release(model)
+    idle_caches.release(model)
     dma_hf.reset_stats(model)
 
     def fail(step):
@@ -298,8 +298,8 @@ def test_a_dropped_model_frees_its_idle_cache(build, token_ids, monkeypatch):
         monkeypatch.setattr(decoding, "record", lambda step: (lambda: None, record(step)[1]))
     model = build()
     _tokens(model, token_ids(1, PROMPT), 12)
-    assert model in decoding._idle
-    storage = weakref.ref(decoding._idle[model][1][0].storage)
+    assert model in idle_caches._idle
+    storage = weakref.ref(idle_caches._idle[model][1][0].storage)
     del model
     gc.collect()
     assert storage() is None
@@ -309,7 +309,33 @@ def test_configure_frees_the_idle_cache(build, token_ids):
     model = build()
     _tokens(model, token_ids(1, PROMPT), 12)
     dma_hf.configure(model, cache="int8")
-    assert model not in decoding._idle
+    assert model not in idle_caches._idle
+
+
+@torch.no_grad()
+def test_recurrent_states_of_one_call_do_not_reach_the_next(token_ids):
+    config = Lfm2Config(
+        vocab_size=97, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, layer_types=["conv", "full_attention"],
+    )  # fmt: skip
+    model = Lfm2ForCausalLM._from_config(config, attn_implementation="dma_mxfp").double().eval()
+    dma_hf.configure(model, "balanced", cache="int8")
+    scores = []
+    processors = [lambda ids, logits: scores.append(logits) or logits]
+    for seed in (0, 1, 0):
+        _tokens(model, token_ids(1, PROMPT, seed), 1, logits_processor=processors)
+    assert torch.equal(scores[0], scores[2])
+
+
+def test_an_idle_cache_does_not_move_with_its_model(build, token_ids):
+    """A model on another device, or of another dtype, gets a new cache."""
+    model = build()
+    _tokens(model, token_ids(1, PROMPT), 12)
+    layers = idle_caches._idle[model][1]
+    for layer in layers:
+        layer.device = torch.device("meta")
+    _tokens(model, token_ids(1, PROMPT), 12)
+    assert idle_caches._idle[model][1] is not layers
 
 
 def test_calls_of_layers_are_counted_in_replays(build, token_ids):

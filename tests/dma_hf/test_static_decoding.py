@@ -8,6 +8,7 @@ A stand-in for a graph runs the captured step again, and ``torch.compile`` has a
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import pytest
@@ -23,6 +24,7 @@ from dma_hf.integrations.internals import CACHE_ARGUMENT
 from dma_hf.static_decoding import StaticSteps
 
 PROMPT, NEW = 40, 16
+FIRST = decoding.EAGER_STEPS + 1  # tokens before the first replay
 
 
 def _tensors(layer):
@@ -33,9 +35,8 @@ def _tensors(layer):
 
 def record(step):
     """Stand in for :func:`dma_hf.decoding.record`: the capture changes nothing, and a replay overwrites the output."""
-    cache = dict(zip(step.__code__.co_freevars, step.__closure__, strict=True))["arguments"].cell_contents[
-        CACHE_ARGUMENT
-    ]
+    arguments = dict(zip(step.__code__.co_freevars, step.__closure__, strict=True))["arguments"].cell_contents
+    cache = arguments[CACHE_ARGUMENT] = copy.copy(arguments[CACHE_ARGUMENT])  # a graph does not keep the cache alive
     tensors = [tensor for layer in cache.layers for tensor in _tensors(layer)]
     before = [tensor.clone() for tensor in tensors]
     output = step()
@@ -100,11 +101,75 @@ def _replays(model):
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_tokens_are_those_of_eager_steps(name, build, token_ids):
     model = build(name)
-    for seed in range(2):  # each call of generate has a cache of its own
-        ids = token_ids(2, PROMPT, seed)
-        expected = _tokens(model, ids, disable_compile=True, do_sample=True, top_k=20)
-        assert torch.equal(_tokens(model, ids, do_sample=True, top_k=20), expected)
-        assert _replays(model) == NEW - decoding.EAGER_STEPS - 1
+    ids = token_ids(2, PROMPT)
+    expected = _tokens(model, ids, disable_compile=True, do_sample=True, top_k=20)
+    assert torch.equal(_tokens(model, ids, do_sample=True, top_k=20), expected)
+    assert _replays(model) == NEW - FIRST
+
+
+@pytest.mark.parametrize("cache", [None, "int8"])
+def test_later_calls_replay_the_graph_of_the_first(cache, build, token_ids):
+    """Also with other prompts, and with padding, which makes other masks."""
+    model = build()
+    options = {"do_sample": False}
+    if cache:
+        dma_hf.configure(model, "balanced", cache=cache)
+        options |= {"cache_implementation": None, "compile_config": CompileConfig()}
+    mask = torch.ones(2, PROMPT, dtype=torch.long)
+    padded = mask.clone()
+    padded[1, :9] = 0
+    for seed, visible in enumerate((mask, mask, padded, padded)):
+        ids = token_ids(2, PROMPT - seed % 2, seed)
+        options["attention_mask"] = visible[:, -ids.shape[1] :]
+        ours = _tokens(model, ids, **options)
+        assert _replays(model) == NEW - (1 if seed % 2 else FIRST)
+        plain = options | {"disable_compile": True, "compile_config": None}
+        assert torch.equal(ours, _tokens(model, ids, **plain))
+        dma_hf.reset_stats(model)
+
+
+def test_a_cache_of_the_caller_keeps_its_graph(build, token_ids):
+    model = build()
+    prompts = [token_ids(1, PROMPT, seed) for seed in range(2)]
+    expected = [_tokens(model, ids, do_sample=False, disable_compile=True) for ids in prompts]
+    cache = StaticCache(config=model.config, max_cache_len=PROMPT + NEW)
+    options = {"cache_implementation": None, "do_sample": False, CACHE_ARGUMENT: cache}
+    for ids, tokens, replays in zip(prompts, expected, (NEW - FIRST, NEW - 1), strict=True):
+        cache.reset()
+        assert torch.equal(_tokens(model, ids, **options), tokens)
+        assert _replays(model) == replays
+
+
+def _change_weights(model, options, token_ids):
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.flip(0))
+
+
+def _add_rows(model, options, token_ids):
+    options["ids"] = token_ids(3, PROMPT, 1)
+
+
+def _return_caches(model, options, token_ids):
+    options["return_dict_in_generate"] = True
+
+
+def _configure(model, options, token_ids):
+    dma_hf.configure(model, "paper")
+
+
+@pytest.mark.parametrize("change", [_change_weights, _add_rows, _return_caches, _configure])
+def test_a_graph_of_another_state_is_not_replayed(change, build, token_ids):
+    model = build()
+    ids = token_ids(1, PROMPT)
+    _tokens(model, ids, do_sample=False)
+    dma_hf.reset_stats(model)
+    options = {"ids": ids, "do_sample": False}
+    change(model, options, token_ids)
+    ours = _tokens(model, **options)
+    assert _replays(model) == NEW - FIRST
+    expected = _tokens(model, disable_compile=True, **options)
+    if "return_dict_in_generate" in options:
+        ours, expected = ours.sequences, expected.sequences
+    assert torch.equal(ours, expected)
 
 
 @pytest.mark.parametrize("hidden", ["left", "holes"])
@@ -147,7 +212,7 @@ def test_compile_config_makes_graphs_over_a_packed_cache(name, mode, build, toke
     dma_hf.reset_stats(model)
     config = CompileConfig(mode=mode)
     assert torch.equal(_tokens(model, token_ids(2, PROMPT), compile_config=config, **options), expected)
-    assert _replays(model) == (0 if mode == "default" else NEW - decoding.EAGER_STEPS - 1)
+    assert _replays(model) == (0 if mode == "default" else NEW - FIRST)
     assert compiler.modes == ["max-autotune-no-cudagraphs" if mode == "max-autotune" else "default"]
 
 
@@ -196,7 +261,7 @@ def test_a_layer_that_changes_other_state_is_not_captured(change, build, token_i
         monkeypatch.setattr(type(cache.layers[0]), "update", changing)
         for i in range(6):
             _run(steps, model, cache, 7, PROMPT + 1 + i)
-    assert steps.replay is None
+    assert steps.graph is None
 
 
 @torch.no_grad()
@@ -211,13 +276,12 @@ def test_reordered_rows_end_the_replays(build, token_ids):
             expected.reorder_cache(torch.tensor([1, 0]))
         logits = _run(steps, model, ours, i + 3, PROMPT + 1 + i)
         assert torch.equal(logits, _run(model, model, expected, i + 3, PROMPT + 1 + i))
-        assert steps.is_captured == (i < 6)
-    assert steps.replay is not None
+        assert (steps.graph is not None) == (decoding.EAGER_STEPS - 1 <= i < 6)
 
 
 def test_a_step_that_cannot_be_captured_is_counted(build, token_ids, monkeypatch):
     model = build()
-    expected = _tokens(model, token_ids(1, PROMPT), do_sample=False)
+    expected = _tokens(model, token_ids(1, PROMPT), do_sample=False, disable_compile=True)
     dma_hf.reset_stats(model)
 
     def fail(step):

@@ -69,6 +69,10 @@ def test_decode_steps_run_as_cuda_graphs(kind):
     assert torch.equal(*tokens)
     assert not torch._dynamo.utils.counters["graph_break"]
     assert dma_hf.stats(model).replays == 11 - EAGER_STEPS
+    if kind == "packed":
+        options["past_key_values"].reset()
+    assert torch.equal(model.generate(ids, **options), tokens[0])  # by the same graph
+    assert dma_hf.stats(model).replays == 11 - EAGER_STEPS + 11
     assert not dma_hf.stats(model).eager_decoding
 
 
