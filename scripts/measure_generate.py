@@ -8,7 +8,8 @@ A model with random weights calls ``generate`` as README does, with one prompt o
 weights, and each has a separate model object, so that settings, caches and graphs stay as a user has them. Runs take
 turns. Untimed calls come first: they compile, capture, and build cuDNN's plans.
 
-A step is the difference between calls with 66 and with 2 tokens, over 64. An eager step at batch 1 takes as long as the host needs.
+A step is the difference between calls with 66 and with 2 tokens, over 64. An eager step at batch 1
+takes as long as the host needs.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,6 +26,7 @@ from transformers import (
     PreTrainedModel,
     StaticCache,
 )
+from transformers.generation.utils import DeferredStopCheck
 
 from ..cache import DMACache
 from ..cache_layers import DMALayer
@@ -48,6 +50,9 @@ MAX_CANDIDATES = 128
 COMPILED_ROOM = 1024
 """The room of a cache for compiled steps is a multiple of this many tokens."""
 
+_of_one_call: weakref.WeakSet[Cache] = weakref.WeakSet()
+"""Caches that only their call of ``generate`` sees, on a GPU."""
+
 
 def wrap_generation() -> None:
     """Make ``generate`` and ``generate_batch`` use the cache of a model's settings, and run steps as CUDA graphs."""
@@ -55,6 +60,7 @@ def wrap_generation() -> None:
     _wrap(GenerationMixin, "_assisted_decoding", assisted_decoding)
     _wrap(GenerationMixin, "_valid_auto_compile_criteria", decodes_by_compiled_call)
     _wrap(PreTrainedModel, "get_compiled_call", compiled_call)
+    _wrap(DeferredStopCheck, "is_supported", defers_stop_check)
     _wrap(GenerationMixin, "init_continuous_batching", init_continuous_batching)
 
 
@@ -141,9 +147,10 @@ def prepare_cache(
 
 def _lend(model: PreTrainedModel, cache: Cache, config: GenerationConfig, mode: Any, batch_size: int) -> None:
     """Let a new cache have the memory of the last one, if its steps may be CUDA graphs and the call keeps it."""
-    is_kept = not (config.return_dict_in_generate or config.is_assistant)
-    if is_kept and not config.disable_compile and mode.value in MODES and _is_on_gpu(model):
+    is_of_one_call = not (config.return_dict_in_generate or config.is_assistant)
+    if is_of_one_call and not config.disable_compile and mode.value in MODES and _is_on_gpu(model):
         lend(model, cache, batch_size * max(config.num_beams or 1, config.num_return_sequences or 1))
+        _of_one_call.add(cache)
 
 
 def _new_cache(model: PreTrainedModel, config: GenerationConfig, max_cache_length: int) -> Cache | None:
@@ -213,6 +220,14 @@ def compiled_call(method: Callable[..., Any], model: PreTrainedModel, compile_co
     if not (is_ours(model) and _is_on_gpu(model)):
         return method(model, compile_config)
     return DecodingSteps(model, StaticSteps(model, functools.partial(method, model), compile_config))
+
+
+def defers_stop_check(method: Callable[..., bool], device: Any, cache: Any, *arguments: Any, **options: Any) -> bool:
+    """Return whether ``generate`` may see one step late that all rows have ended.
+
+    So the host launches a step while the GPU runs the last one. The step after the end is dropped.
+    """
+    return cache in _of_one_call or method(device, cache, *arguments, **options)
 
 
 # ---- managers of continuous batching (:mod:`dma_hf.integrations.manager`)

@@ -34,6 +34,20 @@ def no_gradients() -> Iterator[None]:
         yield
 
 
+class Event:
+    """Stands in for ``torch.Event``, which a CPU does not have."""
+
+    def __init__(self, **options: Any) -> None:
+        self.record = self.synchronize = lambda: None
+
+
+@pytest.fixture
+def events_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let code that records events on a GPU run on a CPU, where everything has happened already."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(torch, "Event", Event)
+
+
 @pytest.fixture
 def identity() -> dict[str, Any]:
     """A configuration without quantization, which computes ordinary attention."""

@@ -12,6 +12,7 @@ import io
 import pickle
 import weakref
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -54,7 +55,7 @@ def record(step):
 
 
 @pytest.fixture(autouse=True)
-def graphs_on_a_cpu(monkeypatch):
+def graphs_on_a_cpu(monkeypatch, events_on_a_cpu):
     if not torch.cuda.is_available():
         monkeypatch.setattr(decoding, "record", record)
         monkeypatch.setattr(hooks, "_is_on_gpu", lambda model: True)
@@ -345,3 +346,21 @@ def test_calls_of_layers_are_counted_in_replays(build, token_ids):
     found = dma_hf.stats(model)
     assert found.calls == 30 * len(found.layers)
     assert f"{found.replays} decoding steps replayed a CUDA graph" in str(found)
+
+
+@pytest.mark.parametrize("is_returned", [False, True])
+def test_the_host_reads_one_step_late_whether_all_rows_have_ended(is_returned, build, token_ids):
+    """Unless the call returns its cache. Streamers get the same tokens."""
+    model = build()
+    ids = token_ids(1, PROMPT)
+    end = _tokens(model, ids, disable_compile=True)[0, PROMPT + 15]
+    streamed, steps = [], []
+    streamer = SimpleNamespace(put=lambda tokens: streamed.extend(tokens.flatten().tolist()), end=lambda: None)
+    ours = model.generate(
+        ids, max_new_tokens=NEW, pad_token_id=0, eos_token_id=int(end), streamer=streamer,
+        logits_processor=[lambda ids, logits: steps.append(1) or logits], return_dict_in_generate=is_returned,
+    )  # fmt: skip
+    ours = ours.sequences if is_returned else ours
+    assert ours[0, -1] == end
+    assert streamed == ours[0].tolist()
+    assert len(steps) == ours.shape[1] - PROMPT + (not is_returned)

@@ -61,7 +61,7 @@ class Compiler:
 
 
 @pytest.fixture(autouse=True)
-def compiler(monkeypatch):
+def compiler(monkeypatch, events_on_a_cpu):
     """Make ``generate`` compile on a CPU, as it does on CUDA."""
     compiler = Compiler()
     monkeypatch.setattr(decoding, "record", record)
