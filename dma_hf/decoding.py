@@ -41,6 +41,8 @@ OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 """Arguments that make a model return states that ``generate`` keeps. A replay would overwrite them."""
 PLAIN = (bool, int, float, str, NoneType)
 """Types of values that are compared by value."""
+_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+"""Attributes of every module that say nothing about its output."""
 
 
 @dataclass(eq=False)
@@ -198,9 +200,9 @@ def why_model_is_eager(model: PreTrainedModel, inputs: Mapping[str, Any]) -> str
         return "the model is in training mode, or gradients are enabled"
     if torch.is_autocast_enabled("cuda"):
         return "autocast is on"
-    devices = {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())}
+    devices = {tensor.device for module in model.modules() for tensor in tensors_of(module)}
     if len(devices) != 1:
-        return f"the model is on several devices ({', '.join(sorted(devices))})"
+        return f"the model is on several devices ({', '.join(sorted(map(str, devices)))})"
     for name, module in model.named_modules():
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         if "_hf_hook" in vars(module) or not all(map(is_output_hook, hooks)):
@@ -286,14 +288,20 @@ def _replay(
     return type(graph.outputs)(**graph.outputs, **{CACHE_ARGUMENT: cache})
 
 
+def tensors_of(module: nn.Module) -> list[Tensor]:
+    """Return the parameters and buffers of a module without those of its children."""
+    return [each for each in (*module._parameters.values(), *module._buffers.values()) if each is not None]
+
+
 def state_of_model(model: PreTrainedModel) -> tuple[Any, ...]:
     """Return what a graph of a model depends on: addresses of tensors, and plain attributes of modules and configs.
 
     It changes with adapters, adapter switches, merged or replaced weights, and settings.
     """
-    parts: list[Any] = [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())]
+    parts: list[Any] = []
     for module in model.modules():
         parts.append(type(module))
+        parts.extend(tensor.data_ptr() for tensor in tensors_of(module))
         parts.extend(_plain(vars(module)))
     config: PreTrainedConfig = model.config.get_text_config(decoder=True)
     parts.extend(_plain(vars(config)))
@@ -306,6 +314,8 @@ def _plain(attributes: Mapping[str, Any]) -> list[tuple[str, Any]]:
     plain: list[tuple[str, Any]] = []
     for name, value in attributes.items():
         kind = type(value)
+        if name in _OF_TORCH:
+            continue
         if kind in PLAIN:
             plain.append((name, value))
         elif kind in (list, tuple, dict):

@@ -226,7 +226,7 @@ def triton_versions() -> pd.DataFrame:
 def generate(*files: str) -> pd.DataFrame:
     """First token, step, memory.
 
-    Transformers compiled the steps of static caches: of its own, and in older files of packed ones.
+    Steps over static caches are compiled: those of Transformers, and in older files packed ones.
     """
     order = ["device", "weights", "context"]
     frame = load(*files).sort_values(order, kind="stable", na_position="first")
@@ -234,7 +234,13 @@ def generate(*files: str) -> pd.DataFrame:
         "GPU, weights": frame["device"] + ", " + frame["weights"].fillna("bf16"),
         "tokens of the prompt": show(frame["context"], ",.0f"),
         "steps": np.select(
-            [frame["label"].str.endswith("static"), frame["graph_steps"] > 0], ["compiled", "CUDA graphs"], "eager"
+            [
+                frame["label"].str.endswith("static") & (frame["graph_steps"] > 0),
+                frame["label"].str.endswith("static"),
+                frame["graph_steps"] > 0,
+            ],
+            ["compiled, CUDA graphs", "compiled", "CUDA graphs"],
+            "eager",
         ),
         "first token": show(frame["first_token_seconds"], ".2f", " s"),
         "step": show(frame["step_milliseconds"], ".2f", " ms"),

@@ -61,6 +61,7 @@ def wrap_generation() -> None:
     _wrap(GenerationMixin, "_valid_auto_compile_criteria", decodes_by_compiled_call)
     _wrap(PreTrainedModel, "get_compiled_call", compiled_call)
     _wrap(DeferredStopCheck, "is_supported", defers_stop_check)
+    _wrap(DeferredStopCheck, "__call__", check_stop)
     _wrap(GenerationMixin, "init_continuous_batching", init_continuous_batching)
 
 
@@ -228,6 +229,26 @@ def defers_stop_check(method: Callable[..., bool], device: Any, cache: Any, *arg
     So the host launches a step while the GPU runs the last one. The step after the end is dropped.
     """
     return cache in _of_one_call or method(device, cache, *arguments, **options)
+
+
+def check_stop(method: Callable[..., bool], check: Any, unfinished: Tensor, tokens: Tensor, length: int) -> bool:
+    """Return whether ``generate`` stops. A streamer gets the first token at once, and later ones a step later."""
+    if check.is_first_step and check.streamer is not None and tokens.device.type != "mps":
+        check.streamer.put(tokens.cpu())
+        check.streamer = _AfterFirst(check.streamer)
+    return method(check, unfinished, tokens, length)
+
+
+class _AfterFirst:
+    """Passes all tokens but the first to a streamer."""
+
+    def __init__(self, streamer: Any) -> None:
+        self.streamer, self.is_first = streamer, True
+
+    def put(self, tokens: Tensor) -> None:
+        if not self.is_first:
+            self.streamer.put(tokens)
+        self.is_first = False
 
 
 # ---- managers of continuous batching (:mod:`dma_hf.integrations.manager`)

@@ -350,12 +350,15 @@ def test_calls_of_layers_are_counted_in_replays(build, token_ids):
 
 @pytest.mark.parametrize("is_returned", [False, True])
 def test_the_host_reads_one_step_late_whether_all_rows_have_ended(is_returned, build, token_ids):
-    """Unless the call returns its cache. Streamers get the same tokens."""
+    """Unless the call returns its cache. Streamers get the same tokens, and the first one at once."""
     model = build()
     ids = token_ids(1, PROMPT)
     end = _tokens(model, ids, disable_compile=True)[0, PROMPT + 15]
     streamed, steps = [], []
-    streamer = SimpleNamespace(put=lambda tokens: streamed.extend(tokens.flatten().tolist()), end=lambda: None)
+    seen = []
+    streamer = SimpleNamespace(
+        put=lambda tokens: (streamed.extend(tokens.flatten().tolist()), seen.append(len(steps))), end=lambda: None
+    )
     ours = model.generate(
         ids, max_new_tokens=NEW, pad_token_id=0, eos_token_id=int(end), streamer=streamer,
         logits_processor=[lambda ids, logits: steps.append(1) or logits], return_dict_in_generate=is_returned,
@@ -364,3 +367,4 @@ def test_the_host_reads_one_step_late_whether_all_rows_have_ended(is_returned, b
     assert ours[0, -1] == end
     assert streamed == ours[0].tolist()
     assert len(steps) == ours.shape[1] - PROMPT + (not is_returned)
+    assert seen == [0, 1, *range(2 + (not is_returned), len(steps) + 1)]
