@@ -43,6 +43,7 @@ from kernel_bench.inputs import Inputs, exact_rows, random_inputs, with_outlying
 from kernel_bench.peers import (
     CUDNN,
     FLASHINFER,
+    FLASHINFER_FP8,
     PREQUANTIZED,
     SDPA,
     Prepared,
@@ -50,6 +51,7 @@ from kernel_bench.peers import (
     flash_attention_3,
     flash_attention_4,
     flashinfer,
+    flashinfer_fp8,
     sage_attention,
     sdpa,
 )
@@ -78,7 +80,8 @@ PEERS: dict[str, Callable[[Inputs], Prepared]] = {
     **{label: partial(flash_attention_3, label) for label in ("fa3", "fa3:fp8", f"fa3:fp8{PREQUANTIZED}")},
     "fa4": flash_attention_4,
     **{label: partial(cudnn_fp8, label) for label in ("cudnn:fp8", f"cudnn:fp8{PREQUANTIZED}")},
-    **{label: partial(flashinfer, threshold) for label, threshold in FLASHINFER.items()},
+    **{label: partial(flashinfer, label) for label in FLASHINFER},
+    **{label: partial(flashinfer_fp8, label) for label in FLASHINFER_FP8},
     "sage": sage_attention,
 }
 """What ``dma_mxfp`` is compared with, by the names of ``--attn``."""

@@ -35,6 +35,7 @@ class Fp8Operands:
         descales: What query, key and value are to be multiplied by, fp32 ``[3, B, Hkv]``, or ``[3, 1, 1]`` for one
             scale per tensor.
         scales: The reciprocals.
+        key_value: E4M3 ``[B, T, 2, Hkv, D]``, of which ``key`` and ``value`` are views, if they are packed.
     """
 
     query: Tensor
@@ -42,6 +43,7 @@ class Fp8Operands:
     value: Tensor
     descales: Tensor
     scales: Tensor
+    key_value: Tensor | None = None
 
 
 @triton.jit
@@ -64,9 +66,12 @@ def _select(p_q, p_k, p_v, i_head, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr
 def _quantize_kernel(
     p_q, p_k, p_v, p_q_codes, p_k_codes, p_v_codes, p_largest, p_descales, p_scales, tokens,
     stride_which, stride_batch, stride_head, CONVERT: tl.constexpr, LARGEST_CODE: tl.constexpr, Q_HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Find the largest magnitude of each scale, or, with ``CONVERT``, scale and convert by it."""
+    """Find the largest magnitude of each scale, or, with ``CONVERT``, scale and convert by it.
+
+    With ``PACKED`` the codes of a token's keys precede those of its values.
+    """
     i_batch = tl.program_id(2).to(tl.int64)
     p_x, heads, head, which, kv_head = _select(p_q, p_k, p_v, tl.program_id(1), Q_HEADS, KV_HEADS)
     o_scale = which * stride_which + i_batch * stride_batch + kv_head * stride_head
@@ -82,6 +87,9 @@ def _quantize_kernel(
             tl.store(p_descales + o_scale, largest / LARGEST_CODE)
             tl.store(p_scales + o_scale, LARGEST_CODE / largest)
         x = tl.minimum(tl.maximum(x * (LARGEST_CODE / largest), -LARGEST_CODE), LARGEST_CODE)
+        if PACKED:
+            pitch = tl.where(which == 0, Q_HEADS, 2 * KV_HEADS)
+            offsets = ((i_batch * tokens + o_row)[:, None] * pitch + head) * HEAD_DIM + o_channel[None]
         tl.store(p_codes + offsets, to_e4m3(x), mask=m_x)
     else:
         tl.atomic_max(p_largest + o_scale, tl.max(tl.max(tl.abs(x), 1), 0), sem="relaxed")
@@ -103,7 +111,7 @@ def dequantize_fp8(codes: Tensor, descale: Tensor, dtype: torch.dtype) -> Tensor
     return out
 
 
-def quantize_fp8(query: Tensor, key: Tensor, value: Tensor, *, per_head: bool) -> Fp8Operands:
+def quantize_fp8(query: Tensor, key: Tensor, value: Tensor, *, per_head: bool, pack_kv: bool = False) -> Fp8Operands:
     """Quantize to E4M3 so that the largest magnitude of each scale becomes 448.
 
     Args:
@@ -112,6 +120,7 @@ def quantize_fp8(query: Tensor, key: Tensor, value: Tensor, *, per_head: bool) -
         value: ``[B, T, Hkv, D]``, likewise.
         per_head: Give every batch row and kv head a scale of its own, which its query heads share. Otherwise a tensor
             has one scale.
+        pack_kv: Store the keys and values of a token side by side.
 
     Raises:
         ValueError: Queries and keys differ in their number of tokens.
@@ -122,12 +131,17 @@ def quantize_fp8(query: Tensor, key: Tensor, value: Tensor, *, per_head: bool) -
     kv_heads = key.shape[2]
     largest = torch.zeros((3, batch, kv_heads) if per_head else (3, 1, 1), dtype=torch.float32, device=query.device)
     descales, scales = torch.empty_like(largest), torch.empty_like(largest)
-    q_codes, k_codes, v_codes = (torch.empty_like(x, dtype=torch.float8_e4m3fn) for x in (query, key, value))
+    packed = key.new_empty((batch, tokens, 2, kv_heads, head_dim), dtype=torch.float8_e4m3fn) if pack_kv else None
+    q_codes = torch.empty_like(query, dtype=torch.float8_e4m3fn)
+    if packed is None:
+        k_codes, v_codes = (torch.empty_like(x, dtype=torch.float8_e4m3fn) for x in (key, value))
+    else:
+        k_codes, v_codes = packed.unbind(2)
     strides = largest.stride() if per_head else (1, 0, 0)
     sizes = {"Q_HEADS": q_heads, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "LARGEST_CODE": E4M3_MAX}
-    sizes |= {"BLOCK_D": triton.next_power_of_2(head_dim), "ROWS": BLOCK_ROWS}
+    sizes |= {"BLOCK_D": triton.next_power_of_2(head_dim), "ROWS": BLOCK_ROWS, "PACKED": pack_kv}
     grid = (triton.cdiv(tokens, BLOCK_ROWS), q_heads + 2 * kv_heads, batch)
     tensors = (query, key, value, q_codes, k_codes, v_codes, largest, descales, scales)
     for converts in (False, True):
         _quantize_kernel[grid](*tensors, tokens, *strides, CONVERT=converts, **sizes, num_warps=WARPS)
-    return Fp8Operands(q_codes, k_codes, v_codes, descales, scales)
+    return Fp8Operands(q_codes, k_codes, v_codes, descales, scales, packed)

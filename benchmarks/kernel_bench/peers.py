@@ -42,8 +42,11 @@ FLASH_3 = {"fa3": False, "fa3:fp8": True}
 """FlashAttention-3 by its name in results, and whether it takes E4M3."""
 PREQUANTIZED = ":prequantized"
 """Suffix of FP8 attention whose operands are given in E4M3: quantizing them is not counted."""
-FLASHINFER = {"flashinfer": None, **{f"flashinfer:t{threshold}": float(threshold) for threshold in (5, 6, 7, 8)}}
+THRESHOLDS = {"": None, **{f":t{nats}": float(nats) for nats in (5, 6, 7, 8)}}
+FLASHINFER = {f"flashinfer{suffix}": nats for suffix, nats in THRESHOLDS.items()}
 """FlashInfer by its name in results, and the threshold below which it skips tiles, in nats."""
+FLASHINFER_FP8 = {f"flashinfer:fp8{suffix}": nats for suffix, nats in (THRESHOLDS | {PREQUANTIZED: None}).items()}
+"""FlashInfer in E4M3, likewise."""
 FLASHINFER_WORKSPACE = 16 << 20
 PROBABILITY_SCALE = 256.0
 """Scale of cuDNN's FP8 probabilities."""
@@ -124,12 +127,13 @@ def fp8_call(
     restore: Callable[[Fp8Operands, Tensor], Tensor] = lambda _, out: out,
     *,
     per_head: bool,
+    pack_kv: bool = False,
 ) -> Prepared:
     """Return a call of FP8 attention that quantizes first, and ``restore`` what it returns.
 
     If the name ends in ``:prequantized`` only ``attend`` is timed.
     """
-    quantize = partial(quantize_fp8, *inputs.token_major, per_head=per_head)
+    quantize = partial(quantize_fp8, *inputs.token_major, per_head=per_head, pack_kv=pack_kv)
 
     def run() -> Tensor:
         operands = quantize()
@@ -247,35 +251,64 @@ def sage_attention(inputs: Inputs) -> Prepared:
     return Prepared(lambda: attend(*inputs.tensors, is_causal=inputs.is_causal, sm_scale=inputs.scale))
 
 
-def flashinfer(threshold: float | None, inputs: Inputs) -> Prepared:
-    """Return a call of FlashInfer's FMHA v2 for Hopper, which can skip softmax and values of tiles (arXiv 2512.12087).
+def flashinfer(name: str, inputs: Inputs) -> Prepared:
+    """Return a call of FlashInfer's FMHA v2 for Hopper in 16 bits. ``name`` is one of :data:`FLASHINFER`."""
+    operands = tuple(each.flatten(0, 1) for each in inputs.token_major)
+    attend = _fmha_v2(inputs, FLASHINFER[name])
+    return Prepared(lambda: attend(operands, "SEPARATE_Q_K_V", bmm1_scale=inputs.scale, bmm2_scale=1.0))
 
-    A tile is skipped if no row of its block has a logit within ``threshold`` of the row's largest logit so far.
-    ``None`` skips nothing. FlashInfer's own parameter is ``exp(-threshold)`` times the length. The first call compiles
-    the kernels, which takes minutes.
+
+def flashinfer_fp8(name: str, inputs: Inputs) -> Prepared:
+    """Return a call of FlashInfer's FMHA v2 for Hopper in E4M3, with one scale per tensor and 16-bit outputs.
+
+    FlashInfer takes the scales as numbers on the host, so that no call can wait for them: they are computed once,
+    before anything is timed, as calibration does. ``flashinfer:fp8`` counts a fused quantization, which stores keys and
+    values in the one tensor that FlashInfer expects. ``name`` is one of :data:`FLASHINFER_FP8`.
     """
-    attend = import_peer(FLASHINFER_MODULE).trtllm_fmha_v2_prefill
+    fmha_v2 = _fmha_v2(inputs, FLASHINFER_FP8[name])
+    q_descale, k_descale, v_descale = quantize_fp8(*inputs.token_major, per_head=False).descales.flatten().tolist()
+
+    def attend(operands: Fp8Operands) -> Tensor:
+        assert operands.key_value is not None
+        return fmha_v2(
+            (operands.query.flatten(0, 1), operands.key_value.flatten(0, 1)),
+            "CONTIGUOUS_Q_KV",
+            bmm1_scale=inputs.scale * q_descale * k_descale,
+            bmm2_scale=v_descale,
+            out_dtype=inputs.query.dtype,
+        )
+
+    return fp8_call(name, inputs, attend, per_head=False, pack_kv=True)
+
+
+def _fmha_v2(inputs: Inputs, threshold: float | None) -> Callable[..., Tensor]:
+    """Return FlashInfer's FMHA v2 as a function of operands, their layout and scales, to ``[B, Hq, T, D]``.
+
+    It can skip softmax and values of tiles (arXiv 2512.12087): a tile is skipped if no row of its block has a logit
+    within ``threshold`` of the row's largest logit so far. ``None`` skips nothing. FlashInfer's own parameter is
+    ``exp(-threshold)`` times the length. The first call compiles the kernels, which takes minutes.
+    """
     batch, tokens, _, _ = inputs.token_major[0].shape
     device = inputs.query.device
-    lengths = torch.full((batch,), tokens, dtype=torch.int32, device=device)
     ends = torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32, device=device)
-    call = partial(
-        attend,
-        tuple(each.flatten(0, 1) for each in inputs.token_major),
-        "SEPARATE_Q_K_V",
-        torch.empty(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=device),
-        lengths,
-        tokens,
-        tokens,
-        inputs.scale,
-        1.0,
-        batch,
-        ends,
-        ends,
+    attend = partial(
+        import_peer(FLASHINFER_MODULE).trtllm_fmha_v2_prefill,
+        workspace_buffer=torch.empty(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=device),
+        seq_lens=torch.full((batch,), tokens, dtype=torch.int32, device=device),
+        max_q_len=tokens,
+        max_kv_len=tokens,
+        batch_size=batch,
+        cum_seq_lens_q=ends,
+        cum_seq_lens_kv=ends,
         mask_mode="causal" if inputs.is_causal else "padding",
         skip_softmax_threshold_scale_factor=0.0 if threshold is None else tokens * math.exp(-threshold),
     )
-    return Prepared(lambda: call().unflatten(0, (batch, tokens)).transpose(1, 2))
+
+    def call(operands: tuple[Tensor, ...], layout: str, **options: Any) -> Tensor:
+        out: Tensor = attend(operands, layout, **options).unflatten(0, (batch, tokens))
+        return out.transpose(1, 2)
+
+    return call
 
 
 def flash_attention_3_step(name: str, query: Tensor, key: Tensor, value: Tensor) -> tuple[Run, int]:

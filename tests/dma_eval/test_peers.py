@@ -11,7 +11,7 @@ import torch
 from kernel_bench import peers
 from kernel_bench.fp8_quantizer import dequantize_fp8, quantize_fp8
 from kernel_bench.inputs import Inputs
-from kernel_bench.peers import FLASH_3, FLASHINFER, PREQUANTIZED
+from kernel_bench.peers import FLASH_3, FLASHINFER, FLASHINFER_FP8, PREQUANTIZED
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -74,7 +74,7 @@ def test_a_step_is_attention_and_reads_what_is_stored(name: str) -> None:
 
 
 def flashinfer_attend(
-    qkv: tuple[Tensor, Tensor, Tensor],
+    qkv: tuple[Tensor, ...],
     input_layout: str,
     workspace_buffer: Tensor,
     seq_lens: Tensor,
@@ -86,43 +86,71 @@ def flashinfer_attend(
     cum_seq_lens_q: Tensor,
     cum_seq_lens_kv: Tensor,
     *,
+    out_dtype: torch.dtype | None = None,
     mask_mode: str,
     skip_softmax_threshold_scale_factor: float,
 ) -> Tensor:
     """Do what FlashInfer says that FMHA v2 does, but with single logits in place of tiles."""
-    assert (input_layout, bmm2_scale) == ("SEPARATE_Q_K_V", 1.0)
+    is_fp8 = qkv[0].dtype == torch.float8_e4m3fn
+    assert input_layout == ("CONTIGUOUS_Q_KV" if is_fp8 else "SEPARATE_Q_K_V")
+    assert all(x.is_contiguous() and x.dtype == qkv[0].dtype for x in qkv)
+    assert type(bmm1_scale) is type(bmm2_scale) is float  # the binding takes no tensors
     assert seq_lens.tolist() == [max_kv_len] * batch_size
+    separate = (qkv[0], *qkv[1].unbind(1)) if is_fp8 else qkv
     outs = []
-    for query, key, value in zip(*(x.tensor_split(cum_seq_lens_q.tolist()[1:-1]) for x in qkv), strict=True):
-        wide = [x.transpose(0, 1).repeat_interleave(query.shape[1] // x.shape[1], 0) for x in (query, key, value)]
+    for query, key, value in zip(*(x.tensor_split(cum_seq_lens_q.tolist()[1:-1]) for x in separate), strict=True):
+        wide = [
+            x.float().transpose(0, 1).repeat_interleave(query.shape[1] // x.shape[1], 0) for x in (query, key, value)
+        ]
         scores = bmm1_scale * wide[0] @ wide[1].mT
         if mask_mode == "causal":
             scores += torch.full_like(scores[0], -math.inf).triu(1)
         ratio = (scores - scores.amax(-1, keepdim=True)).exp()
         scores.masked_fill_(ratio < skip_softmax_threshold_scale_factor / max_kv_len, -math.inf)
-        outs.append((scores.softmax(-1) @ wide[2]).transpose(0, 1))
+        outs.append((bmm2_scale * scores.softmax(-1) @ wide[2]).transpose(0, 1))
     assert cum_seq_lens_q.tolist() == cum_seq_lens_kv.tolist()
     assert max(map(len, outs)) == max_q_len
-    return torch.cat(outs)
+    return torch.cat(outs).to(out_dtype or qkv[0].dtype)
+
+
+def skipping(inputs: Inputs, threshold: float | None) -> Tensor:
+    """Return attention without the logits that lie more than the threshold below the largest of their row."""
+    wide = [x.repeat_interleave(inputs.query.shape[1] // x.shape[1], 1) for x in inputs.tensors]
+    scores = inputs.scale * wide[0] @ wide[1].mT
+    if inputs.is_causal:
+        scores += torch.full_like(scores[0, 0], -math.inf).triu(1)
+    below = scores < scores.amax(-1, keepdim=True) - (math.inf if threshold is None else threshold)
+    return scores.masked_fill(below, -math.inf).softmax(-1) @ wide[2]
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("name", FLASHINFER)
-def test_flashinfer_skips_what_lies_the_threshold_below_the_maximum(
-    monkeypatch: pytest.MonkeyPatch, name: str, is_causal: bool
-) -> None:
-    module = SimpleNamespace(trtllm_fmha_v2_prefill=flashinfer_attend)
-    monkeypatch.setitem(sys.modules, peers.FLASHINFER_MODULE, module)
-    query, key, value = tensors(50, 50)
-    inputs = Inputs(query, 8.0 * key, value, 0.1, is_causal)
-    prepared = peers.flashinfer(FLASHINFER[name], inputs)
-    wide = [x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in inputs.tensors]
-    scores = inputs.scale * wide[0] @ wide[1].mT
-    if is_causal:
-        scores += torch.full_like(scores[0, 0], -math.inf).triu(1)
-    threshold = math.inf if FLASHINFER[name] is None else FLASHINFER[name]
-    scores.masked_fill_(scores < scores.amax(-1, keepdim=True) - threshold, -math.inf)
-    torch.testing.assert_close(prepared.read(prepared.run()), scores.softmax(-1) @ wide[2])
+class TestFlashInfer:
+    @pytest.fixture(autouse=True)
+    def _installed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        module = SimpleNamespace(trtllm_fmha_v2_prefill=flashinfer_attend)
+        monkeypatch.setitem(sys.modules, peers.FLASHINFER_MODULE, module)
+
+    @pytest.fixture
+    def inputs(self, is_causal: bool) -> Inputs:
+        query, key, value = tensors(50, 50)
+        return Inputs(query, 8.0 * key, 4.0 * value, 0.1, is_causal)
+
+    @pytest.mark.parametrize("name", FLASHINFER)
+    def test_skips_what_lies_the_threshold_below_the_maximum(self, name: str, inputs: Inputs) -> None:
+        prepared = peers.flashinfer(name, inputs)
+        torch.testing.assert_close(prepared.read(prepared.run()), skipping(inputs, FLASHINFER[name]))
+
+    @pytest.mark.parametrize("name", FLASHINFER_FP8)
+    def test_takes_codes_and_scales_in_fp8(self, name: str, inputs: Inputs) -> None:
+        prepared = peers.flashinfer_fp8(name, inputs)
+        made = quantize_fp8(*inputs.token_major, per_head=False)
+        codes = (made.query, made.key, made.value)
+        restored = (x.float().transpose(1, 2) * scale for x, scale in zip(codes, made.descales.flatten(), strict=True))
+        rounded = Inputs(*restored, inputs.scale, inputs.is_causal)
+        out = prepared.read(prepared.run())
+        torch.testing.assert_close(out, skipping(rounded, FLASHINFER_FP8[name]))
+        assert (out - exact(inputs)).norm() / exact(inputs).norm() < 0.2
+        assert (prepared.quantize is None) == name.endswith(PREQUANTIZED)
 
 
 class TestQuantizer:
@@ -140,6 +168,18 @@ class TestQuantizer:
             assert codes.float().abs().max() == 448.0
             torch.testing.assert_close(made.descales[index].flatten(), (largest / 448.0).flatten())
             torch.testing.assert_close(made.scales[index].flatten(), (448.0 / largest).flatten())
+
+    @pytest.mark.parametrize("tokens", [1, 130])
+    def test_packs_the_keys_and_values_of_a_token_side_by_side(self, tokens: int) -> None:
+        given = [x.transpose(1, 2).bfloat16().contiguous() for x in tensors(tokens, tokens)]
+        made = quantize_fp8(*given, per_head=False, pack_kv=True)
+        separate = quantize_fp8(*given, per_head=False)
+        assert made.key_value is not None
+        assert made.key_value.is_contiguous()
+        expected = torch.stack((separate.key, separate.value), 2)
+        assert torch.equal(made.key_value.view(torch.uint8), expected.view(torch.uint8))
+        for name in ("query", "key", "value"):
+            assert torch.equal(getattr(made, name).float(), getattr(separate, name).float())
 
     def test_keeps_zeros(self) -> None:
         zeros = torch.zeros(1, 3, 1, 16, dtype=torch.bfloat16)
