@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.markup import escape
-
 from dma_eval import config, console
 from dma_eval.config import argument, option
 from dma_eval.errors import UserError
@@ -30,13 +28,6 @@ class CardOptions:
     out: Path | None = config.out_option(
         None, "-o", help="File for the card.", metavar="FILE", shown="shown on the screen"
     )
-    push: str | None = option(
-        None,
-        metavar="OWNER/NAME",
-        panel=config.OUTPUT,
-        help="Upload the card and the results to this repository. Shows what it will do, and asks first.",
-    )
-    yes: bool = option(False, panel=config.OUTPUT, help="Upload without asking.")
 
 
 def report(args: ReportOptions) -> int:
@@ -71,33 +62,22 @@ def report(args: ReportOptions) -> int:
 def card(args: CardOptions) -> int:
     """Make a Hub model card from a run: metadata, results as a model index, use, settings, limits.
 
+    To upload it, use the Hub's own command: `hf upload OWNER/NAME README.md`.
+
     Examples:
     dma-hf card run --base-model HuggingFaceTB/SmolLM2-135M --license apache-2.0 --out README.md
-    dma-hf card run --base-model HuggingFaceTB/SmolLM2-135M --push me/SmolLM2-135M-dma
+    dma-hf card run/results.json --base-model HuggingFaceTB/SmolLM2-135M --backend dma_mxfp:fp4
     """
-    if args.yes and args.push is None:
-        raise UserError("--yes: only with --push, which asks before it uploads")
     check_file(args.out, "--out")
-    from dma_eval.results import RESULTS, read_report
-    from dma_eval.show.card import check_token, make_card, push
+    from dma_eval.results import read_report
+    from dma_eval.show.card import make_card
 
     card = make_card(
         read_report(args.run), backend=args.backend, base_model=args.base_model, license_name=args.license_name
     )
-    if args.out is not None:
+    if args.out is None:
+        console.out.file.write(str(card))  # unformatted, to be piped into a file
+    else:
         write_text(str(card), args.out)
         console.print_wrote(args.out)
-    if args.push is None:
-        if args.out is None:
-            console.out.file.write(str(card))  # unformatted, to be piped into a file
-        return 0
-    check_token()
-    console.print_line(
-        f"Uploads README.md and {RESULTS} to https://huggingface.co/{escape(args.push)}, in one commit. If the "
-        "repository does not exist, it is created, public."
-    )
-    if not args.yes and not console.confirm("Go on?"):
-        return console.INTERRUPTED
-    file = args.run / RESULTS if args.run.is_dir() else args.run
-    console.print_line(f"Uploaded: {escape(push(card, file, args.push))}")
     return 0
