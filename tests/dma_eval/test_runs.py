@@ -72,7 +72,7 @@ class TestFolder:
     def test_holds_everything(self, report: Report, folder: Path) -> None:
         found = [path.relative_to(folder / "all") for path in (folder / "all").rglob("*.*")]
         names = {path.as_posix() for path in found if path.parts[0] not in ("parts", "samples")}  # what it resumes from
-        plots = {"positions-128.png", "tasks.png", "fidelity.png", "heads.png"}
+        plots = {"positions-128.png", "tasks.png", "fidelity.png"}
         assert names == {
             "results.json",
             "report.md",
