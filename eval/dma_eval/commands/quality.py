@@ -101,7 +101,7 @@ def retrieval(args: config.QualityOptions, text: config.OptionalTextOptions, par
     if text.data is not None and not part.needs_text:
         raise UserError("--data: key-value pairs need no text; leave it out, or add --kind needle")
     if text.data is None and text != config.OptionalTextOptions():
-        raise UserError("--split, --column: only with --data, which names the text")
+        raise UserError("--column: only with --data, which names the text")
     return measure(args, Suite(name="retrieval", retrieval=part), text)
 
 
