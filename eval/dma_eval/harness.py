@@ -32,7 +32,6 @@ from .names import DMA
 Request = tuple[Any, list[int], list[int]]
 """The strings (or ``None``), the tokens of the context and those of the continuation."""
 OWN = "has no token of its own to score"  # for it is empty, or merges with the end of its context
-SHOWN_CHARACTERS = 40  # characters of a context and of a continuation that an error shows
 
 
 class BackendFailure(RuntimeError):
@@ -189,8 +188,6 @@ class DMALM(HFLM):  # type: ignore[misc]
 
 
 def _no_token(context: str, continuation: str, why: str) -> ValueError:
-    """Return the error of a sample, named by the end of its context and the beginning of its continuation."""
-    end = context if len(context) <= SHOWN_CHARACTERS else f"…{context[-SHOWN_CHARACTERS:]}"
-    start = continuation if len(continuation) <= SHOWN_CHARACTERS else f"{continuation[:SHOWN_CHARACTERS]}…"
-    which = f"context {end!r} with continuation {start!r}"
+    """Return the error of a sample, which shows the end of its context and the beginning of its continuation."""
+    which = f"context ending in {context[-40:]!r} with continuation {continuation[:40]!r}"
     return ValueError(f"{which} {why}; change the sample, or its target_delimiter")

@@ -161,14 +161,16 @@ class TestFailures:
     ) -> None:
         """Also among others, with whose logits it would be scored; lm-eval's own model stops too, without a message."""
         requests = instances("loglikelihood", [*others, (context, continuation)])
-        named = re.escape(f"context {context!r} with continuation {continuation!r}")
+        named = re.escape(f"context ending in {context!r} with continuation {continuation!r}")
         with pytest.raises(BackendFailure, match=f"{named} has no token .*; change the sample, or its target"):
             make().loglikelihood(requests)
         with pytest.raises((AssertionError, IndexError)):
             hugging_face.loglikelihood(requests, disable_tqdm=True)
 
     def test_a_long_sample_is_named_by_the_end_of_its_context(self, make: Callable[..., DMALM]) -> None:
-        with pytest.raises(BackendFailure, match=r"context '…[a-z ]{36} wha' with continuation 'le' has no token"):
+        with pytest.raises(
+            BackendFailure, match=r"context ending in '[a-z ]{36} wha' with continuation 'le' has no token"
+        ):
             make().loglikelihood(instances("loglikelihood", [(f"{CONTEXT} {CONTEXT} the wha", "le")]))
 
     def test_generation(self, broken: DMALM) -> None:
