@@ -312,28 +312,13 @@ def quality_twins(*folders: str) -> pd.DataFrame:
     return of_backends(frame[frame["kl"] != ""], "kl", "twin")
 
 
-def quality_positions(folder: str) -> pd.DataFrame:
-    """Change of perplexity, and KL per token in each quarter of the positions."""
-    frame = losses(folder)[1:]
-    (section,) = sections("perplexity", folder)
-    kls = np.array(frame["position_kl"].tolist(), dtype=float)
-    cells = {"perplexity": frame["change"]}
-    for quarter in np.array_split(np.arange(kls.shape[1]), 4):
-        first, last = section.position_edges[quarter[0]], section.position_edges[quarter[-1] + 1] - 1
-        cells[f"KL, {first:,} to {last:,}"] = [format_kl(value) for value in np.nanmean(kls[:, quarter], 1)]
-    return named(pd.DataFrame(cells), frame["label"])
-
-
-def needles() -> pd.DataFrame:
-    """Answers found of those asked for. Caches have questions of their own, and a row of the reference for them."""
-    rows = []
-    for folder in ("smollm2-needles-bf16", "smollm2-needles-caches-bf16"):
-        for backend in (each for section in sections("retrieval", folder) for each in section.backends):
-            note = " (questions of the caches)" if "caches" in folder and backend.label == "sdpa" else ""
-            rows += [vars(cell) | {"label": name(label_of(backend)) + note} for cell in backend.cells]
-    sums = pd.DataFrame(rows).groupby(["label", "length"], sort=False)[["correct", "samples"]].sum().astype(str)
+def needles(folder: str) -> pd.DataFrame:
+    """Answers found of those asked for, by the length of the prompt."""
+    (section,) = sections("retrieval", folder)
+    frame = pd.DataFrame([vars(cell) | {"label": label_of(each)} for each in section.backends for cell in each.cells])
+    sums = frame.groupby(["label", "length"], sort=False)[["correct", "samples"]].sum().astype(str)
     cells = (sums["correct"] + "/" + sums["samples"]).rename("found").reset_index()
-    return pivot(cells, "found", "label", "length").rename(columns="{:,}".format)
+    return named(pivot(cells, "found", "label", "length").rename(columns="{:,}".format))
 
 
 def accuracies(*folders: str) -> pd.DataFrame:
@@ -416,11 +401,10 @@ def retired_at(command: str) -> str | None:
     return next((commit for commit, gone in RETIRED.items() if command.startswith(gone)), None)
 
 
-QUALITY = (quality_runs, quality_twins, quality_positions)
-ANSWERS = (needles, accuracies, continuations)
+QUALITY = (quality_runs, quality_twins, needles, accuracies, continuations)
 SPEED = (prefill, prefill_errors, prefill_real, decode, triton_versions, generate, first_token, interleaved)
 TABLES: dict[str, Callable[..., pd.DataFrame]] = {
-    each.__name__.replace("_", "-"): each for each in (results, *SPEED, *QUALITY, *ANSWERS, files)
+    each.__name__.replace("_", "-"): each for each in (results, *SPEED, *QUALITY, files)
 }
 
 
