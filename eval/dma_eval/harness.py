@@ -46,7 +46,6 @@ class DMALM(HFLM):  # type: ignore[misc]
         pretrained: Hub name, folder or loaded model.
         attn: The backend: an ``attn_implementation`` of Transformers, ``dma_mxfp:PRESET`` or ``dma_mxfp:FILE.toml``,
             with ``+int8`` or ``+int4`` read through a ``DMACache``.
-        attn_preset: Short for ``attn="dma_mxfp:PRESET"``.
         batch_size: Sequences per forward pass.
         kwargs: Arguments of lm-eval's ``hf``: ``dtype``, ``revision``, ``gguf_file``, ``parallelize``, ...
     """
@@ -54,20 +53,17 @@ class DMALM(HFLM):  # type: ignore[misc]
     def __init__(
         self,
         pretrained: Any,
-        attn: str | None = None,
-        attn_preset: str | None = None,
+        attn: str = DMA,
         batch_size: int | str | None = 1,
         **kwargs: Any,
     ) -> None:
-        if attn is not None and attn_preset is not None:
-            raise ValueError(f"attn={attn} and attn_preset={attn_preset} exclude each other; give one of them")
         if "attn_implementation" in kwargs:
             raise ValueError(
                 f"attn_implementation={kwargs['attn_implementation']} would be replaced by the backend; give attn=..."
             )
         if not str(batch_size).isdecimal():
             raise ValueError(f"batch_size must be a number, got {batch_size!r}; dma-hf does not search for one")
-        (backend,) = parse_backends([attn or (f"{DMA}:{attn_preset}" if attn_preset else DMA)])
+        (backend,) = parse_backends([attn])
         super().__init__(pretrained=pretrained, batch_size=batch_size, **kwargs)
         if self.backend != "causal":
             raise ValueError(f"dma-hf evaluates causal language models, got {type(self.model).__name__}")
