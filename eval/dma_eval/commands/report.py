@@ -8,7 +8,7 @@ from pathlib import Path
 from dma_eval import config, console
 from dma_eval.config import argument, option
 from dma_eval.errors import UserError
-from dma_eval.files import check_file, check_folder, write_json, write_text
+from dma_eval.files import check_file, check_folder, write_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,20 +42,16 @@ def report(args: ReportOptions) -> int:
     from dma_eval.results import RESULTS, read_report
     from dma_eval.show.render import write_run
 
-    folder = args.out or (args.run if args.run.is_dir() else args.run.parent)
-    run, results = read_report(args.run), folder / RESULTS
-    written = []
-    try:
-        is_other = results.exists() and read_report(results) != run
-    except UserError:
-        is_other = True
-    if is_other:
+    source = args.run / RESULTS if args.run.is_dir() else args.run
+    run, folder = read_report(source), args.out or source.parent
+    results, copied = folder / RESULTS, []
+    if results.exists() and results.read_bytes() != source.read_bytes():
         raise UserError(f"--out: {folder} holds the results of another run ({RESULTS}); name another folder")
     if args.out is not None and not results.exists():  # a copy, which makes the folder complete
         check_folder(folder)
-        write_json(run, results)
-        written = [RESULTS]
-    console.print_wrote(*written, *write_run(run, folder), folder=folder)
+        write_text(source.read_text(encoding="utf-8"), results)
+        copied = [RESULTS]
+    console.print_wrote(*copied, *write_run(run, folder), folder=folder)
     return 0
 
 
