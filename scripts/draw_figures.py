@@ -210,7 +210,8 @@ def draw_speed_loss() -> Figure:
     left.set_xlabel("error of the attention output, relative to fp64")
     left.set_title("Prefill, 32K tokens, H100", fontsize=11)
 
-    loss = update_docs.by_twin(update_docs.losses(*update_docs.SHORT), "kl_mean")[update_docs.UNCHANGED]
+    losses = update_docs.losses(*update_docs.SHORT)
+    loss = update_docs.pivot(losses, "kl_mean", "label", "twin")[update_docs.UNCHANGED]
     shown = {
         "dma-hf int8": (own, update_docs.INT8, update_docs.INT8, OURS, (8, -4)),
         "dma-hf int4": (own, update_docs.INT4, update_docs.INT4, OURS, (8, -4)),

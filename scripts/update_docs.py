@@ -24,14 +24,6 @@ ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 BLOCK = re.compile(r"(<!-- table: (\S+)(.*?) -->\n)(.*?)(<!-- end table -->)", re.DOTALL)
 BALANCED, INT8, INT4 = "dma_mxfp:balanced", "dma_mxfp:balanced+int8", "dma_mxfp:balanced+int4"
-TYPED = "generate-h100"
-"""Result of ``dma-hf bench`` with its default runs. Without it the README has no such row."""
-TYPED_PEERS = {
-    "sdpa+static": "SDPA, static cache, compiled",
-    "sdpa+dynamic": "SDPA, eager",
-    "flash_attention_3+dynamic": "FlashAttention-3, eager",
-}
-"""Runs that the README compares with, the strongest first."""
 REQUESTS = "32 requests of 2,048 + 64 tokens, 8B model"
 RETIRED = {
     "b2abba9": ("python scripts/study_static_steps.py", "python scripts/study_split_kv.py"),
@@ -44,20 +36,18 @@ RETIRED = {
     ),
 }
 """Commands that only an earlier commit has, by the last one."""
-UNCHANGED, HARD_TWINS = "unchanged", ("keys x 32", "key biases", "values x 32")
-SHORT = tuple(f"smollm2-{run}-fp32" for run in ("4096", "4096-cpu", "int4-4096-cpu", "4096-thresholds"))
-"""Runs on windows of 4,096 tokens. Later ones are newer; the last one has no twins."""
-LONG = ("smollm2-8192-fp32", "smollm2-int4-8192-cpu-fp32")
-"""Runs on windows of 8,192 tokens; the last one is newer, too."""
+UNCHANGED = "unchanged"
+SHORT = tuple(f"smollm2-{run}-fp32" for run in ("4096-thresholds", "4096", "4096-cpu", "int4-4096-cpu"))
+"""Runs on windows of 4,096 tokens. Later ones replace earlier ones, and the first one has no twins."""
 MODELS = {
     "SmolLM2-135M": "smollm2",
     "Gemma 3 270M": "gemma3-270m",
     "Qwen2.5-Coder-0.5B": "qwen2.5-coder-0.5b",
     "Qwen2.5-Coder-1.5B": "qwen2.5-coder-1.5b",
 }
-"""Models that are compared, and how the folders of their runs begin. A model without such a run has no column."""
-MODELS_RUN = "4096-thresholds-fp32"
-"""How the folders of the runs that the README shows end."""
+"""Models that are compared, and how the folders of their runs begin."""
+MODEL_RUNS = tuple(f"{folder}-4096-thresholds-fp32" for folder in MODELS.values())
+"""The runs that the README shows."""
 FP4, LOW_FP4 = "dma_mxfp:fp4", "dma_mxfp:all-low"
 """The preset, and as it was before it had a layer in high precision."""
 NAMES = {
@@ -78,7 +68,7 @@ NAMES = {
     "dma_mxfp:block-unrotated": "`balanced`, scales of blocks, not rotated",
     "dma_mxfp:paper-no-sink": "`paper` without a sink",
 }
-ORDER = [BALANCED, FP4, LOW_FP4, "dma_mxfp:paper", INT8, INT4, *NAMES]
+ORDER = ["sdpa, fp32", "sdpa", BALANCED, FP4, LOW_FP4, "dma_mxfp:paper", INT8, INT4, *NAMES]
 
 
 def name(label: str) -> str:
@@ -281,126 +271,60 @@ def label_of(result: Any) -> str:
 
 
 def losses(*folders: str) -> pd.DataFrame:
-    """Return what each backend loses on each twin: numbers, and the cells ``kl`` and ``change``.
+    """Return what each backend loses on each model and twin: numbers, and the cells ``kl`` and ``change``.
 
-    In place of a change, SDPA has its perplexity. Later runs are newer, or run what failed.
+    In place of a change, the first one has its perplexity. Later runs are newer, or run what failed.
     """
-    compared = [(UNCHANGED, each) for each in sections("perplexity", *folders)]
-    compared += [(each.name, each.tokens) for stress in sections("stress", *folders) for each in stress.twins]
-    rows = [
-        vars(result) | {"twin": twin, "label": label_of(result)}
-        for twin, section in compared
-        if section
-        for result in section.backends
-    ]
-    frame = pd.DataFrame(rows)
-    frame["kl"] = frame["kl_mean"].map(format_kl).where(frame["failure"].isna(), "failed")
-    percent = frame["change_percent"]
-    frame["change"] = show(percent, "+.2f", " %").where(percent.abs() < 10, show(percent, "+.1f", " %"))
-    is_base = frame["label"] == "sdpa"
-    frame.loc[is_base, "change"], frame.loc[is_base, "kl"] = show(frame["perplexity"], ".3f"), ""
-    return frame
+    rows = []
+    for folder in folders:
+        report = read_report(BENCHMARKS / "quality" / folder)
+        model = next(model for model, prefix in MODELS.items() if folder.startswith(prefix))
+        compared = [(UNCHANGED, each) for each in (*report.perplexity, *(each.tokens for each in report.fidelity))]
+        compared += [(twin.name, twin.tokens) for stress in report.stress for twin in stress.twins if twin.tokens]
+        for twin, section in compared:
+            run = {"twin": twin, "run": f"{model}, {section.context // 1024}K, {report.model.dtype}"}
+            base = next(each for each in section.backends if each.failure is None)
+            for each in section.backends:
+                kl, change = format_kl(each.kl_mean), number(each.perplexity, ".3f")
+                if each is base:
+                    kl = ""
+                elif each.failure is not None:
+                    kl, change = "failed", ""
+                else:
+                    change = number(100 * (each.perplexity / base.perplexity - 1), "+.2f", " %")
+                rows.append(vars(each) | run | {"label": label_of(each), "kl": kl, "change": change})
+    return pd.DataFrame(rows)
 
 
-def by_twin(frame: pd.DataFrame, values: str) -> pd.DataFrame:
-    """Return a row for each backend and a column for each twin."""
-    return pivot(frame, values, "label", "twin")
-
-
-def ordered(labels: Iterable[str]) -> list[str]:
-    """Return labels in the order of :data:`ORDER`, others last."""
-    return sorted(labels, key=lambda label: ORDER.index(label) if label in ORDER else len(ORDER))
-
-
-def kl_table(frame: pd.DataFrame) -> pd.DataFrame:
-    """KL per token of every backend on every twin."""
-    cells = by_twin(frame[frame["label"] != "sdpa"], "kl")
-    return named(cells.loc[ordered(cells.index)])
-
-
-def losses_of_models(run: str) -> dict[str, pd.DataFrame]:
-    """Return what each backend loses on the unchanged models, by label."""
-    folders = {model: f"{folder}-{run}" for model, folder in MODELS.items()}
-    is_there = (BENCHMARKS / "quality").joinpath
-    return {model: losses(each).set_index("label") for model, each in folders.items() if is_there(each).exists()}
-
-
-def quality_models(run: str) -> pd.DataFrame:
-    """KL per token, change of the perplexity and share of equal most likely tokens, for each model."""
-    cells = {}
-    for model, frame in losses_of_models(run).items():
-        loss = frame["kl"] + ", " + frame["change"] + ", " + show(100 * frame["top1_agreement"], ".1f", " %")
-        cells[model] = loss.where(frame["kl"] != "", frame["change"])[["sdpa", *ordered(frame.index.drop("sdpa"))]]
-    return named(pd.DataFrame(cells)).rename(index={"SDPA": "SDPA, perplexity"})
+def of_backends(frame: pd.DataFrame, values: str, columns: str) -> pd.DataFrame:
+    """Return a row for each backend, in the order of :data:`ORDER`, others last."""
+    cells = pivot(frame, values, "label", columns)
+    order = sorted(cells.index, key=lambda label: ORDER.index(label) if label in ORDER else len(ORDER))
+    return named(cells.loc[order])
 
 
 def quality_runs(*folders: str) -> pd.DataFrame:
-    """KL per token and change of the perplexity in each run. A run without a reference has no KL."""
-    cells: dict[str, dict[str, str]] = {}
-    for folder in folders:
-        report = read_report(BENCHMARKS / "quality" / folder)
-        section = report.perplexity[0] if report.perplexity else report.fidelity[0].tokens
-        finished = [each for each in section.backends if each.failure is None]
-        model = next(model for model, prefix in MODELS.items() if folder.startswith(prefix))
-        column = cells.setdefault(f"{model}, {report.model.dtype}", {})
-        for each in finished:
-            change = number(100 * (each.perplexity / finished[0].perplexity - 1), "+.2f", " %")
-            kl = "" if each.kl_mean is None else f"{format_kl(each.kl_mean)}, "
-            column[each.label] = f"{each.perplexity:.3f}" if each is finished[0] else kl + change
-    return named(pd.DataFrame(cells))
+    """KL per token, change of the perplexity and share of equal most likely tokens, for each model and context."""
+    frame = losses(*folders).query("twin == @UNCHANGED")
+    top1 = show(100 * frame["top1_agreement"].where(frame["kl"] != ""), ".1f", " %")
+    parts = zip(frame["kl"], frame["change"], top1, strict=True)
+    frame["cell"] = [", ".join(part for part in each if part not in ("", MISSING)) for each in parts]
+    return of_backends(frame, "cell", "run")
 
 
-def quality_twins() -> pd.DataFrame:
-    """KL per token on all twins."""
-    return kl_table(losses(*SHORT)).dropna(thresh=2)
+def quality_twins(*folders: str) -> pd.DataFrame:
+    """KL per token on the model and its twins."""
+    frame = losses(*folders)
+    return of_backends(frame[frame["kl"] != ""], "kl", "twin")
 
 
-def quality() -> pd.DataFrame:
-    """Change of perplexity and KL per token, on the text and on twins of the model."""
-    short, long = losses(*SHORT), losses(*LONG)
-    kls = by_twin(short, "kl")[[UNCHANGED, *HARD_TWINS]].dropna(subset=[UNCHANGED])
-    cells = kls.set_axis(["KL per token", *(f"KL, {twin}" for twin in HARD_TWINS)], axis=1)
-    cells.insert(0, "4,096 tokens", by_twin(short, "change")[UNCHANGED])
-    cells.insert(1, "8,192 tokens", by_twin(long, "change")[UNCHANGED])
-    return named(cells).rename(index={"SDPA": "SDPA, perplexity"})
-
-
-def quality_long() -> pd.DataFrame:
-    """KL per token on long windows, and after the model was equalized."""
-    runs = {"8,192": losses(*LONG), "4,096, equalized": losses("smollm2-equalized-4096-fp32")}
-    frame = pd.concat([each.assign(twin=f"{length}, " + each["twin"]) for length, each in runs.items()])
-    frame["twin"] = frame["twin"].replace(f"8,192, {UNCHANGED}", "8,192")
-    return kl_table(frame)
-
-
-def quality_variants() -> pd.DataFrame:
-    """KL per token of variants of ``balanced``."""
-    frame = losses("smollm2-4096-fp32").query("label == @BALANCED")
-    return kl_table(pd.concat([frame, losses("smollm2-4096-variants-fp32")]))
-
-
-def quality_positions(folder: str) -> pd.DataFrame:
-    """Change of perplexity, and KL per token in each quarter of the positions."""
-    frame = losses(folder)[1:]
-    (section,) = sections("perplexity", folder)
-    kls = np.array(frame["position_kl"].tolist(), dtype=float)
-    cells = {"perplexity": frame["change"]}
-    for quarter in np.array_split(np.arange(kls.shape[1]), 4):
-        first, last = section.position_edges[quarter[0]], section.position_edges[quarter[-1] + 1] - 1
-        cells[f"KL, {first:,} to {last:,}"] = [format_kl(value) for value in np.nanmean(kls[:, quarter], 1)]
-    return named(pd.DataFrame(cells), frame["label"])
-
-
-def needles() -> pd.DataFrame:
-    """Answers found of those asked for. Caches have questions of their own, and a row of the reference for them."""
-    rows = []
-    for folder in ("smollm2-needles-bf16", "smollm2-needles-caches-bf16"):
-        for backend in (each for section in sections("retrieval", folder) for each in section.backends):
-            note = " (questions of the caches)" if "caches" in folder and backend.label == "sdpa" else ""
-            rows += [vars(cell) | {"label": name(label_of(backend)) + note} for cell in backend.cells]
-    sums = pd.DataFrame(rows).groupby(["label", "length"], sort=False)[["correct", "samples"]].sum().astype(str)
+def needles(folder: str) -> pd.DataFrame:
+    """Answers found of those asked for, by the length of the prompt."""
+    (section,) = sections("retrieval", folder)
+    frame = pd.DataFrame([vars(cell) | {"label": label_of(each)} for each in section.backends for cell in each.cells])
+    sums = frame.groupby(["label", "length"], sort=False)[["correct", "samples"]].sum().astype(str)
     cells = (sums["correct"] + "/" + sums["samples"]).rename("found").reset_index()
-    return pivot(cells, "found", "label", "length").rename(columns="{:,}".format)
+    return named(pivot(cells, "found", "label", "length").rename(columns="{:,}".format))
 
 
 def accuracies(*folders: str) -> pd.DataFrame:
@@ -432,35 +356,29 @@ def results() -> pd.DataFrame:
     prefill, isolated = (times_faster(prefills, "fa3", key)[BALANCED] for key in ("ms", "sustained_milliseconds"))
     size = pivot(decodes, "bytes_ratio")[INT4]
     peers = load("serve-vllm-h200").set_index("label")["tokens_per_second"]
-    models = losses_of_models(MODELS_RUN)
+    models = losses(*MODEL_RUNS).groupby("label")
     flash, plain, ours = "FlashAttention-3, bf16", "SDPA, 16-bit cache", "`balanced+int4`"
+    eager = "SDPA, eager; FlashAttention-3, eager"
     long = f"{prefill['32K']:.2f}x as fast; isolated {isolated['32K']:.2f}x"
     step = "; ".join(f"{times_faster(decodes, peer)[INT4]['128K']:.2f}x" for peer in ("fa3:fp8", "sdpa"))
+    typed = load("generate-h100").query("context == 8192").set_index("label")["step_milliseconds"]
+    token = "; ".join(f"{typed[peer] / typed[INT4]:.1f}x" for peer in ("sdpa+dynamic", "flash_attention_3+dynamic"))
     compared = "; ".join(f"{peers[INT4] / peers[peer]:.2f}x" for peer in ("vllm:fp8", "vllm"))
-    worst = (max(frame["change_percent"][label] for frame in models.values()) for label in (BALANCED, INT4))
-    changes = ", ".join(number(change, "+.2f", " %") for change in worst)
+    changes = ", ".join(show(models["change_percent"].max()[[BALANCED, INT4]], "+.2f", " %"))
     reasoning = accuracies("qwen2.5-coder-1.5b-gsm8k-bf16").iloc[0, 1:].str.split(",").str[0]
     solved = f"{', '.join(reasoning[1:])} right; SDPA {reasoning.iloc[0]}"
     rows = [
         ["Prefill of 32K tokens", "prefill", "`balanced`", flash, long],
         ["Prefill of 1K tokens", "prefill", "`balanced`", flash, f"{prefill['1K']:.2f}x as fast"],
         ["Decoding step over 128K keys", "decode", ours, f"FlashAttention-3, FP8 cache; {plain}", f"{step} as fast"],
-        *([typed_token()] if (BENCHMARKS / f"{TYPED}.json").exists() else []),
+        ["Token of `generate` after 8K, 8B model, H100", "serving", ours, eager, f"{token} as fast"],
         ["Cache size at 32K tokens", "decode", ours, plain, f"{size['32K']:.2f}x"],
         [f"{REQUESTS}, compiled", "serving", ours, "vLLM 0.26, FP8 cache; bf16 cache", f"{compared} the tokens/s"],
         ["GSM8K, 400 problems, 1.5B model", "quality", "`balanced`, `int8`, `int4`", "SDPA", solved],
-        [f"Perplexity, worst of {len(models)} models", "quality", f"`balanced`, {ours}", "SDPA", changes],
+        [f"Perplexity, worst of {len(MODELS)} models", "quality", f"`balanced`, {ours}", "SDPA", changes],
     ]
     linked = [[f"[{what}](benchmarks/{page}.md)", *others] for what, page, *others in rows]
     return pd.DataFrame(linked, columns=["measured", "with", "compared with", "result"]).set_index("measured")
-
-
-def typed_token() -> list[str]:
-    """Return the row of a decoding step of ``generate`` as the quick start calls it, compared with other runs."""
-    times = load(TYPED).query("context == 8192").set_index("label")["step_milliseconds"].dropna()
-    found = {peer: f"{times[label] / times[INT4]:.1f}x" for label, peer in TYPED_PEERS.items() if label in times}
-    what = "Token of `generate` after 8K, 8B model, H100"
-    return [what, "serving", "`balanced+int4`", "; ".join(found), f"{'; '.join(found.values())} as fast"]
 
 
 def files() -> pd.DataFrame:
@@ -489,11 +407,10 @@ def retired_at(command: str) -> str | None:
     return next((commit for commit, gone in RETIRED.items() if command.startswith(gone)), None)
 
 
-QUALITY = (quality_models, quality_runs, quality, quality_twins, quality_variants, quality_long, quality_positions)
-ANSWERS = (needles, accuracies, continuations)
+QUALITY = (quality_runs, quality_twins, needles, accuracies, continuations)
 SPEED = (prefill, prefill_errors, prefill_real, decode, triton_versions, generate, first_token, interleaved)
 TABLES: dict[str, Callable[..., pd.DataFrame]] = {
-    each.__name__.replace("_", "-"): each for each in (results, *SPEED, *QUALITY, *ANSWERS, files)
+    each.__name__.replace("_", "-"): each for each in (results, *SPEED, *QUALITY, files)
 }
 
 

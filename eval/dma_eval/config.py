@@ -219,9 +219,6 @@ class AllPresetsOptions(QualityOptions):
 @dataclass(frozen=True, kw_only=True)
 class OptionalTextOptions:
     data: str | None = data_option(None, "-d")
-    split: str | None = option(
-        None, panel="Text", shown="test; all of a file", help="Split of the dataset, if --data does not name it."
-    )
     column: str = option("text", panel="Text", help="The dataset's column of text.")
 
 

@@ -124,12 +124,6 @@ def starting() -> Iterator[None]:
         transformers_logging.set_verbosity_error()
 
 
-def confirm(question: str) -> bool:
-    """Ask a question. Every answer except yes means no."""
-    out.print(f"{escape(question)} \\[y/N] ", end="", highlight=False)
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
-
-
 def quiet() -> None:
     """Stop all output, because another process of the run shows it."""
     out.quiet = err.quiet = True

@@ -32,7 +32,6 @@ from .names import DMA
 Request = tuple[Any, list[int], list[int]]
 """The strings (or ``None``), the tokens of the context and those of the continuation."""
 OWN = "has no token of its own to score"  # for it is empty, or merges with the end of its context
-SHOWN_CHARACTERS = 40  # characters of a context and of a continuation that an error shows
 
 
 class BackendFailure(RuntimeError):
@@ -47,7 +46,6 @@ class DMALM(HFLM):  # type: ignore[misc]
         pretrained: Hub name, folder or loaded model.
         attn: The backend: an ``attn_implementation`` of Transformers, ``dma_mxfp:PRESET`` or ``dma_mxfp:FILE.toml``,
             with ``+int8`` or ``+int4`` read through a ``DMACache``.
-        attn_preset: Short for ``attn="dma_mxfp:PRESET"``.
         batch_size: Sequences per forward pass.
         kwargs: Arguments of lm-eval's ``hf``: ``dtype``, ``revision``, ``gguf_file``, ``parallelize``, ...
     """
@@ -55,20 +53,17 @@ class DMALM(HFLM):  # type: ignore[misc]
     def __init__(
         self,
         pretrained: Any,
-        attn: str | None = None,
-        attn_preset: str | None = None,
+        attn: str = DMA,
         batch_size: int | str | None = 1,
         **kwargs: Any,
     ) -> None:
-        if attn is not None and attn_preset is not None:
-            raise ValueError(f"attn={attn} and attn_preset={attn_preset} exclude each other; give one of them")
         if "attn_implementation" in kwargs:
             raise ValueError(
                 f"attn_implementation={kwargs['attn_implementation']} would be replaced by the backend; give attn=..."
             )
         if not str(batch_size).isdecimal():
             raise ValueError(f"batch_size must be a number, got {batch_size!r}; dma-hf does not search for one")
-        (backend,) = parse_backends([attn or (f"{DMA}:{attn_preset}" if attn_preset else DMA)])
+        (backend,) = parse_backends([attn])
         super().__init__(pretrained=pretrained, batch_size=batch_size, **kwargs)
         if self.backend != "causal":
             raise ValueError(f"dma-hf evaluates causal language models, got {type(self.model).__name__}")
@@ -189,8 +184,6 @@ class DMALM(HFLM):  # type: ignore[misc]
 
 
 def _no_token(context: str, continuation: str, why: str) -> ValueError:
-    """Return the error of a sample, named by the end of its context and the beginning of its continuation."""
-    end = context if len(context) <= SHOWN_CHARACTERS else f"…{context[-SHOWN_CHARACTERS:]}"
-    start = continuation if len(continuation) <= SHOWN_CHARACTERS else f"{continuation[:SHOWN_CHARACTERS]}…"
-    which = f"context {end!r} with continuation {start!r}"
+    """Return the error of a sample, which shows the end of its context and the beginning of its continuation."""
+    which = f"context ending in {context[-40:]!r} with continuation {continuation[:40]!r}"
     return ValueError(f"{which} {why}; change the sample, or its target_delimiter")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +28,6 @@ IMPLEMENTATIONS = (
 )
 """Attention implementations of the supported versions of Transformers, and simulated ones."""
 GENERATE_CACHES = ("dynamic", "static", "int8", "int4")  # caches of ``dma-hf bench``
-PAGED = "paged|"  # part of the name of what continuous batching runs in place of an implementation
 API_KEY_VARIABLE = "DMA_HF_API_KEY"  # environment variable with the key that the requests to a server must carry
 TILE = 128  # tokens of a chunk that is read through a cache
 
@@ -49,40 +48,30 @@ def is_file(setting: str) -> bool:
     return setting not in PRESETS and (setting.endswith(".toml") or Path(setting).exists())
 
 
-def check_names(names: Iterable[str], option: str = "--attn") -> None:
-    """Check the names of backends. If Transformers is loaded, it knows the implementations: some may be registered."""
-    for name in names:
-        rest, suffix = split_suffix(name)
-        implementation, colon, setting = (name if suffix in (*PEER_SUFFIXES, DYNAMIC) else rest).partition(":")
-        if implementation.partition("+")[0] == DMA:
-            is_preset = implementation == DMA and (setting in PRESETS or not colon)
-            if setting.endswith(".toml") and not Path(setting).is_file():
-                raise UserError(f"{option}: no such file: {setting}")
-            if not is_preset and not Path(setting).is_file():
-                raise UserError(
-                    f"{option}: unknown preset {setting or name!r}; valid: {', '.join(PRESETS)}, or a TOML file "
-                    f"({DMA}:FILE.toml), and after it a cache ({', '.join(FORMAT_SUFFIXES)})"
-                )
-            continue
-        implementation, colon, _ = rest.partition(":")
-        if implementation.startswith(PAGED):
-            why = "needs continuous batching, which is not evaluated here"
-            raise UserError(f"{option}: {name!r} {why}; valid: {', '.join(IMPLEMENTATIONS)}")
-        if implementation not in IMPLEMENTATIONS and "transformers" not in sys.modules:
-            raise unknown_backend(name, option, IMPLEMENTATIONS)
-        if colon or suffix in FORMAT_SUFFIXES:
+def parse_name(name: str, option: str = "--attn", valid: Sequence[str] = ()) -> tuple[str, str, str]:
+    """Split the name of a backend into implementation, preset or file, and cache, and check them.
+
+    ``valid`` has the implementations that Transformers knows, among them registered ones, once it is loaded.
+    """
+    rest, cache = split_suffix(name)
+    implementation, colon, setting = rest.partition(":")
+    if implementation.partition("+")[0] == DMA:
+        if setting.endswith(".toml") and not Path(setting).is_file():
+            raise UserError(f"{option}: no such file: {setting}")
+        is_known = implementation == DMA and (not colon or setting in PRESETS or Path(setting).is_file())
+        if not is_known or cache not in ("", *FORMAT_SUFFIXES):
             raise UserError(
-                f"{option}: {implementation!r} takes neither presets nor caches of {DMA}, got {name!r}; valid: "
-                f"{implementation}{'|'.join(PEER_SUFFIXES)}, {DMA}:PRESET{'|'.join(FORMAT_SUFFIXES)}"
+                f"{option}: unknown preset {name.removeprefix(f'{DMA}:') or name!r}; valid: {', '.join(PRESETS)}, or a "
+                f"TOML file ({DMA}:FILE.toml), and after it a cache ({', '.join(FORMAT_SUFFIXES)})"
             )
-
-
-def unknown_backend(name: str, option: str, valid: Sequence[str]) -> UserError:
-    """Return the error of an unknown name."""
-    return UserError(
-        f"{option}: unknown backend {name!r}; valid: {', '.join(valid)}, and {DMA}:PRESET with a preset "
-        f"({', '.join(PRESETS)}) or a TOML file"
-    )
+    else:
+        known = valid or (IMPLEMENTATIONS if "transformers" not in sys.modules else [implementation])
+        if implementation not in known or colon or cache in FORMAT_SUFFIXES:
+            raise UserError(
+                f"{option}: unknown backend {name!r}; valid: {', '.join(valid or IMPLEMENTATIONS)}, and after it "
+                f"a cache ({', '.join(PEER_SUFFIXES)}); presets, files and {', '.join(FORMAT_SUFFIXES)} are for {DMA}"
+            )
+    return implementation, setting, cache
 
 
 def check_runs(names: Sequence[str], option: str = "--run") -> None:
@@ -92,7 +81,7 @@ def check_runs(names: Sequence[str], option: str = "--run") -> None:
         if cache not in GENERATE_CACHES:
             valid = ", ".join(GENERATE_CACHES)
             raise UserError(f"{option}: expected ATTENTION+CACHE with a cache of {valid}, got {name!r}")
-        check_names([attention], option)
+        parse_name(attention, option)
 
 
 def refuse_repeats(option: str, labels: Sequence[str]) -> None:

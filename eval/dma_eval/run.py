@@ -57,13 +57,13 @@ class Run:
             _previous(args.out)  # an error at once if results of another kind are there
         self._suite = suite
         self._data = None if text is None else text.data
-        how: dict[str, Any] = {} if text is None else {"split": text.split, "column": text.column}
+        column = "text" if text is None else text.column
         if self._data is None and suite.needs_text:
             raise UserError(f"--data: suite {suite.name} names no text of its own; name one")
         self._texts: dict[str, Text] = {}
         for name in dict.fromkeys([part.data for part in suite.readers] if self._data is None else [self._data]):
             with console.working(f"Reading {name}"):
-                self._texts[name] = load_text(name, **how)
+                self._texts[name] = load_text(name, column=column)
         if suite.tasks is not None:
             from .measures.tasks import find_tasks  # the import takes seconds, and a run without tasks does not need it
 

@@ -205,12 +205,10 @@ def compared(loaded: LoadedModel, text_file: Path) -> Callable[..., PerplexitySe
 def run() -> Run:
     """Run ``dma-hf`` with these arguments, in this process."""
 
-    def invoke(*arguments: object, answer: str = "") -> Result:
+    def invoke(*arguments: object) -> Result:
         shown, told = io.StringIO(), io.StringIO()
-        with pytest.MonkeyPatch.context() as patch, redirect_stdout(shown), redirect_stderr(told):
-            patch.setattr("sys.stdin", io.StringIO(answer))
-            with pytest.raises(SystemExit) as stopped:
-                main([str(argument) for argument in arguments])
+        with redirect_stdout(shown), redirect_stderr(told), pytest.raises(SystemExit) as stopped:
+            main([str(argument) for argument in arguments])
         return Result(stopped.value.code, shown.getvalue(), told.getvalue())
 
     return invoke

@@ -212,7 +212,7 @@ class TestFp8Weights:
         (["dma_mxfp+int8-static"], "got 'dma_mxfp.int8-static'"),
         (["flash9+dynamic"], "unknown backend 'flash9'"),
         (["dma_mxfp:kv9+int8"], r"--run: unknown preset 'kv9'; .* or a TOML file \(dma_mxfp:FILE.toml\)"),
-        (["sdpa+int4"], "'sdpa' takes neither presets nor caches of dma_mxfp, got 'sdpa.int4'"),
+        (["sdpa+int4"], "unknown backend 'sdpa.int4'"),
         (["sdpa+static", "sdpa+static"], "sdpa.static is given more than once"),
     ],
     ids=str,

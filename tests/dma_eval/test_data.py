@@ -71,15 +71,10 @@ class TestLoadText:
         with pytest.raises(UserError, match=message):
             load_text(str(rows_file), column=column)
 
-    @pytest.mark.parametrize("options", [{"column": "content"}, {"split": "train"}])
-    def test_plain_text_has_neither_split_nor_column(self, tmp_path: Path, options: dict[str, str]) -> None:
+    def test_plain_text_has_no_column(self, tmp_path: Path) -> None:
         (tmp_path / "a.txt").write_text("abc", encoding="utf-8")
-        with pytest.raises(UserError, match=r"--split, --column: .*a.txt is plain text, which has neither"):
-            load_text(str(tmp_path / "a.txt"), **options)
-
-    def test_unknown_split(self, rows_file: Path) -> None:
-        with pytest.raises(UserError, match="Unknown split"):
-            load_text(str(rows_file), column="content", split="validation")
+        with pytest.raises(UserError, match=r"--column: .*a.txt is plain text, which has no columns"):
+            load_text(str(tmp_path / "a.txt"), column="content")
 
 
 def test_full_windows_begin_with_bos() -> None:

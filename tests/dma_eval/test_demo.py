@@ -11,14 +11,16 @@ import torch
 from dma_eval.commands import demo
 from dma_eval.config import PerplexityPart
 from dma_eval.load.backends import default_names, parse_backends
-from dma_eval.load.models import LoadedModel
-from dma_eval.load.reading import common_prefix
-from dma_eval.measures.fidelity import continue_greedily
+from dma_eval.load.data import tokenize
+from dma_eval.load.models import LoadedModel, load_model
+from dma_eval.load.reading import common_prefix, continued
+from dma_eval.measures.fidelity import SHOWN_PROMPT_CHARACTERS, continue_greedily
 from dma_eval.results import read_report
 from dma_eval.session import Session
 from PIL import Image
 
 Run = Callable[..., Any]
+ASSETS = Path(demo.__file__).parents[1] / "assets"
 LABELS = default_names()
 
 
@@ -47,7 +49,7 @@ def test_writes_the_report(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (section.context, section.windows, section.tokens_scored) == (512, 2, 1022)
     assert Path(report.model.name).name == "demo_model"
     assert Path(section.data.name).name == "heldout.txt"
-    assert str(Path(demo.__file__).parents[1] / "assets") not in files["results.json"].read_text(encoding="utf-8")
+    assert str(ASSETS) not in files["results.json"].read_text(encoding="utf-8")
     assert [generation.label for generation in report.generations] == LABELS
     assert all(generation.prompt_tokens == 64 + 10 for generation in report.generations)
     assert all(len(generation.tokens) == 6 for generation in report.generations)
@@ -60,6 +62,16 @@ def test_writes_the_report(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert f"]({name})" in markdown
         with Image.open(files[name]) as image:
             assert image.format == "PNG"
+
+    # The prompt that the report quotes is the one that the backends continued.
+    loaded = load_model(str(ASSETS / "demo_model"), dtype="float32", device="cpu")
+    ids = tokenize(loaded.tokenizer, (ASSETS / "heldout.txt").read_text(encoding="utf-8"))
+    prompt = torch.cat([ids[:64], ids[10:20]])
+    first = report.generations[0]
+    assert continued(loaded.model, parse_backends(["sdpa"])[0], prompt[None], 6) == [first.tokens]
+    assert first.prompt_end == loaded.tokenizer.decode(prompt)[-SHOWN_PROMPT_CHARACTERS:]
+    quoted = "\n".join(f"> {line}".rstrip() for line in first.prompt_end.strip().splitlines())
+    assert f"End of the prompt:\n\n{quoted}\n\n" in markdown
 
 
 class TestContinuation:

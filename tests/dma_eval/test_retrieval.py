@@ -129,7 +129,7 @@ def test_default_lengths(limit: int | None, lengths: list[int] | None) -> None:
         (["--kind", "haystack"], "'--kind': 'haystack' is not one of 'needle', 'kv'"),
         (["--kind", "needle"], "--data: needles are hidden in a text; name one"),
         (["--data", "book.txt"], "--data: key-value pairs need no text; leave it out, or add --kind needle"),
-        (["--split", "test"], "--split, --column: only with --data, which names the text"),
+        (["--column", "content"], "--column: only with --data, which names the text"),
         (["--lengths", "4096"], "takes 512 positions, got 4,096"),
         (["--depths", "1.5"], "'--depths': Input should be less than or equal to 1, got '1.5'"),
         (["--lengths", "8"], "--lengths: 8 tokens are too few for a prompt; the minimum is"),

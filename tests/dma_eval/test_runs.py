@@ -22,7 +22,6 @@ from dma_eval.results import (
     Report,
     read_report,
 )
-from dma_eval.show import card as card_module
 from dma_eval.show.card import make_card
 from dma_eval.show.render import write_run
 from huggingface_hub import ModelCard
@@ -73,7 +72,7 @@ class TestFolder:
     def test_holds_everything(self, report: Report, folder: Path) -> None:
         found = [path.relative_to(folder / "all") for path in (folder / "all").rglob("*.*")]
         names = {path.as_posix() for path in found if path.parts[0] not in ("parts", "samples")}  # what it resumes from
-        plots = {"positions-128.png", "tasks.png", "fidelity.png", "heads.png"}
+        plots = {"positions-128.png", "tasks.png", "fidelity.png"}
         assert names == {
             "results.json",
             "report.md",
@@ -335,62 +334,6 @@ class TestCard:
             make_card(replace(report, perplexity=[], fidelity=[], tasks=[], retrieval=[]), base_model="me/tiny")
 
 
-class TestPush:
-    @pytest.fixture
-    def hub(self, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-        """A Hub that notes what it is asked for."""
-        calls: list[Any] = []
-
-        class Api:
-            def create_repo(self, name: str, exist_ok: bool) -> None:
-                calls.append((name, exist_ok))
-
-            def create_commit(self, name: str, operations: list[Any], commit_message: str) -> Any:
-                calls.append((name, [operation.path_in_repo for operation in operations]))
-                return type("Commit", (), {"commit_url": f"https://huggingface.co/{name}/commit/1"})
-
-        monkeypatch.setattr(card_module, "HfApi", Api)
-        monkeypatch.setattr(card_module, "get_token", lambda: "secret")
-        return calls
-
-    def push(self, run: Run, folder: Path, *more: object, input: str | None = None) -> Any:
-        arguments = ["card", folder / "all", "--base-model", "me/tiny", "--push", "me/tiny-dma", *more]
-        return run(*arguments, answer=input or "")
-
-    def test_shows_and_asks_first(self, run: Run, hub: list[Any], report: Report, folder: Path) -> None:
-        result = self.push(run, folder, input="n\n")
-        assert "https://huggingface.co/me/tiny-dma" in result.stdout
-        assert "Uploads README.md and results.json" in result.stdout
-        assert result.exit_code == 130
-        assert hub == []
-
-    @pytest.mark.parametrize(("more", "input"), [(["--yes"], None), ([], "y\n")])
-    def test_uploads(
-        self, run: Run, hub: list[Any], report: Report, folder: Path, more: list[str], input: str | None
-    ) -> None:
-        result = self.push(run, folder, *more, input=input)
-        assert result.exit_code == 0, result.output
-        assert hub == [("me/tiny-dma", True), ("me/tiny-dma", ["README.md", "results.json"])]
-        assert "Uploaded: https://huggingface.co/me/tiny-dma/commit/1" in result.stdout
-
-    def test_no_token(
-        self, run: Run, refused: Callable[[Any], str], report: Report, folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(card_module, "get_token", lambda: None)
-        message = "--push needs a token of the Hub: run 'hf auth login', or set HF_TOKEN"
-        assert message in self.push(run, folder).stderr
-
-    def test_refusal_of_the_hub(
-        self, hub: list[Any], report: Report, folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def refuse(*_: Any, **__: Any) -> None:
-            raise OSError("no network")
-
-        monkeypatch.setattr(card_module.HfApi, "create_commit", refuse)
-        with pytest.raises(UserError, match="--push: the Hub refused me/x: no network"):
-            card_module.push(make_card(report, base_model="me/tiny"), folder / "all/results.json", "me/x")
-
-
 class TestCardCommand:
     def test_writes_a_file(self, run: Run, report: Report, folder: Path, tmp_path: Path) -> None:
         result = run("card", folder / "all", "--base-model", "me/tiny", "--out", tmp_path / "README.md")
@@ -401,9 +344,6 @@ class TestCardCommand:
     def test_full_disk(self, run: Run, report: Report, folder: Path, refused: Callable[[Any], str]) -> None:
         result = run("card", folder / "all", "--base-model", "me/tiny", "--out", "/dev/full")
         assert refused(result) == "Error: cannot write to /dev/full: No space left on device"
-
-    def test_yes_without_push(self, run: Run, refused: Callable[[Any], str]) -> None:
-        assert refused(run("card", "run", "--yes")) == "Error: --yes: only with --push, which asks before it uploads"
 
     def test_shows_it(self, run: Run, report: Report, folder: Path) -> None:
         result = run("card", folder / "all", "--base-model", "me/tiny")

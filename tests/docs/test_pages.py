@@ -6,7 +6,6 @@ import json
 import re
 import tomllib
 
-import pandas as pd
 import pytest
 from dma_kernels.prefill.config import select_compute_path
 from dma_kernels.prefill.operands import DEQUANTIZED, E4M3, E4M3_VALUES, E5M2, INT8, PACKED
@@ -71,8 +70,7 @@ def test_figures_in_the_text_are_those_of_the_files():
     """Those that no script writes."""
     script = load_script("update_docs")
     caches = script.of_case("decode-h200", "32K")
-    frames = script.losses_of_models(script.MODELS_RUN)
-    worst = pd.DataFrame({model: frame["kl_mean"] for model, frame in frames.items()}).max(axis=1)
+    worst = script.losses(*script.MODEL_RUNS).groupby("label")["kl_mean"].max()
     for label in (script.INT8, script.INT4):
         row = f"{caches['bytes_ratio'][label]:.2f} of 16 bits | KL at most {worst[label]:.2g} |"
         assert row in _text("docs/guides/cache.md")
@@ -85,7 +83,7 @@ def test_figures_in_the_text_are_those_of_the_files():
     defaults = _text("docs/guides/presets.md")
     assert f"its KL is at most {worst[script.BALANCED]:.4f} on" in defaults
     assert f"`int4` has a KL of at most {worst[script.INT4]:.3f} on" in defaults
-    qwen = script.losses_of_models("2048-cpu-fp32")["Qwen2.5-Coder-0.5B"]["kl_mean"]
+    qwen = script.losses("qwen2.5-coder-0.5b-2048-cpu-fp32").set_index("label")["kl_mean"]
     fp4 = f"without it, `fp4` has a KL of {qwen[script.LOW_FP4]:.2f} on Qwen2.5-Coder-0.5B, and with it of"
     assert f"{fp4} {qwen[script.FP4]:.3f}" in defaults
     faq = _text("docs/faq.md")

@@ -40,7 +40,7 @@ def equalize(args: EqualizeOptions) -> int:
         from dma_eval.load.data import full_windows, leading_tokens, load_text, tokenize
         from dma_eval.measures.stress import channel_ranges
         from dma_eval.session import load
-    text = load_text(args.data, split=args.split, column=args.column)
+    text = load_text(args.data, column=args.column)
     loaded = load(args)
     ids = tokenize(loaded.tokenizer, text.content)[: args.tokens]
     if len(ids) < MIN_TOKENS:

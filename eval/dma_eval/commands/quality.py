@@ -12,7 +12,7 @@ from dma_eval.config import REQUIRED, FidelityPart, PerplexityPart, RetrievalPar
 from dma_eval.errors import UserError
 from dma_eval.files import check_file, check_folder, write_json
 from dma_eval.load.hub import check_inputs
-from dma_eval.names import check_names
+from dma_eval.names import parse_name
 
 if TYPE_CHECKING:
     from dma_eval.results import Report
@@ -101,7 +101,7 @@ def retrieval(args: config.QualityOptions, text: config.OptionalTextOptions, par
     if text.data is not None and not part.needs_text:
         raise UserError("--data: key-value pairs need no text; leave it out, or add --kind needle")
     if text.data is None and text != config.OptionalTextOptions():
-        raise UserError("--split, --column: only with --data, which names the text")
+        raise UserError("--column: only with --data, which names the text")
     return measure(args, Suite(name="retrieval", retrieval=part), text)
 
 
@@ -155,7 +155,8 @@ def measure(
     also: Callable[[Report], None] = lambda report: None,
 ) -> int:
     """Run a suite, show and write its results, and return the exit code."""
-    check_names(args.attn)
+    for name in args.attn:
+        parse_name(name)
     if args.out is not None:
         check_folder(args.out)
     if suite.perplexity is not None:  # the model and the text may shorten the default context

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.markup import escape
-
 from dma_eval import config, console
 from dma_eval.config import argument, option
 from dma_eval.errors import UserError
-from dma_eval.files import check_file, check_folder, write_json, write_text
+from dma_eval.files import check_file, check_folder, write_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,13 +28,6 @@ class CardOptions:
     out: Path | None = config.out_option(
         None, "-o", help="File for the card.", metavar="FILE", shown="shown on the screen"
     )
-    push: str | None = option(
-        None,
-        metavar="OWNER/NAME",
-        panel=config.OUTPUT,
-        help="Upload the card and the results to this repository. Shows what it will do, and asks first.",
-    )
-    yes: bool = option(False, panel=config.OUTPUT, help="Upload without asking.")
 
 
 def report(args: ReportOptions) -> int:
@@ -51,53 +42,38 @@ def report(args: ReportOptions) -> int:
     from dma_eval.results import RESULTS, read_report
     from dma_eval.show.render import write_run
 
-    folder = args.out or (args.run if args.run.is_dir() else args.run.parent)
-    run, results = read_report(args.run), folder / RESULTS
-    written = []
-    try:
-        is_other = results.exists() and read_report(results) != run
-    except UserError:
-        is_other = True
-    if is_other:
+    source = args.run / RESULTS if args.run.is_dir() else args.run
+    run, folder = read_report(source), args.out or source.parent
+    results, copied = folder / RESULTS, []
+    if results.exists() and results.read_bytes() != source.read_bytes():
         raise UserError(f"--out: {folder} holds the results of another run ({RESULTS}); name another folder")
     if args.out is not None and not results.exists():  # a copy, which makes the folder complete
         check_folder(folder)
-        write_json(run, results)
-        written = [RESULTS]
-    console.print_wrote(*written, *write_run(run, folder), folder=folder)
+        write_text(source.read_text(encoding="utf-8"), results)
+        copied = [RESULTS]
+    console.print_wrote(*copied, *write_run(run, folder), folder=folder)
     return 0
 
 
 def card(args: CardOptions) -> int:
     """Make a Hub model card from a run: metadata, results as a model index, use, settings, limits.
 
+    To upload it, use the Hub's own command: `hf upload OWNER/NAME README.md`.
+
     Examples:
     dma-hf card run --base-model HuggingFaceTB/SmolLM2-135M --license apache-2.0 --out README.md
-    dma-hf card run --base-model HuggingFaceTB/SmolLM2-135M --push me/SmolLM2-135M-dma
+    dma-hf card run/results.json --base-model HuggingFaceTB/SmolLM2-135M --backend dma_mxfp:fp4
     """
-    if args.yes and args.push is None:
-        raise UserError("--yes: only with --push, which asks before it uploads")
     check_file(args.out, "--out")
-    from dma_eval.results import RESULTS, read_report
-    from dma_eval.show.card import check_token, make_card, push
+    from dma_eval.results import read_report
+    from dma_eval.show.card import make_card
 
     card = make_card(
         read_report(args.run), backend=args.backend, base_model=args.base_model, license_name=args.license_name
     )
-    if args.out is not None:
+    if args.out is None:
+        console.out.file.write(str(card))  # unformatted, to be piped into a file
+    else:
         write_text(str(card), args.out)
         console.print_wrote(args.out)
-    if args.push is None:
-        if args.out is None:
-            console.out.file.write(str(card))  # unformatted, to be piped into a file
-        return 0
-    check_token()
-    console.print_line(
-        f"Uploads README.md and {RESULTS} to https://huggingface.co/{escape(args.push)}, in one commit. If the "
-        "repository does not exist, it is created, public."
-    )
-    if not args.yes and not console.confirm("Go on?"):
-        return console.INTERRUPTED
-    file = args.run / RESULTS if args.run.is_dir() else args.run
-    console.print_line(f"Uploaded: {escape(push(card, file, args.push))}")
     return 0

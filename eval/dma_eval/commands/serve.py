@@ -23,7 +23,7 @@ from dma_eval import config, console
 from dma_eval.config import argument, option
 from dma_eval.errors import UserError, one_line
 from dma_eval.load.hub import check_inputs
-from dma_eval.names import API_KEY_VARIABLE, DMA, FORMAT_SUFFIXES, check_names, is_file, split_suffix
+from dma_eval.names import API_KEY_VARIABLE, DMA, FORMAT_SUFFIXES, is_file, parse_name
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -122,7 +122,7 @@ def serve(args: ServeOptions) -> int:
     api_key = os.environ.get(API_KEY_VARIABLE) if args.api_key is None else args.api_key
     if api_key == "":
         raise UserError(f"--api-key: expected a key, got ''; leave out --api-key and {API_KEY_VARIABLE} to need none")
-    check_names([args.attn])
+    parse_name(args.attn)
     if args.cache_gib is not None and not args.continuous_batching:
         raise UserError("--cache-gib is for --continuous-batching; without it a cache grows with its request")
     if args.compile and not args.continuous_batching:
@@ -187,9 +187,9 @@ def load(args: ServeOptions, api_key: str | None = None) -> tuple[Engine, Gate]:
     ranks = int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
     loaded = load_model(args.model, **args.loading, tensor_parallel=ranks)
     (backend,) = parse_backends([args.attn])
-    name, suffix = split_suffix(args.attn)
+    implementation, setting, suffix = parse_name(args.attn)
     try:
-        if name == DMA:  # without a preset, it keeps the settings in config.json
+        if implementation == DMA and not setting:  # without a preset, it keeps the settings in config.json
             config = dma_hf.configure(loaded.model, cache=FORMAT_SUFFIXES.get(suffix, ...), activate=True)
             backend = replace(backend, config=config)
         activate(loaded.model, backend)
@@ -267,13 +267,11 @@ def _serve_replicas(args: ServeOptions, api_key: str | None) -> int:
 def _absolute(args: ServeOptions) -> ServeOptions:
     """Return the options with absolute paths, because other processes have other working folders."""
     model = Path(args.model).expanduser()
-    rest, suffix = split_suffix(args.attn)
-    implementation, _, setting = rest.partition(":")
-    has_file = implementation == DMA and setting and is_file(setting)
+    _, setting, suffix = parse_name(args.attn)
     return replace(
         args,
         model=str(model.absolute()) if model.exists() else args.model,
-        attn=f"{DMA}:{Path(setting).absolute()}{suffix}" if has_file else args.attn,
+        attn=f"{DMA}:{Path(setting).absolute()}{suffix}" if setting and is_file(setting) else args.attn,
     )
 
 

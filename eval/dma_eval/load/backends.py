@@ -19,13 +19,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import dma_hf
 from dma_eval.errors import UserError, one_line
-from dma_eval.names import DMA, DYNAMIC, FORMAT_SUFFIXES, PAGED, check_names, is_file, split_suffix, unknown_backend
+from dma_eval.names import DMA, DYNAMIC, FORMAT_SUFFIXES, is_file, parse_name
 from dma_hf import DMAConfig
 from dma_hf.cache_layers import DMALayer
 from dma_hf.integrations.internals import attention_name
 
 from .baselines import quantized_cache
 
+PAGED = "paged|"  # part of the name of what continuous batching runs in place of an implementation
 DEFAULT_PRESET = "balanced"
 """The preset of a plain ``dma_mxfp``, and the one that default comparisons combine with each cache format."""
 
@@ -147,14 +148,10 @@ def implementations() -> list[str]:
 
 
 def _parse_backend(name: str, option: str) -> Backend:
-    check_names([name], option)
-    rest, suffix = split_suffix(name)
-    implementation, colon, setting = rest.partition(":")
-    if implementation not in implementations():
-        raise unknown_backend(name, option, implementations())
+    implementation, setting, suffix = parse_name(name, option, implementations())
     if implementation != DMA:
         return Backend(name, implementation, peer_cache=suffix or None)
-    setting = setting or DEFAULT_PRESET
+    named, setting = bool(setting), setting or DEFAULT_PRESET
     try:
         make = DMAConfig.from_toml if is_file(setting) else DMAConfig.from_preset
         config = make(setting, **({"cache": FORMAT_SUFFIXES[suffix]} if suffix else {}))
@@ -165,4 +162,4 @@ def _parse_backend(name: str, option: str) -> Backend:
         file, setting = Path(setting), Path(setting).stem.removesuffix(cache)
         if setting in dma_hf.PRESETS and config != DMAConfig.from_preset(setting, cache=config.cache):
             setting = file.name  # so that it is not taken for the preset
-    return Backend(f"{DMA}{f':{setting}' if colon else ''}{cache}", DMA, config)
+    return Backend(f"{DMA}:{setting}{cache}" if named else f"{DMA}{cache}", DMA, config)

@@ -66,13 +66,13 @@ class Window:
         return torch.cat([tokens[: self.prefix], tokens[self.begin : self.end]])
 
 
-def load_text(data: str, *, split: str | None = None, column: str = "text") -> Text:
+def load_text(data: str, *, column: str = "text") -> Text:
     """Read a text.
 
     Args:
         data: A file (plain text in UTF-8; or .json, .jsonl, .csv, .parquet, read by ``datasets``), or a dataset of the
             Hub as ``NAME``, ``NAME:CONFIG`` or ``NAME:CONFIG:SPLIT`` (``NAME::SPLIT`` for the default configuration).
-        split: The split, where ``data`` does not name it: ``test`` for a dataset, ``train`` (all) for a file.
+            Without a split it is ``test``.
         column: The dataset's column of text.
     """
     path = text_file(data)
@@ -80,13 +80,13 @@ def load_text(data: str, *, split: str | None = None, column: str = "text") -> T
         parts = data.split(":")
         if len(parts) > 3 or not parts[0]:
             raise UserError(f"--data: expected NAME, NAME:CONFIG or NAME:CONFIG:SPLIT, got {data!r}")
-        name, config, named_split = (*parts, "", "")[:3]
-        text = _load_dataset(data, name, config or None, named_split or split or "test", column)
+        name, config, split = (*parts, "", "")[:3]
+        text = _load_dataset(data, name, config or None, split or "test", column)
     elif (suffix := path.suffix.lower()) in BUILDERS:
-        text = _load_dataset(data, BUILDERS[suffix], None, split or "train", column, data_files=str(path))
+        text = _load_dataset(data, BUILDERS[suffix], None, "train", column, data_files=str(path))
     else:
-        if split is not None or column != "text":
-            raise UserError(f"--split, --column: {data} is plain text, which has neither; leave them out")
+        if column != "text":
+            raise UserError(f"--column: {data} is plain text, which has no columns; leave it out")
         try:
             text = Text(content=path.read_text(encoding="utf-8-sig"), name=data)
         except UnicodeDecodeError as error:

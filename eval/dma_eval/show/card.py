@@ -9,13 +9,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitOperationAdd, EvalResult, HfApi, ModelCard, ModelCardData, get_token
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from dma_eval.errors import UserError, one_line
+from dma_eval.errors import UserError
 from dma_eval.files import parse
 from dma_eval.names import DMA, PRESETS
-from dma_eval.results import RESULTS, ModelInfo, Report, backend_configs, backend_groups
+from dma_eval.results import ModelInfo, Report, backend_configs, backend_groups
 
 from .pages import Page, perplexity_page, task_page, templates
 from .render import cache_of, distinct_origins, machine, measured, section_pages, tidy, versions
@@ -25,24 +24,6 @@ TASK = "text-generation"
 RUNTIME = ("backend", "on_unsupported")  # fields of a configuration that are not saved with a model
 WARNED = ", with warnings"  # end of the name of a result whose section has warnings
 FILE_SUFFIXES = (".gguf", ".toml", ".txt", ".json", ".jsonl", ".csv", ".parquet", ".md", ".png", ".yaml")
-
-
-def check_token() -> None:
-    """Check that an upload would have a token."""
-    if get_token() is None:
-        raise UserError("--push needs a token of the Hub: run 'hf auth login', or set HF_TOKEN")
-
-
-def push(card: ModelCard, report_file: Path, repository: str) -> str:
-    """Upload a card and its results in one commit, to a repository that is created if necessary; return its address."""
-    api = HfApi()
-    operations = [CommitOperationAdd("README.md", str(card).encode()), CommitOperationAdd(RESULTS, report_file)]
-    try:
-        api.create_repo(repository, exist_ok=True)
-        commit = api.create_commit(repository, operations, commit_message="Model card and results of dma-hf")
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        raise UserError(f"--push: the Hub refused {repository}: {one_line(error)}") from error
-    return str(commit.commit_url)
 
 
 def make_card(

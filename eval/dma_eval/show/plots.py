@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import cycle, pairwise
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure, FigureBase
 from matplotlib.ticker import MaxNLocator
 
-from dma_eval.results import FidelitySection, PerplexitySection, TaskSection
+from dma_eval.results import PerplexitySection, TaskSection
 
 from .pages import share
 
-Array = np.ndarray[Any, np.dtype[np.float64]]
 DPI = 150
 WIDTH = 11.0  # inches
 REFERENCE_COLOR = "#555555"
@@ -166,49 +164,4 @@ def plot_tasks(section: TaskSection, title: str) -> Figure:
     intervals = f"with {share(section.confidence, '.0f')} intervals"
     ax.set_xlabel(f"Difference from {reference.label}, percentage points, {intervals}")
     legend_below(figure, ax)
-    return figure
-
-
-def plot_heads(section: FidelitySection, title: str) -> Figure:
-    """Draw the relative L1 error of each head, one heat map per backend."""
-    maps = []
-    for heads in section.heads:
-        errors = np.array(heads.relative_l1)
-        layer, head = np.unravel_index(int(errors.argmax()), errors.shape)
-        maps.append((f"{heads.label}\nworst: layer {layer}, head {head}, {share(errors.max())}", errors))
-    largest = max(float(errors.max()) for _, errors in maps) or 1e-7
-    least = min((float(errors[errors > 0].min()) for _, errors in maps if (errors > 0).any()), default=0.0)
-    # Errors span decades; a backend that is exact everywhere is left to show the lower end of the scale.
-    low = 0.99 * max(least, 1e-5 * largest)
-    norm, maps = LogNorm(low, largest), [(heading, np.maximum(errors, low)) for heading, errors in maps]
-    return _heat_maps(f"{title}: error of each head's attention output", maps, "Relative L1 error", norm=norm)
-
-
-def plot_skipped(section: FidelitySection, title: str) -> Figure:
-    """Draw the share of low tiles that each head skips, one heat map per backend that skips any."""
-    shares = {heads.label: np.array(heads.skipped) for heads in section.heads if heads.skipped is not None}
-    maps = [(f"{label}\n{share(each.mean())} of all", each) for label, each in shares.items()]
-    title = f"{title}: tile skipping at {section.tokens.context:,} tokens"
-    return _heat_maps(title, maps, "Low tiles skipped, share", vmin=0, vmax=1)
-
-
-def _heat_maps(title: str, maps: Sequence[tuple[str, Array]], label: str, **style: Any) -> Figure:
-    """Draw a heat map ``[layer, head]`` under each heading, at most four in a row, and a bar of the colours."""
-    columns = min(len(maps), 4)
-    rows = -(-len(maps) // columns)
-    figure = make_figure(title, 1.3 + rows * min(6.0, 1.2 + 0.13 * len(maps[0][1])))
-    places = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flatten()
-    for index, (ax, (heading, values)) in enumerate(zip(places, maps, strict=False)):
-        image = ax.imshow(values, aspect="auto", interpolation="nearest", **style)
-        ax.set_title(heading, fontsize=9)
-        for axis in (ax.xaxis, ax.yaxis):
-            axis.get_major_locator().set_params(integer=True)
-        if index % columns == 0:
-            ax.set_ylabel("Layer")
-        if index >= len(maps) - columns:  # the lowest of its column, which need not be in the last row
-            ax.set_xlabel("Query head")
-            ax.tick_params(labelbottom=True)
-    for ax in places[len(maps) :]:
-        ax.set_visible(False)
-    figure.colorbar(image, ax=list(places), label=label)
     return figure

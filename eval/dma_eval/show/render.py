@@ -74,12 +74,6 @@ def _drawings(report: Report) -> Iterator[tuple[Figure, str, str, Any]]:
     for fidelity in report.fidelity:
         figure = plots.plot_positions(fidelity.tokens, f"{name(fidelity)}, against SDPA in fp32")
         yield figure, "fidelity", "Loss and divergence by position, against SDPA in fp32", fidelity
-        if fidelity.heads:
-            caption = "Error of every head's output, each layer on SDPA's own inputs"
-            yield plots.plot_heads(fidelity, name(fidelity)), "heads", caption, fidelity
-        if any(heads.skipped is not None for heads in fidelity.heads):
-            caption = "Share of low tiles that every head skips"
-            yield plots.plot_skipped(fidelity, name(fidelity)), "skipped", caption, fidelity
 
 
 def to_markdown(report: Report, plots: Sequence[Plot] = ()) -> str:
