@@ -261,6 +261,24 @@ def interleaved(values: str, *files: str) -> pd.DataFrame:
     return named(pd.DataFrame(cells))
 
 
+def under_load(*files: str) -> pd.DataFrame:
+    """What ``benchmarks/serving.py`` measured of each server, by load. Other tables call attention the same."""
+    frames = []
+    for report in (read(f"{file}.json") for file in files):
+        attention = re.search(r"--attn (\S+)", report["server"])
+        server = name(attention[1]) if attention else f"`{report['server'].split(' serve ')[0]} serve`"
+        frames.append(pd.DataFrame(report["results"]).assign(server=server))
+    frame = pd.concat(frames).sort_values(["prefix_tokens", "streams"], kind="stable").set_index("server")
+    prefix = show(frame["prefix_tokens"], ",.0f", " shared + ").where(frame["prefix_tokens"] > 0, "")
+    cells = {"clients": show(frame["streams"], ".0f"), "prompt": prefix + show(frame["prompt_tokens"], ",.0f")}
+    cells["new tokens/s"] = show(frame["tokens_per_second"], ",.0f")
+    for each, title in (("first_token_milliseconds", "first token"), ("between_tokens_milliseconds", "between tokens")):
+        times = (show(frame[each + end], ",.3g", " ms") for end in ("", "_p99"))
+        cells[f"{title}, median (99 %)"] = next(times) + " (" + next(times) + ")"
+    cells["requests in time/s"] = show(frame["goodput"], ".1f")
+    return pd.DataFrame(cells).rename_axis(index=None)
+
+
 # Quality: reports of runs.
 
 
@@ -485,7 +503,10 @@ def retired_at(command: str) -> str | None:
 
 QUALITY = (quality_models, quality_runs, quality, quality_twins, quality_variants, quality_long, quality_positions)
 ANSWERS = (needles, accuracies, continuations)
-SPEED = (prefill, prefill_errors, prefill_real, decode, triton_versions, generate, first_token, interleaved)
+SPEED = (
+    *(prefill, prefill_errors, prefill_real, decode, triton_versions),
+    *(generate, first_token, interleaved, under_load),
+)
 TABLES: dict[str, Callable[..., pd.DataFrame]] = {
     each.__name__.replace("_", "-"): each for each in (results, *SPEED, *QUALITY, *ANSWERS, files)
 }
