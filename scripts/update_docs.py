@@ -257,6 +257,24 @@ def interleaved(values: str, *files: str) -> pd.DataFrame:
     return named(pd.DataFrame(cells))
 
 
+def under_load(*files: str) -> pd.DataFrame:
+    """What ``benchmarks/serving.py`` measured of each server, by load. Other tables call attention the same."""
+    frames = []
+    for report in (read(f"{file}.json") for file in files):
+        attention = re.search(r"--attn (\S+)", report["server"])
+        server = name(attention[1]) if attention else f"`{report['server'].split(' serve ')[0]} serve`"
+        frames.append(pd.DataFrame(report["results"]).assign(server=server))
+    frame = pd.concat(frames).sort_values(["prefix_tokens", "streams"], kind="stable").set_index("server")
+    prefix = show(frame["prefix_tokens"], ",.0f", " shared + ").where(frame["prefix_tokens"] > 0, "")
+    cells = {"clients": show(frame["streams"], ".0f"), "prompt": prefix + show(frame["prompt_tokens"], ",.0f")}
+    cells["new tokens/s"] = show(frame["tokens_per_second"], ",.0f")
+    for each, title in (("first_token_milliseconds", "first token"), ("between_tokens_milliseconds", "between tokens")):
+        times = (show(frame[each + end], ",.3g", " ms") for end in ("", "_p99"))
+        cells[f"{title}, median (99 %)"] = next(times) + " (" + next(times) + ")"
+    cells["requests in time/s"] = show(frame["goodput"], ".1f")
+    return pd.DataFrame(cells).rename_axis(index=None)
+
+
 # Quality: reports of runs.
 
 
@@ -358,11 +376,12 @@ def results() -> pd.DataFrame:
     peers = load("serve-vllm-h200").set_index("label")["tokens_per_second"]
     models = losses(*MODEL_RUNS).groupby("label")
     flash, plain, ours = "FlashAttention-3, bf16", "SDPA, 16-bit cache", "`balanced+int4`"
-    eager = "SDPA, eager; FlashAttention-3, eager"
+    peer_names = "SDPA, static cache, compiled; SDPA, eager; FlashAttention-3, eager"
     long = f"{prefill['32K']:.2f}x as fast; isolated {isolated['32K']:.2f}x"
     step = "; ".join(f"{times_faster(decodes, peer)[INT4]['128K']:.2f}x" for peer in ("fa3:fp8", "sdpa"))
     typed = load("generate-h100").query("context == 8192").set_index("label")["step_milliseconds"]
-    token = "; ".join(f"{typed[peer] / typed[INT4]:.1f}x" for peer in ("sdpa+dynamic", "flash_attention_3+dynamic"))
+    typed_peers = "sdpa+static", "sdpa+dynamic", "flash_attention_3+dynamic"
+    token = "; ".join(f"{typed[peer] / typed[INT4]:.1f}x" for peer in typed_peers)
     compared = "; ".join(f"{peers[INT4] / peers[peer]:.2f}x" for peer in ("vllm:fp8", "vllm"))
     changes = ", ".join(show(models["change_percent"].max()[[BALANCED, INT4]], "+.2f", " %"))
     reasoning = accuracies("qwen2.5-coder-1.5b-gsm8k-bf16").iloc[0, 1:].str.split(",").str[0]
@@ -371,7 +390,7 @@ def results() -> pd.DataFrame:
         ["Prefill of 32K tokens", "prefill", "`balanced`", flash, long],
         ["Prefill of 1K tokens", "prefill", "`balanced`", flash, f"{prefill['1K']:.2f}x as fast"],
         ["Decoding step over 128K keys", "decode", ours, f"FlashAttention-3, FP8 cache; {plain}", f"{step} as fast"],
-        ["Token of `generate` after 8K, 8B model, H100", "serving", ours, eager, f"{token} as fast"],
+        ["Token of `generate` after 8K, 8B model, H100", "serving", ours, peer_names, f"{token} as fast"],
         ["Cache size at 32K tokens", "decode", ours, plain, f"{size['32K']:.2f}x"],
         [f"{REQUESTS}, compiled", "serving", ours, "vLLM 0.26, FP8 cache; bf16 cache", f"{compared} the tokens/s"],
         ["GSM8K, 400 problems, 1.5B model", "quality", "`balanced`, `int8`, `int4`", "SDPA", solved],
@@ -408,7 +427,10 @@ def retired_at(command: str) -> str | None:
 
 
 QUALITY = (quality_runs, quality_twins, needles, accuracies, continuations)
-SPEED = (prefill, prefill_errors, prefill_real, decode, triton_versions, generate, first_token, interleaved)
+SPEED = (
+    *(prefill, prefill_errors, prefill_real, decode, triton_versions),
+    *(generate, first_token, interleaved, under_load),
+)
 TABLES: dict[str, Callable[..., pd.DataFrame]] = {
     each.__name__.replace("_", "-"): each for each in (results, *SPEED, *QUALITY, files)
 }

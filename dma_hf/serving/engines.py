@@ -33,6 +33,7 @@ class Answer(asyncio.Queue[Any]):
 
     def __init__(self, stops: Iterable[str]) -> None:
         super().__init__()
+        self.prompt_tokens = 0  # set when it is known, before the answer starts
         self.streamer: Any = None  # counts the tokens; set by the engine, like the next
         self.on_cancel: Callable[[], Any] = lambda: None
         self.error: ApiError | None = None
@@ -43,6 +44,12 @@ class Answer(asyncio.Queue[Any]):
     def total_tokens(self) -> int:
         """Number of generated tokens."""
         return int(self.streamer.total_tokens)
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Numbers of tokens so far, in OpenAI's format."""
+        prompt, new = self.prompt_tokens, self.total_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
     def put_nowait(self, item: Any) -> None:
         """Add an item, or ``None`` at the end."""

@@ -121,6 +121,7 @@ class _Model(BaseModel):
 
 class StreamOptions(_Model):
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # of vLLM: the usage so far in every piece, where it is included
 
 
 class TextPart(_Model):

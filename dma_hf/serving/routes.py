@@ -23,7 +23,15 @@ from dma_hf.integrations.serving import (
 )
 
 from .engines import Answer, Batched, Engine
-from .requests import ApiError, ChatRequest, CompletionRequest, GenerationRequest, ResponseRequest, check
+from .requests import (
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    ResponseRequest,
+    StreamOptions,
+    check,
+)
 
 SSE = "text/event-stream"
 GREEDY_TEMPERATURE = 1e-5  # and below: logits would overflow
@@ -65,7 +73,8 @@ class _Generation(GenerationState):  # type: ignore[misc]
             ApiError: The prompt is empty or too long, or the engine does not support the request.
         """
         ids = inputs["input_ids"]
-        self._settle(config, len(ids) if isinstance(ids, list) else ids.shape[-1])
+        self.answer.prompt_tokens = len(ids) if isinstance(ids, list) else ids.shape[-1]
+        self._settle(config, self.answer.prompt_tokens)
         self._engine.start(self.answer, inputs, config, self._body, response_parser)
         return self.answer, self.answer
 
@@ -139,7 +148,7 @@ class Route:
         request.state.answer = generation.answer
         pieces = _pieces(events, generation.answer)
         if body.stream:
-            return StreamingResponse(self._stream(pieces, body.stream_options.include_usage), media_type=SSE)
+            return StreamingResponse(self._stream(pieces, generation.answer, body.stream_options), media_type=SSE)
         return JSONResponse(self._join([piece async for piece in pieces]))
 
     def _check_template(self, body: GenerationRequest) -> None:
@@ -162,20 +171,26 @@ class Route:
             if len(ids) > 2 * room:
                 raise too_long(room, f"more than {2 * room} tokens", self.param)
 
-    async def _stream(self, pieces: AsyncIterator[dict[str, Any]], has_usage: bool) -> AsyncIterator[str]:
-        """Write pieces as server-sent events. An extra one at the end has the usage, which is null in the others."""
+    async def _stream(
+        self, pieces: AsyncIterator[dict[str, Any]], answer: Answer, options: StreamOptions
+    ) -> AsyncIterator[str]:
+        """Write pieces as server-sent events. An extra one at the end has the usage.
+
+        In the others it is null, or counts the tokens so far.
+        """
         piece: dict[str, Any] = {}
         usage: dict[str, Any] | None = None
         try:
             async for piece in pieces:
                 if "choices" in piece:
                     usage = piece.pop("usage", None)
-                    piece |= {"usage": None} if has_usage else {}
+                    if options.include_usage:
+                        piece["usage"] = answer.usage if options.continuous_usage_stats else None
                 yield f"data: {json.dumps(piece)}\n\n"
         except ApiError as error:
             yield error.event(self.path)
             return
-        if has_usage and "choices" in piece:
+        if options.include_usage and "choices" in piece:
             yield f"data: {json.dumps(piece | {'choices': [], 'usage': usage})}\n\n"
         yield self.end
 

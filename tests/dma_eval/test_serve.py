@@ -390,6 +390,20 @@ def test_a_stream_has_its_usage_once_and_only_if_asked_for(client, path):
     assert last["usage"] == client.post(f"/v1/{path}", **asked)["usage"]
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+def test_a_stream_counts_its_tokens_in_every_piece_if_asked_for(client, path):
+    asked = {"messages": CHAT} if path.startswith("chat") else {"prompt": "The captain"}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *events, last = client.stream(f"/v1/{path}", **asked, max_tokens=3, temperature=0, stream_options=options)
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert counts == sorted(counts)
+    assert counts[-1] == last["usage"]["completion_tokens"] == 3
+    assert {event["usage"]["prompt_tokens"] for event in events} == {last["usage"]["prompt_tokens"]}
+    unused = options | {"include_usage": False}
+    events = client.stream(f"/v1/{path}", **asked, max_tokens=3, temperature=0, stream_options=unused)
+    assert not any("usage" in event for event in events)
+
+
 def test_a_client_that_leaves_frees_its_request(client):
     """Otherwise the next answer would wait for 3,000 tokens, which take minutes."""
     body = {"prompt": "The captain", "max_tokens": 3000}

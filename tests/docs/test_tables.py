@@ -64,6 +64,22 @@ def test_a_table_of_generate_says_how_steps_ran(script, monkeypatch):
     ]
 
 
+def test_a_table_of_servers_under_load_is_sorted_by_load(script, monkeypatch):
+    times = {"first_token_milliseconds": 12.3, "between_tokens_milliseconds": 8.0, "tokens_per_second": 1234.0}
+    times |= {"first_token_milliseconds_p99": 45.6, "between_tokens_milliseconds_p99": None, "goodput": 1.0}
+    few, many = ({"prefix_tokens": 0, "prompt_tokens": 1024, "streams": streams, **times} for streams in (1, 32))
+    shared = few | {"prefix_tokens": 3072, "prompt_tokens": 256}
+    servers = {
+        "a.json": {"server": "dma-hf serve m --attn dma_mxfp:balanced+int4 --compile", "results": [few, many, shared]},
+        "b.json": {"server": "transformers serve m", "results": [few]},
+    }
+    monkeypatch.setattr(script, "read", servers.get)
+    table = script.under_load("a", "b")
+    assert table.index.tolist() == ["`balanced+int4`", "`transformers serve`", "`balanced+int4`", "`balanced+int4`"]
+    assert table["prompt"].tolist() == ["1,024", "1,024", "1,024", "3,072 shared + 256"]
+    assert table.iloc[2].tolist() == ["32", "1,024", "1,234", "12.3 ms (45.6 ms)", "8 ms (–)", "1.0"]
+
+
 def test_the_index_lists_every_file_of_results(script):
     index = script.markdown("files")
     for path in BENCHMARKS.rglob("*.json"):
