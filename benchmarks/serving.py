@@ -162,7 +162,7 @@ def summarize(load: Load, benchmark: dict[str, Any]) -> dict[str, Any]:
     """Return what is kept of a benchmark of guidellm. Times and goodput are null if no request was completed."""
     metrics = benchmark["metrics"]
     totals = metrics["request_totals"]
-    times = {}
+    times: dict[str, float | None] = {}
     for name, metric in (("first_token", "time_to_first_token_ms"), ("between_tokens", "inter_token_latency_ms")):
         found = metrics[metric]["successful"]["percentiles"] if totals["successful"] else {}
         times |= {f"{name}_milliseconds": found.get("p50"), f"{name}_milliseconds_p99": found.get("p99")}
