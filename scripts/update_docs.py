@@ -379,7 +379,7 @@ def results() -> pd.DataFrame:
     peer_names = "SDPA, static cache, compiled; SDPA, eager; FlashAttention-3, eager"
     long = f"{prefill['32K']:.2f}x as fast; isolated {isolated['32K']:.2f}x"
     step = "; ".join(f"{times_faster(decodes, peer)[INT4]['128K']:.2f}x" for peer in ("fa3:fp8", "sdpa"))
-    typed = load("generate-h100").query("context == 8192").set_index("label")["step_milliseconds"]
+    typed = load("generate-h100").query("context == 8192").set_index("label")["step_milliseconds"].dropna()
     typed_peers = "sdpa+static", "sdpa+dynamic", "flash_attention_3+dynamic"
     token = "; ".join(f"{typed[peer] / typed[INT4]:.1f}x" for peer in typed_peers)
     compared = "; ".join(f"{peers[INT4] / peers[peer]:.2f}x" for peer in ("vllm:fp8", "vllm"))

@@ -45,7 +45,7 @@ samples = 1
 
 class TestFiles:
     def test_names(self) -> None:
-        assert suite_names() == ["gsm8k-local", "local-quality", "long-context", "quick", "ruler", "standard"]
+        assert suite_names() == ["gsm8k-local", "long-context", "quick", "ruler", "standard"]
 
     def test_configs_show_those_of_the_package(self) -> None:
         assert sorted(path.stem for path in (ROOT / "configs/suites").glob("*.toml")) == suite_names()
@@ -317,5 +317,6 @@ class TestRun:
         ]
 
     def test_lacks_a_text(self, run: Run, refused: Callable[[Any], str], model_folder: Path, tmp_path: Path) -> None:
-        result = run("suite", "--suite", "local-quality", "-m", model_folder, "--out", tmp_path / "run")
-        assert "--data: suite local-quality names no text of its own; name one" in refused(result)
+        (tmp_path / "my.toml").write_text("[perplexity]", encoding="utf-8")
+        result = run("suite", "--suite", tmp_path / "my.toml", "-m", model_folder, "--out", tmp_path / "run")
+        assert "my.toml names no text of its own; name one" in refused(result)
