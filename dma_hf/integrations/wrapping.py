@@ -26,7 +26,6 @@ from transformers import (
     PreTrainedModel,
     StaticCache,
 )
-from transformers.generation.utils import DeferredStopCheck
 
 from ..cache import DMACache
 from ..cache_layers import DMALayer
@@ -55,7 +54,13 @@ _of_one_call: weakref.WeakSet[Cache] = weakref.WeakSet()
 
 
 def wrap_generation() -> None:
-    """Make ``generate`` and ``generate_batch`` use the cache of a model's settings, and run steps as CUDA graphs."""
+    """Make ``generate`` and ``generate_batch`` use the cache of a model's settings, and run steps as CUDA graphs.
+
+    Raises:
+        UnsupportedTransformersError: The check that ends ``generate`` has moved.
+    """
+    with private_imports():
+        from transformers.generation.utils import DeferredStopCheck
     _wrap(GenerationMixin, "_prepare_cache_for_generation", prepare_cache)
     _wrap(GenerationMixin, "_assisted_decoding", assisted_decoding)
     _wrap(GenerationMixin, "_valid_auto_compile_criteria", decodes_by_compiled_call)
