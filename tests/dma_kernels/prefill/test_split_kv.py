@@ -52,6 +52,12 @@ def test_any_number_of_ctas_gives_the_same_result(case: str, sms: int, monkeypat
     assert_matches_reference(SHORT[case], BALANCED, torch.float16, "cpu")
 
 
+def test_more_splits_than_are_combined_at_once_give_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chip, "INTERPRETED_SMS", 200)
+    case = Case(q_len=1, kv_len=1_200, q_heads=1, kv_heads=1, head_dim=256)  # 38 splits; 32 at once
+    assert_matches_reference(case, BALANCED, torch.float16, "cpu")
+
+
 @pytest.mark.parametrize("recipe", ["fp4", "int8-pv16", "identity"])
 def test_the_low_tiles_of_a_recipe_do_not_matter(recipe: str) -> None:
     results = (SHORT["all"].call(RECIPES[name], "triton", torch.float16, "cpu") for name in (recipe, "balanced"))
