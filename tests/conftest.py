@@ -89,6 +89,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             module = nodeid.split("::")[0]
             return module if module in KEPT_TOGETHER else nodeid
 
+        def _reschedule(self, node: Any) -> None:
+            # Units that are done would be counted again after each of 6,000 tests, for seven seconds in all. And when a
+            # worker dies, they would be given to another one, which would wait forever because they have no test left.
+            units = self.assigned_work[node]
+            self.assigned_work[node] = {scope: unit for scope, unit in units.items() if not all(unit.values())}
+            super()._reschedule(node)
+
     return NextTest(config, log)
 
 

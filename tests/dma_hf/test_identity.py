@@ -65,18 +65,22 @@ def test_packed_sequences_equal_the_reference(decoder, model_pair, token_ids, as
         assert_same(packed, reference(ids, **arguments).logits)
 
 
-@pytest.mark.parametrize(
-    "side", sampled([None, "left"], lambda side: side is not None)
-)  # whose other row has no padding
-def test_decoding_token_by_token_equals_the_reference(decoder, side, model_pair, token_ids, assert_same):
+@pytest.mark.parametrize(("cache_class", "options", "prompt"), [
+    (DynamicCache, {}, [(0, 20)]),
+    (StaticCache, {"max_cache_len": LENGTH + 9}, [(0, 20), (20, 31)]),
+], ids=["dynamic", "static"])  # fmt: skip
+@pytest.mark.parametrize("side", sampled([None, "left"], "left".__eq__))  # whose other row has no padding
+def test_decoding_token_by_token_equals_the_reference(
+    decoder, side, cache_class, options, prompt, model_pair, token_ids, assert_same
+):
     reference, model = model_pair(decoder)
     ids = token_ids(2, LENGTH)
     mask = torch.ones_like(ids) if side is None else _padded(ids, side)
     positions = {} if decoder.model.startswith("BigBird") else {"position_ids": _position_ids(mask)}
     expected = reference(ids, attention_mask=mask, **positions).logits
-    cache = DynamicCache(config=model.config)
+    cache = cache_class(config=model.config, **options)
     steps = []
-    for start, end in [(0, 20), *((i, i + 1) for i in range(20, LENGTH))]:
+    for start, end in [*prompt, *((i, i + 1) for i in range(prompt[-1][1], LENGTH))]:
         chunk = {name: tensor[:, start:end] for name, tensor in positions.items()}
         out = model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache, **chunk)
         steps.append(out.logits)
@@ -89,24 +93,6 @@ def test_chunked_prefill_equals_the_reference(decoder, model_pair, token_ids, as
     cache = DynamicCache(config=model.config)
     steps = [model(chunk, past_key_values=cache).logits for chunk in ids.split([1, 25, 7, 27], dim=1)]
     assert_same(torch.cat(steps, 1), reference(ids).logits)
-
-
-@pytest.mark.parametrize(
-    "side", sampled([None, "left"], lambda side: side is not None)
-)  # whose other row has no padding
-def test_a_static_cache_equals_the_reference(decoder, side, model_pair, token_ids, assert_same):
-    reference, model = model_pair(decoder)
-    ids = token_ids(2, LENGTH)
-    mask = torch.ones_like(ids) if side is None else _padded(ids, side)
-    positions = {} if decoder.model.startswith("BigBird") else {"position_ids": _position_ids(mask)}
-    expected = reference(ids, attention_mask=mask, **positions).logits
-    cache = StaticCache(config=model.config, max_cache_len=LENGTH + 9)
-    steps = []
-    for start, end in [(0, 20), (20, 31), *((i, i + 1) for i in range(31, LENGTH))]:
-        chunk = {name: tensor[:, start:end] for name, tensor in positions.items()}
-        out = model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache, **chunk)
-        steps.append(out.logits)
-    assert_same(torch.cat(steps, 1), expected, mask)
 
 
 @pytest.mark.parametrize("kind", ["boolean", "additive", "per head"])

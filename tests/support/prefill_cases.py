@@ -329,7 +329,7 @@ SHORT = {
         batch=2, q_len=5, tensors={"kv_range": [[45, 300], [0, 300]], "kv_offset": [-45, 0]}
     ),
     "rows-of-uneven-length": _short(
-        batch=40, kv_len=130, head_dim=16, tensors={"kv_range": [[0, i * 3] for i in range(40)]}
+        batch=70, q_heads=2, kv_len=130, head_dim=16, tensors={"kv_range": [[0, i * 13 // 7] for i in range(70)]}
     ),
     "nothing-visible": _short(
         q_len=2, batch=2, tensors={"kv_range": [[7, 7], [0, 0]], "sinks": [0.5, float("-inf"), 3.0, -1.0]}
