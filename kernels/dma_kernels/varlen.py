@@ -238,7 +238,7 @@ def _read_ends(name: str, cu_seqlens: Tensor, tokens: int, longest: int) -> tupl
 
 
 def _calls(
-    tensors: Sequence[Tensor], batches: tuple[tuple[_Spans, _Spans], ...], options: dict[str, Any]
+    tensors: Sequence[Tensor], batches: tuple[tuple[_Spans, _Spans], ...], **options: Any
 ) -> Iterator[tuple[_Spans, _Spans, dict[str, Any]]]:
     """Yield the spans and the arguments of the call for each batch."""
     query, key, value = tensors
@@ -265,19 +265,13 @@ def _run(
     # Padding would complete blocks of queries, which may then skip tiles. The reference computes padding at full cost.
     pads = recipe.skip_threshold is None and resolve_backend(backend, query.device, query.dtype) != "reference"
     batches = _batches(q_ends, k_ends, query.shape[1], CALL_COST if pads else 0)
-    options = {
-        "recipe": recipe,
-        "is_causal": is_causal,
-        "window": window,
-        "scale": scale,
-        "softcap": softcap,
-        "sinks": sinks,
-        "tile_counts": counts if counts_tiles else None,
-        "backend": backend,
-    }
+    calls = _calls(
+        (query, key, value), batches, recipe=recipe, is_causal=is_causal, window=window, scale=scale, softcap=softcap,
+        sinks=sinks, tile_counts=counts if counts_tiles else None, backend=backend,
+    )  # fmt: skip
     out = query.new_empty((*query.shape[:2], value.shape[2]))
     with torch.no_grad():
-        for q, _, call in _calls((query, key, value), batches, options):
+        for q, _, call in calls:
             q.put(out, attention(**call))
     return out, counts
 
@@ -298,19 +292,14 @@ def _run_gradient(
     k_ends = _read_ends("k", cu_seqlens_k, key.shape[0], max_seqlen_k)
     batches = _batches(q_ends, k_ends, query.shape[1], 0 if query.device.type == "cpu" else GRADIENT_CALL_COST)
     sinks = None if sinks is None else sinks.contiguous()
-    options = {
-        "recipe": EXACT,
-        "is_causal": is_causal,
-        "window": window,
-        "scale": scale,
-        "softcap": softcap,
-        "sinks": sinks,
-        "backend": "reference",
-    }
+    calls = _calls(
+        (query, key, value), batches, recipe=EXACT, is_causal=is_causal, window=window, scale=scale, softcap=softcap,
+        sinks=sinks, backend="reference",
+    )  # fmt: skip
     grad_q, grad_k, grad_v = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
     dtype = torch.promote_types(query.dtype, torch.float32)
     grad_sinks = grad_out.new_zeros(0 if sinks is None else sinks.shape, dtype=dtype)
-    for q, k, call in _calls((query, key, value), batches, options):
+    for q, k, call in calls:
         grad = q.take(grad_out)
         if q.is_padded:
             lengths = _on_device(q.lengths, grad.device)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from compiled_calls import CompiledCalls
-from dma_kernels.prefill.plan import plan
+from dma_kernels.prefill.plan import forget_plans
 
 # Largest exponent and magnitude of the element formats, from the specification.
 ELEMENTS = {"mxfp4": (2, 6.0), "mxfp8": (8, 448.0), "mxint8": (0, 127 / 64)}
@@ -133,4 +133,4 @@ def compiled_by(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[
 @pytest.fixture(autouse=True)
 def no_plans() -> None:
     """Clear plans before each test, because tests change the chip that the interpreter emulates."""
-    plan.cache_clear()
+    forget_plans()

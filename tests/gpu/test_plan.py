@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 from dma_kernels import Recipe, attention, saturated_values
-from dma_kernels.prefill.plan import plan
+from dma_kernels.prefill.plan import forget_plans
 from dma_kernels.runtime.reports import kernel_reports
 from dma_kernels.testing import random_qkv, relative_error
 from prefill_cases import RECIPES
@@ -24,9 +24,9 @@ Inputs = tuple[Tensor, Tensor, Tensor]
 
 @pytest.fixture(autouse=True)
 def no_plans() -> Iterator[None]:
-    plan.cache_clear()
+    forget_plans()
     yield
-    plan.cache_clear()
+    forget_plans()
 
 
 def make(seed: int = 0, device: str = "cuda") -> Inputs:
@@ -43,9 +43,9 @@ def compute(inputs: Inputs) -> Tensor:
 
 def expected(inputs: Inputs) -> Tensor:
     """Compute with Triton's own launch."""
-    plan.cache_clear()
+    forget_plans()
     out = compute(inputs)
-    plan.cache_clear()
+    forget_plans()
     return out
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from dma_kernels import attention
 from dma_kernels.prefill.config import MultiCTAConfig, PortableConfig, WarpSpecializedConfig
-from dma_kernels.prefill.plan import plan
+from dma_kernels.prefill.plan import forget_plans
 from dma_kernels.runtime.chip import triton_version
 from dma_kernels.testing import random_qkv, relative_error
 from kernel_choice import use_kernel
@@ -51,7 +51,7 @@ def test_long_rows_match_the_reference(recipe: str) -> None:
 def test_swizzle_groups_of_heads_are_all_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(batch=3, q_heads=6, kv_heads=3, q_len=700, kv_len=700)  # 9 heads: the last group has one
     monkeypatch.setattr("dma_kernels.prefill.plan.select_swizzle_group", lambda *_: 2)
-    plan.cache_clear()
+    forget_plans()
     assert_matches_reference(case, RECIPES["int8"], torch.bfloat16, "cuda")
 
 
@@ -176,4 +176,4 @@ def test_the_portable_kernel_skips_the_tiles_that_the_reference_skips(
 ) -> None:
     use_kernel(monkeypatch, PortableConfig)
     assert_skips_as_the_reference(SPARSE[case], RECIPES[recipe], torch.bfloat16, "cuda")
-    plan.cache_clear()
+    forget_plans()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from dma_kernels import Recipe, attention, attention_with_lse
 from dma_kernels.prefill.config import MultiCTAConfig, PortableConfig, WarpSpecializedConfig
-from dma_kernels.prefill.plan import plan
+from dma_kernels.prefill.plan import forget_plans
 from dma_kernels.runtime.reports import kernel_reports
 from dma_kernels.testing import random_qkv, relative_error
 from kernel_choice import use_kernel
@@ -43,7 +43,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     use_kernel(monkeypatch, WarpSpecializedConfig)
     with computed_by(WarpSpecializedConfig) as calls:
         yield calls
-    plan.cache_clear()
+    forget_plans()
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def short_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     use_kernel(monkeypatch, MultiCTAConfig)
     with computed_by(MultiCTAConfig) as calls:
         yield calls
-    plan.cache_clear()
+    forget_plans()
 
 
 def without(monkeypatch: pytest.MonkeyPatch, run: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

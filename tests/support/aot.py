@@ -23,7 +23,7 @@ from unittest import mock
 import torch
 import triton
 from dma_kernels import attention
-from dma_kernels.prefill.plan import plan
+from dma_kernels.prefill.plan import forget_plans
 from dma_kernels.runtime import chip, launch
 from prefill_cases import RECIPES
 from triton.backends.compiler import GPUTarget
@@ -181,7 +181,7 @@ def compile_call(recipe: str, arch: int, head_dim: int, option: str = "") -> lis
     query = torch.empty(1, queries, 4, head_dim, dtype=torch.bfloat16).transpose(1, 2)
     key = torch.empty(1, length, 2, head_dim, dtype=torch.bfloat16).transpose(1, 2)
     with compile_only(arch) as compiled:
-        plan.cache_clear()  # plans are not keyed by chip
+        forget_plans()  # plans are not keyed by chip
         attention(
             query, key, key, replace(RECIPES[recipe], skip_threshold=6.0 if option.endswith("skip") else None),
             q_offset=0, scale=0.125, backend="triton", **OPTIONS[option],

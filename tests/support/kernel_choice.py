@@ -24,4 +24,4 @@ def use_kernel(monkeypatch: pytest.MonkeyPatch, kernel: type[Any]) -> None:
         return found
 
     monkeypatch.setattr(plan, "select_config", select_config)
-    plan.plan.cache_clear()
+    plan.forget_plans()

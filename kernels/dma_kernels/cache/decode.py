@@ -115,7 +115,7 @@ class RepeatedStep(NamedTuple):
         return all(map(operator.is_, _tensors_of(storage), self.stored))
 
 
-_tensors_of = operator.attrgetter("kv_pages", *CacheInputs._fields[1:])
+_tensors_of = operator.attrgetter(*CacheInputs._fields)
 
 
 def repeat_step(

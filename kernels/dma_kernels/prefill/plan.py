@@ -46,30 +46,26 @@ class AttentionPlan:
     launches: LaunchPlan | None = None  # allocations and launches of our kernels
 
 
-class Plans:
-    """Finds the plan of a call, made once per key; that of a short call leaves out the number of keys."""
+@functools.lru_cache(maxsize=256)
+def plan(layouts: AttentionCall) -> AttentionPlan:
+    """Return the plan of a call with layouts (:meth:`AttentionCall.layouts`).
 
-    def __init__(self) -> None:
-        self._of_layouts = functools.lru_cache(maxsize=256)(lambda layouts: self._of_key(ShortKey.of(layouts)))
-        self._of_key = functools.lru_cache(maxsize=256)(_make_plan)
-
-    def __call__(self, layouts: AttentionCall) -> AttentionPlan:
-        """Return the plan of a call with layouts (:meth:`AttentionCall.layouts`).
-
-        Raises:
-            ValueError: A layout or an offset is not as :func:`dma_kernels.attention` describes.
-            TypeError: A dtype is not as described there.
-            RuntimeError: The requested backend cannot run on this device.
-        """
-        return self._of_layouts(layouts)
-
-    def cache_clear(self) -> None:
-        """Forget all plans."""
-        self._of_layouts.cache_clear()
-        self._of_key.cache_clear()
+    Raises:
+        ValueError: A layout or an offset is not as :func:`dma_kernels.attention` describes.
+        TypeError: A dtype is not as described there.
+        RuntimeError: The requested backend cannot run on this device.
+    """
+    return _plan_of_key(ShortKey.of(layouts))
 
 
-def _make_plan(key: AttentionCall) -> AttentionPlan:
+def forget_plans() -> None:
+    """Plan all calls again."""
+    plan.cache_clear()
+    _plan_of_key.cache_clear()
+
+
+@functools.lru_cache(maxsize=256)
+def _plan_of_key(key: AttentionCall) -> AttentionPlan:
     call = key.call if isinstance(key, ShortKey) else key
     check_call(call)
     if chip.resolve_backend(call.backend, call.query.device, call.query.dtype) == "reference":
@@ -230,9 +226,6 @@ def _plan_short(call: AttentionCall) -> AttentionPlan:
         return out, others[0] if others else None
 
     return AttentionPlan("split-KV", run, launches)
-
-
-plan = Plans()
 
 
 def quantize_operands(
