@@ -31,7 +31,7 @@ from ..cache import DMACache
 from ..cache_layers import DMALayer
 from ..config import NAME, cache_of, is_dma, is_ours
 from ..decoding import DecodingSteps, decodes_by_graphs
-from ..idle_caches import lend
+from ..idle_caches import lend, release
 from ..static_decoding import StaticSteps
 from ..stats import count_eager_decoding
 from ..support import expect_other_cache, shares_keys
@@ -140,7 +140,7 @@ def prepare_cache(
     if not is_new:
         result = method(model, *given)
         made = _cache_in(model_kwargs)
-        if cache is None and type(made) is StaticCache and not made.offloading:
+        if cache is None and type(made) is StaticCache:
             _lend(model, made, generation_config, generation_mode, batch_size)
         return result
     model_kwargs[CACHE_ARGUMENT] = cache
@@ -152,11 +152,16 @@ def prepare_cache(
 
 
 def _lend(model: PreTrainedModel, cache: Cache, config: GenerationConfig, mode: Any, batch_size: int) -> None:
-    """Let a new cache have the memory of the last one, if its steps may be CUDA graphs and the call keeps it."""
-    is_of_one_call = not (config.return_dict_in_generate or config.is_assistant)
+    """Let a new cache have the memory of the last one, if its steps may be CUDA graphs and the call keeps it.
+
+    If not, that memory is freed.
+    """
+    is_of_one_call = not (config.return_dict_in_generate or config.is_assistant or cache.offloading)
     if is_of_one_call and not config.disable_compile and mode.value in MODES and _is_on_gpu(model):
         lend(model, cache, batch_size * max(config.num_beams or 1, config.num_return_sequences or 1))
         _of_one_call.add(cache)
+    else:
+        release(model)
 
 
 def _new_cache(model: PreTrainedModel, config: GenerationConfig, max_cache_length: int) -> Cache | None:

@@ -339,6 +339,13 @@ def test_an_idle_cache_does_not_move_with_its_model(build, token_ids):
     assert idle_caches._idle[model][1] is not layers
 
 
+def test_a_call_that_cannot_use_an_idle_cache_frees_it(build, token_ids):
+    model = build()
+    _tokens(model, token_ids(1, PROMPT), 12)
+    _tokens(model, token_ids(1, PROMPT), 12, return_dict_in_generate=True)
+    assert model not in idle_caches._idle
+
+
 def test_calls_of_layers_are_counted_in_replays(build, token_ids):
     model = build(cache="int8")
     dma_hf.reset_stats(model)

@@ -118,14 +118,16 @@ def test_later_calls_replay_the_graph_of_the_first(cache, build, token_ids):
     mask = torch.ones(2, PROMPT, dtype=torch.long)
     padded = mask.clone()
     padded[1, :9] = 0
+    calls = []
     for seed, visible in enumerate((mask, mask, padded, padded)):
         ids = token_ids(2, PROMPT - seed % 2, seed)
-        options["attention_mask"] = visible[:, -ids.shape[1] :]
-        ours = _tokens(model, ids, **options)
-        assert _replays(model) == NEW - (1 if seed % 2 else FIRST)
-        plain = options | {"disable_compile": True, "compile_config": None}
-        assert torch.equal(ours, _tokens(model, ids, **plain))
-        dma_hf.reset_stats(model)
+        calls.append({"ids": ids, "attention_mask": visible[:, -ids.shape[1] :]})
+    plain = options | {"disable_compile": True, "compile_config": None}
+    expected = [_tokens(model, **call, **plain) for call in calls]
+    dma_hf.reset_stats(model)
+    for number, (call, tokens) in enumerate(zip(calls, expected, strict=True)):
+        assert torch.equal(_tokens(model, **call, **options), tokens)
+        assert _replays(model) == NEW - (1 if number % 2 else FIRST)
 
 
 def test_a_cache_of_the_caller_keeps_its_graph(build, token_ids):
