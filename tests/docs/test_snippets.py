@@ -34,14 +34,15 @@ NOT_RUN = {
             "it would reinstall the package": 1,
             "it serves until it is stopped; tests/dma_eval/test_serve.py runs it": 1,
             "it needs the server; tests/dma_eval/test_serve.py asks the same": 1,
-            "it needs vLLM and the server": 1,
+            "it needs guidellm and the server": 1,
         }
     ),
     "docs/guides/serving.md": Counter(
         {
             "it serves until it is stopped; tests/dma_eval/test_serve.py runs it": 1,
             "it serves until it is stopped; tests/dma_eval/test_serve.py asks such an application": 1,
-            "it needs vLLM and a running server": 1,
+            "it needs guidellm and a running server": 1,
+            "it needs guidellm and a GPU": 1,
         }
     ),
     "docs/guides/scaling.md": Counter(
