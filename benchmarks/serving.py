@@ -7,7 +7,7 @@
         --continuous-batching
 
 The rest of the command starts the server: ``PROGRAM serve MODEL`` and options, except ``--port``. Needs the program
-``guidellm`` (``pip install guidellm==0.8.1``), which may have a virtual environment of its own.
+``guidellm`` (``pip install guidellm==0.8.1``), which may be in another virtual environment.
 
 A load is ``PREFIX:PROMPT+NEW@STREAMS``. Prompts are random words of PROMPT tokens, after a shared prefix of PREFIX
 tokens, if any. Answers have NEW tokens. Each number of STREAMS runs for ``--seconds``: so many clients send one request

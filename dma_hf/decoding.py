@@ -200,7 +200,7 @@ def why_model_is_eager(model: PreTrainedModel, inputs: Mapping[str, Any]) -> str
         return "the model is in training mode, or gradients are enabled"
     if torch.is_autocast_enabled("cuda"):
         return "autocast is on"
-    devices = {tensor.device for module in model.modules() for tensor in tensors_of(module)}
+    devices = {tensor.device for module in model.modules() for tensor in _tensors_of(module)}
     if len(devices) != 1:
         return f"the model is on several devices ({', '.join(sorted(map(str, devices)))})"
     for name, module in model.named_modules():
@@ -288,7 +288,7 @@ def _replay(
     return type(graph.outputs)(**graph.outputs, **{CACHE_ARGUMENT: cache})
 
 
-def tensors_of(module: nn.Module) -> list[Tensor]:
+def _tensors_of(module: nn.Module) -> list[Tensor]:
     """Return the parameters and buffers of a module without those of its children."""
     return [each for each in (*module._parameters.values(), *module._buffers.values()) if each is not None]
 
@@ -301,7 +301,7 @@ def state_of_model(model: PreTrainedModel) -> tuple[Any, ...]:
     parts: list[Any] = []
     for module in model.modules():
         parts.append(type(module))
-        parts.extend(tensor.data_ptr() for tensor in tensors_of(module))
+        parts.extend(tensor.data_ptr() for tensor in _tensors_of(module))
         parts.extend(_plain(vars(module)))
     config: PreTrainedConfig = model.config.get_text_config(decoder=True)
     parts.extend(_plain(vars(config)))
@@ -313,9 +313,9 @@ def _plain(attributes: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Return the attributes that are numbers, names, or collections of them."""
     plain: list[tuple[str, Any]] = []
     for name, value in attributes.items():
-        kind = type(value)
         if name in _OF_TORCH:
             continue
+        kind = type(value)
         if kind in PLAIN:
             plain.append((name, value))
         elif kind in (list, tuple, dict):

@@ -71,6 +71,6 @@ def _return(model: weakref.ref[PreTrainedModel], owner: Owner | None, layers: li
 def release(model: nn.Module) -> None:
     """Free the idle layers and graphs of a model and of the models in it."""
     with _lock:
-        for module in model.modules():
+        for module in model.modules() if _idle else ():
             if isinstance(module, PreTrainedModel):
                 _idle.pop(module, None)

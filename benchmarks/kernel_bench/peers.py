@@ -46,7 +46,7 @@ THRESHOLDS = {"": None, **{f":t{nats}": float(nats) for nats in (5, 6, 7, 8)}}
 FLASHINFER = {f"flashinfer{suffix}": nats for suffix, nats in THRESHOLDS.items()}
 """FlashInfer by its name in results, and the threshold below which it skips tiles, in nats."""
 FLASHINFER_FP8 = {f"flashinfer:fp8{suffix}": nats for suffix, nats in (THRESHOLDS | {PREQUANTIZED: None}).items()}
-"""FlashInfer in E4M3, likewise."""
+"""FlashInfer in E4M3 by its name in results, and the same threshold."""
 FLASHINFER_WORKSPACE = 16 << 20
 PROBABILITY_SCALE = 256.0
 """Scale of cuDNN's FP8 probabilities."""
