@@ -77,7 +77,7 @@ class DMACache(DynamicCache):  # type: ignore[misc]
                 f"cache must name one format, or one for each of the model's {len(upstream.layers)} layers; "
                 f"got {len(names)}"
             )
-        for name in names:
+        for name in dict.fromkeys(names):
             cache_format_of(decoder, name)
         owner = Owner(decoder, given, settings.recipe.diagonal_tiles, settings.recipe.sink_tiles)
         layers = [

@@ -32,8 +32,8 @@ def lend(model: PreTrainedModel, cache: Cache, batch: int) -> None:
         owner, layers = _idle.pop(model, (None, []))
     is_alike = own is None if owner is None else own is not None and owner.matches(own)
     if is_alike and len(layers) == len(cache.layers):
-        pairs = zip(layers, cache.layers, strict=True)
-        if all(_is_cleared(layer, new, batch, model.dtype, model.device) for layer, new in pairs):
+        pairs, kind = zip(layers, cache.layers, strict=True), (batch, model.dtype, model.device)
+        if all(_is_cleared(layer, new, *kind) for layer, new in pairs):
             cache.layers = layers
             if owner is not None:
                 owner.plain = owner.prompt_length = None
