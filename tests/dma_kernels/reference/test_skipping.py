@@ -14,6 +14,7 @@ from dma_kernels.reference.operands import prepare_operands
 from dma_kernels.testing import RECIPES, assert_bits_equal
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_attention import visible_cells
 from sampling import sampled
 from torch import Tensor
 
@@ -72,21 +73,15 @@ class Case:
 
 def logits_of(case: Case, recipe: Recipe, row: int) -> tuple[Tensor, Tensor]:
     """Return masked logits ``[Hq, Tq, Tk]`` of a batch row, and the high pairs ``[Tq, Tk]``."""
-    options, (query, key, value) = case.options(), (x[row : row + 1] for x in case.tensors())
+    options, tensors = case.options(), case.tensors()
+    visible = visible_cells(*tensors[:2], options)[row]
     p = int(options["q_offset"][row]) + torch.arange(case.q_len)[:, None]
     j = int(options["kv_offset"][row]) + torch.arange(case.q_len + case.extra)[None]
-    distance = p - j
-    visible = j >= 0
-    if case.is_causal:
-        visible = visible & (distance >= 0) & (distance < (case.window or 10**9))
-    elif case.window is not None:
-        visible = visible & (distance.abs() <= case.window)
-    if "mask" in options:
-        visible = visible & options["mask"][0]
     tiles = p // 128 - j // 128
     high = (tiles.abs() <= recipe.diagonal_tiles) & ((tiles >= 0) | (not case.is_causal)) | (
         j // 128 < recipe.sink_tiles
     )
+    query, key, value = (x[row : row + 1] for x in tensors)
     first = options["kv_offset"][row : row + 1]
     operands = prepare_operands(query, key, value, recipe, kv_position=first, visible=(j >= 0))
     low_scores, high_scores = (
@@ -109,8 +104,9 @@ def skipped_pairs(case: Case, recipe: Recipe) -> tuple[Tensor, Tensor]:
     options = case.options()
     q_len, kv_len = case.q_len, case.q_len + case.extra
     skipped, counts = torch.zeros((len(case.padding), 4, q_len, kv_len), dtype=torch.bool), torch.zeros(4, 2).long()
-    for row, head in ((row, head) for row in range(len(case.padding)) for head in range(4)):
-        all_logits, high = logits_of(case, recipe, row)
+    logits_of_rows = [logits_of(case, recipe, row) for row in range(len(case.padding))]
+    for row, head in product(range(len(case.padding)), range(4)):
+        all_logits, high = logits_of_rows[row]
         logits = all_logits[head]
         q_offset, kv_offset = (int(options[name][row]) for name in ("q_offset", "kv_offset"))
         for block in range(q_offset // 64, (q_offset + q_len) // 64 + 1):
