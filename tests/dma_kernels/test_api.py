@@ -234,16 +234,6 @@ class TestMasks:
 
 
 class TestBackends:
-    def test_reference_and_auto_agree_on_the_cpu(self) -> None:
-        good = inputs()
-        assert_bits_equal(attention(**good, backend="auto"), attention(**good, backend="reference"))
-
-    def test_a_backend_that_cannot_run_is_an_error(self) -> None:
-        with pytest.raises(
-            RuntimeError, match=r"backend='triton' cannot run: it .*; use backend='reference' or 'auto'"
-        ):
-            attention(**inputs(), backend="triton")
-
     def test_rocm_runs_only_the_reference(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.version, "hip", "7.0")
         monkeypatch.setattr(chip, "device_arch", lambda device: 94)
@@ -253,20 +243,7 @@ class TestBackends:
             resolve_backend("triton", device, torch.bfloat16)
 
 
-class TestDefaults:
-    def test_scale_defaults_to_one_over_sqrt_head_dim(self) -> None:
-        good = inputs()
-        assert_bits_equal(attention(**good), attention(**good, scale=0.25))
-        assert not torch.equal(attention(**good), attention(**good, scale=0.3))
-
-    def test_log_sum_exp_is_returned_only_on_request(self) -> None:
-        good = inputs()
-        out = attention(**good)
-        assert isinstance(out, Tensor)
-        pair = attention_with_lse(**good)
-        assert isinstance(pair, tuple)
-        assert_bits_equal(pair[0], out)
-
+class TestSignatures:
     def test_the_op_takes_every_field_of_the_recipe(self) -> None:
         parameters = torch.ops.dma_kernels.attention.default._schema.arguments
         fields = dataclasses.asdict(Recipe())
@@ -276,11 +253,6 @@ class TestDefaults:
         ours, theirs = inspect.signature(attention), inspect.signature(attention_with_lse)
         assert ours.parameters == theirs.parameters
         assert pickle.loads(pickle.dumps(attention)) is attention
-
-    @pytest.mark.parametrize("window", [9, 2**31, 10**30])
-    def test_a_window_larger_than_the_sequence_masks_nothing(self, window: int) -> None:
-        good = inputs()
-        assert_bits_equal(attention(**good, window=window), attention(**good))
 
 
 def op_arguments(recipe: Recipe, **options: Any) -> tuple[Any, ...]:
