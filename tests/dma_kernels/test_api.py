@@ -10,8 +10,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import dma_kernels
-import numpy as np
 import pytest
 import torch
 from dma_kernels import Recipe, api, attention, attention_with_lse, saturated_values
@@ -19,7 +17,7 @@ from dma_kernels.numerics import saturation
 from dma_kernels.numerics.call import AttentionCall
 from dma_kernels.prefill.plan import plan
 from dma_kernels.runtime import chip
-from dma_kernels.runtime.chip import BACKENDS, resolve_backend
+from dma_kernels.runtime.chip import resolve_backend
 from dma_kernels.testing import RECIPES, assert_bits_equal, random_qkv, relative_error
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -40,15 +38,25 @@ def zeros(*shape: int, **kwargs: Any) -> Tensor:
 
 # Name: the arguments that replace those of a valid call, the exception, its message.
 REJECTED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    **{
+        f"{name}-device": (
+            {name: zeros(*shape, dtype=dtype, device="meta")},
+            ValueError,
+            f"{name} must be on the device of query, cpu, got meta",
+        )
+        for name, shape, dtype in (
+            ("key", (2, 2, 9, 16), torch.float32),
+            ("value", (2, 2, 9, 16), torch.float32),
+            ("sinks", (4,), torch.float32),
+            ("mask", (1, 1, 6, 9), torch.bool),
+            ("kv_range", (2, 2), torch.int64),
+            ("q_offset", (2,), torch.int64),
+        )
+    },
     "query-3d": (
         {"query": zeros(4, 6, 16)},
         ValueError,
         r"query must be \[batch, heads, tokens, head_dim\], got shape \[4, 6, 16\]",
-    ),
-    "key-5d": (
-        {"key": zeros(1, 2, 2, 9, 16)},
-        ValueError,
-        r"key must be \[batch, heads, tokens, head_dim\], got shape",
     ),
     "value-2d": ({"value": zeros(9, 16)}, ValueError, r"value must be \[batch, heads, tokens, head_dim\], got shape"),
     "query-int": (
@@ -68,36 +76,6 @@ REJECTED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "key-batch": ({"key": zeros(1, 2, 9, 16)}, ValueError, "key must have the batch size of query, 2, got 1"),
     "value-batch": ({"value": zeros(3, 2, 9, 16)}, ValueError, "value must have the batch size of query, 2, got 3"),
-    "key-device": (
-        {"key": zeros(2, 2, 9, 16, device="meta")},
-        ValueError,
-        "key must be on the device of query, cpu, got meta",
-    ),
-    "value-device": (
-        {"value": zeros(2, 2, 9, 16, device="meta")},
-        ValueError,
-        "value must be on the device of query, cpu, got meta",
-    ),
-    "sinks-device": (
-        {"sinks": zeros(4, device="meta")},
-        ValueError,
-        "sinks must be on the device of query, cpu, got meta",
-    ),
-    "mask-device": (
-        {"mask": zeros(1, 1, 6, 9, device="meta", dtype=torch.bool)},
-        ValueError,
-        "mask must be on the device of query, cpu, got meta",
-    ),
-    "kv_range-device": (
-        {"kv_range": zeros(2, 2, device="meta", dtype=torch.int64)},
-        ValueError,
-        "kv_range must be on the device of query, cpu, got meta",
-    ),
-    "q_offset-device": (
-        {"q_offset": zeros(2, device="meta", dtype=torch.int64)},
-        ValueError,
-        "q_offset must be on the device of query, cpu, got meta",
-    ),
     "value-heads": (
         {"value": zeros(2, 4, 9, 16)},
         ValueError,
@@ -123,11 +101,6 @@ REJECTED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"query": zeros(2, 4, 6, 0), "key": zeros(2, 2, 9, 0)},
         ValueError,
         r"the head_dim of query must be in 1\.\.256, got 0",
-    ),
-    "head_dim-257": (
-        {"query": zeros(2, 4, 6, 257), "key": zeros(2, 2, 9, 257)},
-        ValueError,
-        r"the head_dim of query must be in 1\.\.256, got 257",
     ),
     "value-head_dim-257": (
         {"value": zeros(2, 2, 9, 257)},
@@ -155,29 +128,18 @@ REJECTED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"mask must be broadcastable to \[2, 4, 6, 9\], got \[1, 1, 1, 6, 9\]",
     ),
-    "query-none": ({"query": None}, TypeError, r"query must be a torch\.Tensor, got NoneType"),
     "key-list": ({"key": [[1.0]]}, TypeError, r"key must be a torch\.Tensor, got list"),
-    "value-array": ({"value": np.zeros((2, 2, 9, 16))}, TypeError, r"value must be a torch\.Tensor, got ndarray"),
     "sinks-list": ({"sinks": [0.0] * 4}, TypeError, r"sinks must be a torch\.Tensor, got list"),
     "mask-bool": ({"mask": True}, TypeError, r"mask must be a torch\.Tensor, got bool"),
     "kv_range-tuple": ({"kv_range": (0, 9)}, TypeError, r"kv_range must be a torch\.Tensor, got tuple"),
-    "is_causal-string": ({"is_causal": "no"}, TypeError, "is_causal must be true or false, got 'no'"),
     "is_causal-int": ({"is_causal": 1}, TypeError, "is_causal must be true or false, got 1"),
-    "is_causal-tensor": ({"is_causal": torch.tensor(True)}, TypeError, "is_causal must be true or false, got tensor"),
     "scale-string": ({"scale": "0.1"}, TypeError, r"scale must be a positive finite number, got '0\.1'"),
     "scale-bool": ({"scale": True}, TypeError, "scale must be a positive finite number, got True"),
-    "scale-tensor": ({"scale": torch.tensor(0.1)}, TypeError, "scale must be a positive finite number, got tensor"),
-    "softcap-list": ({"softcap": [3.0]}, TypeError, r"softcap must be a positive finite number, got \[3\.0\]"),
     "window-bool": ({"window": True}, ValueError, "window must be an integer of at least 1, got True"),
     "q_offset-bool": (
         {"q_offset": True},
         TypeError,
         r"q_offset must be an int or an integer tensor of shape \[2\], got True",
-    ),
-    "q_offset-list": (
-        {"q_offset": [0, 1]},
-        TypeError,
-        r"q_offset must be an int or an integer tensor of shape \[2\], got \[0, 1\]",
     ),
     "q_offset-negative": (
         {"q_offset": -5},
@@ -187,11 +149,6 @@ REJECTED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "q_offset-large": ({"q_offset": 2**31}, ValueError, r"q_offset must be within 2\*\*30 of 0, got 2147483648"),
     "kv_offset-large": ({"kv_offset": -(10**30)}, ValueError, r"kv_offset must be within 2\*\*30 of 0, got -1000"),
     "backend-list": ({"backend": ["triton"]}, ValueError, r"backend must be one of .*; got \['triton'\]"),
-    "mask-kv-heads": (
-        {"mask": zeros(2, 2, 6, 9, dtype=torch.bool)},
-        ValueError,
-        r"mask must be broadcastable to \[2, 4, 6, 9\], got \[2, 2, 6, 9\]",
-    ),
     "mask-longer": (
         {"mask": zeros(1, 1, 6, 10, dtype=torch.bool)},
         ValueError,
@@ -202,11 +159,6 @@ REJECTED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"kv_range must be integer \[2, 2\], got torch\.float32 \[2, 2\]",
     ),
-    "kv_range-bool": (
-        {"kv_range": zeros(2, 2, dtype=torch.bool)},
-        ValueError,
-        r"kv_range must be integer \[2, 2\], got torch\.bool \[2, 2\]",
-    ),
     "kv_range-shape": (
         {"kv_range": zeros(1, 2, dtype=torch.int64)},
         ValueError,
@@ -216,16 +168,6 @@ REJECTED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"q_offset": 1.0},
         TypeError,
         r"q_offset must be an int or an integer tensor of shape \[2\], got 1\.0",
-    ),
-    "kv_offset-none": (
-        {"kv_offset": None},
-        TypeError,
-        r"kv_offset must be an int or an integer tensor of shape \[2\], got None",
-    ),
-    "kv_offset-float-tensor": (
-        {"kv_offset": zeros(2)},
-        ValueError,
-        r"kv_offset must be an int or an integer tensor of shape \[2\], got torch\.float32 \[2\]",
     ),
     "q_offset-bool-tensor": (
         {"q_offset": zeros(2, dtype=torch.bool)},
@@ -292,22 +234,6 @@ class TestMasks:
 
 
 class TestBackends:
-    def test_reference_and_auto_agree_on_the_cpu(self) -> None:
-        good = inputs()
-        assert_bits_equal(attention(**good, backend="auto"), attention(**good, backend="reference"))
-
-    def test_auto_resolves_to_the_reference_on_the_cpu(self) -> None:
-        cpu = torch.device("cpu")
-        for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-            assert resolve_backend("auto", cpu, dtype) == "reference"
-            assert resolve_backend("reference", cpu, dtype) == "reference"
-
-    def test_a_backend_that_cannot_run_is_an_error(self) -> None:
-        with pytest.raises(
-            RuntimeError, match=r"backend='triton' cannot run: it .*; use backend='reference' or 'auto'"
-        ):
-            attention(**inputs(), backend="triton")
-
     def test_rocm_runs_only_the_reference(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.version, "hip", "7.0")
         monkeypatch.setattr(chip, "device_arch", lambda device: 94)
@@ -316,42 +242,17 @@ class TestBackends:
         with pytest.raises(RuntimeError, match="needs an NVIDIA GPU, and this PyTorch is for ROCm"):
             resolve_backend("triton", device, torch.bfloat16)
 
-    def test_backend_names_are_stable(self) -> None:
-        assert BACKENDS == ("auto", "reference", "triton")
 
-
-class TestDefaults:
-    def test_scale_defaults_to_one_over_sqrt_head_dim(self) -> None:
-        good = inputs()
-        assert_bits_equal(attention(**good), attention(**good, scale=0.25))
-        assert not torch.equal(attention(**good), attention(**good, scale=0.3))
-
-    def test_log_sum_exp_is_returned_only_on_request(self) -> None:
-        good = inputs()
-        out = attention(**good)
-        assert isinstance(out, Tensor)
-        pair = attention_with_lse(**good)
-        assert isinstance(pair, tuple)
-        assert_bits_equal(pair[0], out)
-
-    def test_public_names_exist(self) -> None:
-        assert [name for name in dma_kernels.__all__ if not hasattr(dma_kernels, name)] == []
-
-    @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-    def test_the_op_takes_every_field_of_the_recipe(self, recipe: Recipe) -> None:
+class TestSignatures:
+    def test_the_op_takes_every_field_of_the_recipe(self) -> None:
         parameters = torch.ops.dma_kernels.attention.default._schema.arguments
-        fields = dataclasses.asdict(recipe)
+        fields = dataclasses.asdict(Recipe())
         assert [argument.name for argument in parameters][-len(fields) :] == list(fields)
 
     def test_both_entry_points_have_the_same_parameters(self) -> None:
         ours, theirs = inspect.signature(attention), inspect.signature(attention_with_lse)
         assert ours.parameters == theirs.parameters
         assert pickle.loads(pickle.dumps(attention)) is attention
-
-    @pytest.mark.parametrize("window", [9, 2**31, 10**30])
-    def test_a_window_larger_than_the_sequence_masks_nothing(self, window: int) -> None:
-        good = inputs()
-        assert_bits_equal(attention(**good, window=window), attention(**good))
 
 
 def op_arguments(recipe: Recipe, **options: Any) -> tuple[Any, ...]:

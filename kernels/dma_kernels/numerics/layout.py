@@ -34,11 +34,7 @@ class TensorLayout(NamedTuple):
     @classmethod
     def dense(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Self:
         """Return the layout of a new, contiguous tensor."""
-        strides, step = [], 1
-        for size in reversed(shape):
-            strides.append(step)
-            step *= max(size, 1)
-        return cls(torch.Size(shape), tuple(reversed(strides)), dtype, device, 0)
+        return cls(torch.Size(shape), torch.empty(shape, device="meta").stride(), dtype, device, 0)
 
     @property
     def ndim(self) -> int:

@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from copy import copy
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -107,6 +108,25 @@ def launching(launcher: Callable[[KernelLaunch], Any]) -> Iterator[None]:
         _launcher.reset(token)
 
 
+class _Address:
+    """Stands for the tensor of a descriptor: a launch reads only its address."""
+
+    __slots__ = ("_address",)
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+def rebased(descriptor: Any, base: Any) -> Any:
+    """Return the descriptor of another tensor with the same layout, without repeating its checks."""
+    made = copy(descriptor)
+    made.base = base
+    return made
+
+
 class DirectLaunch:
     """Launches a compiled kernel by the C function that Triton's own launch ends in.
 
@@ -130,12 +150,12 @@ class DirectLaunch:
         else:
             self._fixed = [*kernel, *no_scratch, compiled.packed_metadata, *no_hooks]
 
-    def descriptor(self, index: int, make: Callable[[int], Any]) -> Callable[[int], tuple[Any, ...]]:
+    def descriptor(self, index: int, descriptor: Any) -> Callable[[int], tuple[Any, ...]]:
         """Return a function from an address to the arguments for a tensor there.
 
         Args:
             index: Which of the launch's descriptors this is.
-            make: Returns the descriptor of a tensor, given its address.
+            descriptor: A descriptor of a tensor with the same layout.
         """
         from triton.backends.nvidia.driver import make_tensordesc_arg
 
@@ -143,7 +163,7 @@ class DirectLaunch:
         unused = (None,) if triton_version() >= (3, 8) else ()
 
         def describe(address: int) -> tuple[Any, ...]:
-            return tuple(make_tensordesc_arg(make(address), layout, *unused))
+            return tuple(make_tensordesc_arg(rebased(descriptor, _Address(address)), layout, *unused))
 
         return functools.lru_cache(maxsize=64)(describe)
 

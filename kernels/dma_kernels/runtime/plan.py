@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
@@ -28,6 +27,7 @@ from .launch import (
     launches_directly,
     launching,
     on_device,
+    rebased,
     settings,
 )
 
@@ -121,25 +121,6 @@ class PlanBuilder:
         self.launches.append(launch)
 
 
-class _Address:
-    """Stands for the tensor of a descriptor: a launch reads only its address."""
-
-    __slots__ = ("_address",)
-
-    def __init__(self, address: int) -> None:
-        self._address = address
-
-    def data_ptr(self) -> int:
-        return self._address
-
-
-def _rebased(descriptor: Any, base: Any) -> Any:
-    """Return the descriptor of another tensor with the same layout, without repeating its checks."""
-    made = copy(descriptor)
-    made.base = base
-    return made
-
-
 def _with_tensors(argument: Any, inputs: Mapping[int, Any]) -> Any:
     """Return an argument of a launch with the inputs of a call, by slot, in place of what stands for them."""
     if isinstance(argument, PlannedTensor):
@@ -151,7 +132,7 @@ def _with_tensors(argument: Any, inputs: Mapping[int, Any]) -> Any:
         items = [_with_tensors(each, inputs) for each in argument]
         return type(argument)(*items) if hasattr(argument, "_fields") else tuple(items)
     base = getattr(argument, "base", None)
-    return _rebased(argument, _with_tensors(base, inputs)) if isinstance(base, PlannedTensor) else argument
+    return rebased(argument, _with_tensors(base, inputs)) if isinstance(base, PlannedTensor) else argument
 
 
 def _filler(
@@ -181,7 +162,7 @@ def _filler(
     for argument in arguments:
         base = getattr(argument, "base", None)
         if isinstance(base, PlannedTensor):
-            describe = direct.descriptor(len(descriptors), functools.partial(_descriptor_at, argument))
+            describe = direct.descriptor(len(descriptors), argument)
             descriptors.insert(0, (len(places), describe))  # the last one first, so that others keep their indices
             argument = base
         places.append(place(argument))
@@ -210,10 +191,6 @@ def _picker(indices: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     if len(indices) == 1:  # itemgetter would not return a tuple
         return lambda items: (items[indices[0]],)
     return itemgetter(*indices)
-
-
-def _descriptor_at(descriptor: Any, address: int) -> Any:
-    return _rebased(descriptor, _Address(address))
 
 
 class LaunchPlan:

@@ -86,17 +86,6 @@ def test_value_channels_next_to_larger_ones_are_exact(q_len: int, ratio: float) 
     assert_small_value_channels_are_exact(ratio, q_len, torch.bfloat16, "cpu")
 
 
-@formats
-def test_batch_rows_are_independent(format: str) -> None:
-    case = Case(kv_len=500, padding=(0, 130))
-    query, key, value = case.inputs(torch.float16, "cpu")
-    together, _ = decode_attention(query, case.storage(format, torch.float16, "cpu"), CacheOptions(0.125))
-    alone = Case(kv_len=370).storage(format, torch.float16, "cpu", is_filled=False)
-    alone.append(key[1:, :, 130:], value[1:, :, 130:])
-    out, _ = decode_attention(query[1:], alone, CacheOptions(0.125))
-    torch.testing.assert_close(out, together[1:], atol=2e-3, rtol=0.0)
-
-
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize(
     ("format", "case"),

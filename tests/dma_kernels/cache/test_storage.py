@@ -13,8 +13,6 @@ from dma_kernels.cache.formats import cache_format
 from dma_kernels.cache.page_layout import PageLayout
 from dma_kernels.cache.storage import LayerStorage
 from dma_kernels.reference.attention import EXACT
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.library import opcheck
 
 BATCH, Q_HEADS, KV_HEADS, DIM, VALUE_DIM = 2, 4, 2, 32, 24
@@ -151,14 +149,6 @@ class TestAgreement:
         actual = cached_attention(*new, storage, is_causal=False, mask=mask, mask_position=position)
         assert relative_error(actual, expected) < 1e-12
 
-    def test_stored_keys_can_be_attended_to_again(self):
-        query, key, value = sequence(300)
-        storage = filled("int4", key[:, :, :290], value[:, :, :290])
-        new = (x[:, :, 290:] for x in (query, key, value))
-        first = cached_attention(*new, storage)
-        again = cached_attention(query[:, :, 290:], None, None, storage)
-        assert relative_error(again, first) < 1e-12
-
     def test_a_fully_masked_row_is_zero(self):
         query, key, value = sequence(10)
         storage = empty("int8")
@@ -168,22 +158,6 @@ class TestAgreement:
         assert out[1].abs().max() == 0
         assert storage.lengths.tolist() == [10, -10]
 
-    @formats
-    @given(st.lists(st.integers(-12, 12), min_size=DIM, max_size=DIM), st.integers(0, 1 << 30))
-    @settings(max_examples=20)
-    def test_rescaling_channels_changes_no_bit(self, format, exponents, seed):
-        """Keys are multiplied by powers of two and queries divided by them."""
-        powers = torch.tensor(exponents, dtype=torch.float64).exp2()
-        query, key, value = sequence(300, seed=seed)
-        plain, rescaled = filled(format, key, value), filled(format, key * powers, value)
-        keys, _ = plain.page_layout.unpack(plain.kv_pages)
-        assert torch.equal(rescaled.page_layout.unpack(rescaled.kv_pages)[0].code, keys.code)
-        last = query[:, :, -1:]
-        assert torch.equal(
-            cached_attention(last, None, None, plain, scale=0.2),
-            cached_attention(last / powers, None, None, rescaled, scale=0.2),
-        )
-
 
 class TestStores:
     @formats
@@ -192,14 +166,6 @@ class TestStores:
         whole = filled(format, key, value, padding=(0, 37))
         for plan in PLANS.values():
             assert_equal_tensors(filled(format, key, value, plan, padding=(0, 37)), whole)
-
-    @formats
-    def test_pages_hold_quantized_keys_and_values(self, format):
-        _, key, value = sequence(300)
-        keys, values = filled(format, key, value).dequantize(0, 256)
-        tolerance = {"int8": 0.01, "int4": 0.2}[format]
-        assert 0 < relative_error(keys, key[:, :, :256]) < tolerance
-        assert 0 < relative_error(values, value[:, :, :256]) < tolerance
 
     def test_sinks_hold_the_first_tokens_and_residual_kv_the_last(self):
         _, key, value = sequence(424)
@@ -367,16 +333,10 @@ class TestErrors:
             ({"value": None}, ValueError, "key and value must be given together"),
             ({"scale": 0.0}, ValueError, "scale must be a positive finite number, got 0.0"),
             ({"softcap": -1.0}, ValueError, "softcap must be a positive finite number"),
+            ({"window": 0}, ValueError, "window must be an integer of at least 1, got 0"),
+            ({"is_causal": 1}, TypeError, "is_causal must be true or false, got 1"),
             ({"sinks": torch.zeros(3)}, ValueError, r"sinks must be \[4\], one logit per query head, got \[3\]"),
-            ({"sinks": torch.zeros(4).long()}, TypeError, "sinks must be floating point, got torch.int64"),
-            (
-                {"sinks": torch.zeros(4, device="meta")},
-                ValueError,
-                "sinks must be on the device of query, cpu, got meta",
-            ),
-            ({"sinks": [0.0] * 4}, TypeError, r"sinks must be a torch\.Tensor, got list"),
             ({"mask": torch.ones(1, 1, 3, 23).bool()}, ValueError, "mask_position must say which position column 0"),
-            ({"mask": torch.ones(3, 1).int()}, TypeError, r"mask must be boolean, got torch\.int32"),
             (
                 {"mask": torch.ones(2, 2, 3, 1).bool()},
                 ValueError,
@@ -392,10 +352,6 @@ class TestErrors:
                 ValueError,
                 r"mask_position must be integer \[2\], got torch\.float32 \[2\]",
             ),
-            ({"window": 0}, ValueError, "window must be an integer of at least 1, got 0"),
-            ({"window": True}, ValueError, "window must be an integer of at least 1, got True"),
-            ({"is_causal": 1}, TypeError, "is_causal must be true or false, got 1"),
-            ({"scale": "0.1"}, TypeError, r"scale must be a positive finite number, got '0\.1'"),
             ({"query": None}, TypeError, r"query must be a torch\.Tensor, got NoneType"),
             (
                 {"query": torch.ones(2, 4, 3, 32, device="meta")},
@@ -457,13 +413,12 @@ def test_torch_compile_traces_attention_as_one_operation(format):
     assert torch.equal(keys, key[:, :, 250:])
 
 
-@pytest.mark.parametrize("where", ["in order", "apart"])
-def test_custom_ops_pass_opcheck(where):
+def test_custom_ops_pass_opcheck():
     """Also with more unquantized rows than the batch, in any order."""
     query, key, value = sequence(140)
     storage = filled("int8", key[:, :, :120], value[:, :, :120])
     storage.reserve(2)
-    storage = scattered(storage) if where == "apart" else storage
+    storage = scattered(storage)
     new, pieces = (key[:, :, 120:], value[:, :, 120:]), _op_arguments(storage)
     options = (0.2, True, None, None, None, None, None, "reference")
     opcheck(_cached_attention, (query[:, :, 120:], *new, *pieces, *options))
@@ -515,11 +470,3 @@ def test_unsupported_strides_are_rejected(name: str) -> None:
     strided = torch.stack((tensor, tensor), -1)[..., 0]
     with pytest.raises(ValueError, match=f"{name} must be contiguous, got strides"):
         replace(storage, **{name: strided})
-
-
-def test_rows_may_have_any_stride() -> None:
-    storage = LayerStorage.allocate(
-        "int8", batch=4, kv_heads=2, head_dim=32, value_dim=32, dtype=torch.float16, device=torch.device("cpu"), tiles=3
-    )
-    apart = replace(storage, key_residual=torch.stack((storage.key_residual, storage.key_residual), 1)[:, 0])
-    assert apart.key_residual.stride(0) == 2 * storage.key_residual.stride(0)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from dma_kernels.numerics import formats
-from dma_kernels.numerics.formats import BLOCK_FORMATS, E2M1, E4M3, INT8, ElementFormat, ScaleFormat
+from dma_kernels.numerics.formats import E2M1, E4M3, INT8, ElementFormat, ScaleFormat
 from dma_kernels.numerics.quantize import (
     e2m1_decode,
     e2m1_encode,
@@ -105,29 +105,10 @@ class TestConstants:
         fmt = formats.block_format(name)
         assert (fmt.name, fmt.block_size, fmt.bits_per_element, fmt.scale) == (name, block, bits, ScaleFormat(scale))
 
-    def test_an_unknown_block_format_error_lists_the_valid_ones(self) -> None:
-        with pytest.raises(
-            ValueError, match=r"unknown block format 'fp3'; expected one of mxfp4, mxfp8, mxint8, nvfp4"
-        ):
-            formats.block_format("fp3")
-
-    def test_format_names(self) -> None:
-        assert list(formats.FORMAT_NAMES) == ["bf16", *BLOCK_FORMATS]
-
 
 class TestE2M1:
     def test_every_code_decodes_to_its_value(self) -> None:
         assert_bits_equal(e2m1_decode(torch.arange(16, dtype=torch.uint8)), torch.from_numpy(all_values("E2M1")))
-
-    def test_encode_inverts_decode(self) -> None:
-        codes = torch.arange(16, dtype=torch.uint8)
-        assert_bits_equal(e2m1_encode(e2m1_decode(codes)), codes)
-
-    def test_ties_go_to_the_even_code(self) -> None:
-        # Midpoints 0.25 (0|1), 0.75 (1|2), 1.25 (2|3), 1.75 (3|4), 2.5 (4|5), 3.5 (5|6), 5 (6|7).
-        middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
-        assert e2m1_encode(middles).tolist() == [0, 2, 2, 4, 4, 6, 6]
-        assert e2m1_encode(-middles).tolist() == [8, 10, 10, 12, 12, 14, 14]
 
     def test_infinity_saturates_and_nan_is_zero(self) -> None:
         x = torch.tensor([math.inf, -math.inf, math.nan, -math.nan])
@@ -142,12 +123,6 @@ class TestE2M1:
 
 
 class TestE4M3:
-    def test_every_code_is_a_fixed_point(self) -> None:
-        codes = torch.arange(256, dtype=torch.uint8)
-        values = torch.from_numpy(all_values("E4M3"))
-        assert_bits_equal(codes.view(torch.float8_e4m3fn).float(), values)
-        assert_bits_equal(to_e4m3(values), codes.view(torch.float8_e4m3fn))
-
     def test_nan_stays_nan_and_infinity_saturates(self) -> None:
         cast = to_e4m3(torch.tensor([math.nan, -math.nan, math.inf, -math.inf, 464.5, 1e30])).float()
         assert cast[:2].isnan().all()
@@ -186,10 +161,6 @@ class TestMXINT8:
         assert quantized.scale.unique().tolist() == [127]
         assert quantized.data[:, 1].tolist() == expected
         assert_bits_equal(quantized.dequantize()[:, 1], torch.tensor(expected) / 64)
-
-    def test_code_minus_128_is_unused(self) -> None:
-        block = torch.full((1, 32), -1.9999999)
-        assert quantize(block, "mxint8", scale_rounding="floor").data.unique().tolist() == [-127]
 
 
 class TestE8M0:
@@ -232,8 +203,10 @@ class TestE8M0:
 
     @pytest.mark.parametrize("rounding", ["floor", "ceil"])
     def test_infinity_and_nan_have_the_nan_scale(self, rounding: str) -> None:
-        amax = torch.tensor([math.inf, math.nan])
-        assert e8m0_scale(amax, E4M3, rounding).tolist() == [255, 255]
+        # A vectorized maximum produces NaNs with the sign bit set.
+        negative = torch.tensor([-1], dtype=torch.int32).view(torch.float32)
+        amax = torch.cat([torch.tensor([math.inf, math.nan]), negative])
+        assert e8m0_scale(amax, E4M3, rounding).tolist() == [255, 255, 255]
 
     def test_int8_cannot_scale_past_the_largest_code(self) -> None:
         largest = torch.tensor([torch.finfo(torch.float32).max])

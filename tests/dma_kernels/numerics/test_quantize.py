@@ -10,21 +10,18 @@ import numpy as np
 import pytest
 import torch
 from dma_kernels import quantize
-from dma_kernels.numerics.formats import BLOCK_FORMATS, E2M1_MAGNITUDES, E4M3, block_format
+from dma_kernels.numerics.formats import BLOCK_FORMATS, E2M1_MAGNITUDES, block_format
 from dma_kernels.numerics.quantize import (
     QuantizedTensor,
-    e2m1_decode,
-    e8m0_scale,
     e8m0_to_float,
     nvfp4_global_scale,
     nvfp4_key_scale,
-    to_e4m3,
     unpack_e2m1,
     value_scale,
     values_to_e4m3,
 )
 from dma_kernels.testing import assert_bits_equal, mixed_magnitudes
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.prototype.mx_formats.mx_tensor import to_mx
@@ -99,23 +96,6 @@ class TestAgainstTorchao:
             middles = [Fraction(a + b) / 2 for a, b in itertools.pairwise(E2M1_MAGNITUDES)]
             assert min(abs(quotient / middle - 1) for middle in middles) < Fraction(1, 2**21)
 
-    def test_nvfp4_equals_torchao_where_no_quotient_is_near_a_tie(self) -> None:
-        # fp32 noise with a fixed seed has no quotient near a tie: every byte is equal.
-        x = mixed_magnitudes(64, 128, seed=1, binades=3)
-        head_scale = nvfp4_global_scale(x.abs().amax())
-        scale, data = nvfp4_quantize(x, 16, head_scale)
-        ours = quantize(x, "nvfp4", global_scale=head_scale)
-        normal = ours.scale.float() >= 2.0**-6
-        assert normal.float().mean() > 0.9
-        assert_bits_equal(ours.data.view(64, 8, 8)[normal], data.view(64, 8, 8)[normal])
-        assert_bits_equal(ours.scale[normal], scale.view(64, 8)[normal])
-
-    def test_nan_block_has_the_nan_scale(self) -> None:
-        x = torch.ones(2, 64)
-        x[0, 3] = math.nan
-        scale, _ = to_mx(x, torch.float8_e4m3fn, 32, ScaleCalculationMode.FLOOR)
-        assert_bits_equal(quantize(x, "mxfp8", scale_rounding="floor").scale, scale.view(torch.uint8))
-
 
 class TestAgainstOracle:
     @staticmethod
@@ -129,13 +109,15 @@ class TestAgainstOracle:
         # Exact, except for values that round up past the largest fp32 number.
         assert_bits_equal(values, torch.from_numpy(expected.values).float())
 
-    @pytest.mark.parametrize("shared", ["block", "row", "tile"])
+    @pytest.mark.parametrize(("shared", "offset"), [("block", 0), ("row", 0), ("tile", 100), ("tile", -37)])
     @pytest.mark.parametrize("rounding", ["floor", "ceil"])
     @pytest.mark.parametrize("format", E8M0_FORMATS)
-    def test_shared_mx_scales_equal_the_oracle(self, oracle, format: str, rounding: str, shared: str) -> None:
+    def test_shared_mx_scales_equal_the_oracle(
+        self, oracle, format: str, rounding: str, shared: str, offset: int
+    ) -> None:
         x = mixed_magnitudes(2, 131, 64, seed=7, binades=8)
-        ours = quantize(x, format, scale_rounding=rounding, shared_scale=shared, tile_offset=100)
-        self.check(ours, oracle.quantize(x, format, rounding=rounding, shared=shared, offset=100))
+        ours = quantize(x, format, scale_rounding=rounding, shared_scale=shared, tile_offset=offset)
+        self.check(ours, oracle.quantize(x, format, rounding=rounding, shared=shared, offset=offset))
 
     @pytest.mark.parametrize("head_dim", [8, 16, 33, 80, 96, 200], ids=lambda d: f"D{d}")
     @pytest.mark.parametrize("format", ALL_FORMATS)
@@ -160,19 +142,6 @@ class TestAgainstOracle:
     def test_searched_scales_equal_the_oracle(self, oracle, format: str, seed: int) -> None:
         x = mixed_magnitudes(1, 4, 64, seed=seed, binades=4)
         self.check(quantize(x, format, scale_rounding="search"), oracle.quantize(x, format, rounding="search"))
-
-    @pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
-    def test_search_has_less_error_than_ceil(self, format: str) -> None:
-        x = mixed_magnitudes(1, 64, 64, seed=1, binades=4)
-        size = block_format(format).block_size
-
-        def loss(rounding: str) -> torch.Tensor:
-            error = quantize(x, format, scale_rounding=rounding).dequantize() - x
-            return error.abs().view(-1, size).sum(-1)
-
-        searched, ceil = loss("search"), loss("ceil")
-        assert (searched <= ceil * (1 + 1e-6)).all()
-        assert (searched < 0.99 * ceil).float().mean() > 0.1
 
     @pytest.mark.parametrize("rounding", ["floor", "ceil"])
     @pytest.mark.parametrize("format", E8M0_FORMATS)
@@ -243,11 +212,6 @@ class TestUnusualValues:
         if format != "mxfp8":  # E4M3 can encode NaN; other formats store 0 in a NaN block
             assert not (element_codes(ours)[0, 1, :size] != 0).any()
 
-    def test_nan_of_either_sign_has_the_nan_scale(self) -> None:
-        # A vectorized maximum produces NaNs with the sign bit set.
-        nan = torch.tensor([0x7FC00000, -1], dtype=torch.int32).view(torch.float32)
-        assert e8m0_scale(nan, E4M3).tolist() == [255, 255]
-
     @pytest.mark.parametrize("value", [math.inf, math.nan], ids=["inf", "nan"])
     @pytest.mark.parametrize(("shared", "rows"), [("row", {1}), ("tile", {0, 1, 2})])
     @pytest.mark.parametrize("format", E8M0_FORMATS)
@@ -274,49 +238,6 @@ class TestUnusualValues:
 
 
 class TestSharedScale:
-    @pytest.mark.parametrize("shared", ["row", "tile"])
-    @pytest.mark.parametrize("format", E8M0_FORMATS)
-    @given(seed=SEEDS, offset=st.integers(-300, 300))
-    def test_equal_where_shared_and_never_saturating(self, format: str, shared: str, seed: int, offset: int) -> None:
-        x = mixed_magnitudes(2, 140, 64, seed=seed, binades=6)
-        ours = quantize(x, format, shared_scale=shared, tile_offset=offset)
-        row_scale = ours.scale[..., :1]
-        assert_bits_equal(ours.scale, row_scale.expand(2, 140, 2).contiguous())
-        if shared == "tile":
-            tile = (torch.arange(140) + offset).div(128, rounding_mode="floor")
-            for n in tile.unique():
-                assert all(len(scales.unique()) == 1 for scales in row_scale[:, tile == n])
-        # Within half of the largest step of the element format: nothing saturated.
-        element = block_format(format).element
-        scaled = x / e8m0_to_float(row_scale)
-        assert scaled.abs().max() <= element.max_value
-        # The scale is minimal: with half of it the group's largest number would saturate.
-        group = x.abs().amax(-1) if shared == "row" else x.abs().amax((-2, -1), keepdim=True).expand(2, 140, 1)[..., 0]
-        tops = group == x.abs().amax(-1)
-        assert tops.any()
-        assert (group[tops] / e8m0_to_float(row_scale[..., 0][tops]) > element.max_value / 2).all()
-
-    @pytest.mark.parametrize("format", E8M0_FORMATS)
-    def test_shared_scales_form_a_valid_mx_tensor(self, format: str) -> None:
-        # As in a block-scaled MMA: each block's elements times the block's scale.
-        x = mixed_magnitudes(3, 50, 96, seed=1, binades=5)
-        ours = quantize(x, format, shared_scale="row")
-        elements = element_codes(ours)
-        values = {
-            "mxfp4": lambda: e2m1_decode(elements),
-            "mxfp8": lambda: elements.view(torch.float8_e4m3fn).float(),
-            "mxint8": lambda: elements.float() / 64,
-        }[format]()
-        blocks = values.view(3, 50, 3, 32) * e8m0_to_float(ours.scale)[..., None]
-        assert ours.scale.is_contiguous()
-        assert_bits_equal(ours.dequantize(), blocks.view(3, 50, 96))
-
-    def test_row_scales_of_one_block_equal_block_scales(self) -> None:
-        x = mixed_magnitudes(4, 32, seed=2)
-        assert_bits_equal(
-            quantize(x, "mxfp8", shared_scale="row").data.view(torch.uint8), quantize(x, "mxfp8").data.view(torch.uint8)
-        )
-
     @pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.int64], ids=["int8", "int32", "int64"])
     def test_each_batch_row_has_its_own_tile_offset(self, dtype: torch.dtype) -> None:
         x = mixed_magnitudes(3, 2, 260, 32, seed=9, binades=8)
@@ -329,40 +250,8 @@ class TestSharedScale:
         shared = quantize(x, "mxfp8", shared_scale="tile", tile_offset=torch.tensor([-37]))
         assert_bits_equal(shared.scale[1], together.scale[1])
 
-    @pytest.mark.parametrize("format", E8M0_FORMATS)
-    def test_padding_with_zero_rows_changes_nothing(self, format: str) -> None:
-        x = mixed_magnitudes(1, 200, 64, seed=3, binades=8)
-        padded = torch.cat([torch.zeros(1, 56, 64), x], dim=1)
-        ours = quantize(padded, format, shared_scale="tile", tile_offset=-56)
-        assert_bits_equal(ours.scale[:, 56:], quantize(x, format, shared_scale="tile").scale)
 
-
-class TestInvariance:
-    """Quantized tokens do not change as the context grows, so that decode and prefill agree."""
-
-    @pytest.mark.parametrize("format", E8M0_FORMATS)
-    @pytest.mark.parametrize("shared", ["block", "row", "tile"])
-    def test_a_prefix_of_whole_tiles_quantizes_alike(self, format: str, shared: str) -> None:
-        x = mixed_magnitudes(2, 300, 64, seed=6, binades=10)
-        whole, prefix = (quantize(part, format, shared_scale=shared) for part in (x, x[:, :256]))
-        assert_bits_equal(whole.data[:, :256], prefix.data)
-        assert_bits_equal(whole.scale[:, :256], prefix.scale)
-
-    @given(seed=SEEDS, growth=st.integers(0, 8), exponent=st.integers(-40, 40))
-    @example(seed=2_122_219_134, growth=8, exponent=0)  # a scale of 0.94 * 2**-6
-    def test_an_nvfp4_prefix_quantizes_alike(self, seed: int, growth: int, exponent: int) -> None:
-        x = torch.ldexp(mixed_magnitudes(40, 64, seed=seed, binades=1), torch.tensor(exponent))
-        x[20:] *= 2.0**growth * 1.37
-        whole, prefix = quantize(x, "nvfp4"), quantize(x[:20], "nvfp4")
-        # The head scales differ by a power of two, which shifts the exponents of block scales. A scale that the shift
-        # makes subnormal loses digits: 0.94 * 2**-6 becomes 2**-6.
-        normal = prefix.scale.float() >= 2.0**-6 * whole.global_scale / prefix.global_scale
-        assert normal.float().mean() > 0.5
-        codes, expected = (element_codes(t)[:20].view(20, 4, 16) for t in (whole, prefix))
-        assert_bits_equal(codes[normal], expected[normal])
-        values = (t.dequantize()[:20].view(20, 4, 16)[normal] for t in (whole, prefix))
-        assert_bits_equal(*values)
-
+class TestNVFP4HeadScale:
     @given(st.floats(2.0**-120, 2.0**126, width=32))
     def test_nvfp4_head_scale_is_the_smallest_power_of_two_that_fits(self, amax: float) -> None:
         scale = nvfp4_global_scale(torch.tensor(amax)).item()
@@ -445,13 +334,6 @@ class TestScalesOfTheFirstTile:
         key = torch.tensor([[0.0, math.nan], [1.0, math.inf]]).view(1, 2, 2, 1)
         one = nvfp4_global_scale(torch.ones(()), 6.0) * 32
         assert nvfp4_key_scale(key, "ceil").flatten().tolist() == [one, one]
-
-    def test_round_trip_error_is_that_of_e4m3(self) -> None:
-        value = mixed_magnitudes(1, 1, 64, 8, seed=1, binades=0)
-        scale = value_scale(value)
-        restored = to_e4m3(value / scale).float() * scale
-        # Half a unit in the last place of 3 mantissa bits, or half the smallest subnormal.
-        assert ((restored - value).abs() <= torch.maximum(value.abs() * 2.0**-4, scale * 2.0**-10)).all()
 
 
 class TestErrors:

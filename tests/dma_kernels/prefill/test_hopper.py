@@ -60,6 +60,7 @@ from torch import Tensor
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs these")
 
 LENGTH = 300
+MASK = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)
 RECIPES_TAKEN = (
     "int8",
     "int8-pv16",
@@ -98,29 +99,15 @@ def shape_of(
     return PrefillShape(*layouts, replace(geometry, **changes), 90, has_softcap=softcap)
 
 
-def is_taken(recipe: str = "int8", **call: Any) -> bool:
+def is_taken(**call: Any) -> bool:
     """Whether the warp-specialized kernel can compute a call."""
-    return configure_warp_specialized(shape_of(**call), select_compute_path(RECIPES[recipe], 90)) is not None
+    return configure_warp_specialized(shape_of(**call), select_compute_path(RECIPES["int8"], 90)) is not None
 
 
-def is_short_taken(recipe: str = "balanced", **call: Any) -> bool:
-    """Whether the multi-CTA kernel can compute a call."""
-    return configure_multi_cta(shape_of(**call), select_compute_path(RECIPES[recipe], 90)) is not None
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        {"recipe": "identity"},
-        {"head_dim": 80},
-        {"head_dim": 64, "window": 200},  # four consumer warpgroups
-        {"head_dim": 64, "mask": torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)},
-        {"change": misaligned},
-    ],
-    ids=lambda call: " ".join(call),
-)
-def test_warp_specialized_kernel_rejects_other_calls(call: dict[str, Any]) -> None:
-    assert not is_taken(**call)
+def test_four_consumer_warpgroups_take_no_window_and_no_mask() -> None:
+    assert is_taken(head_dim=64)
+    assert not is_taken(head_dim=64, window=200)
+    assert not is_taken(head_dim=64, mask=MASK)
 
 
 def test_the_interpreter_always_selects_the_portable_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,9 +115,6 @@ def test_the_interpreter_always_selects_the_portable_kernel(monkeypatch: pytest.
     assert isinstance(select_config(shape_of(), path), PortableConfig)
     monkeypatch.setattr(chip, "is_interpreted", lambda: False)
     assert isinstance(select_config(shape_of(), path), MultiCTAConfig)
-
-
-MASK = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)
 
 
 @pytest.mark.parametrize(("max_mean_keys", "min_rows", "call", "kernel"), [
@@ -221,25 +205,11 @@ def test_only_hopper_has_a_multi_cta_config(arch: int, head_dim: int, recipe: st
     assert (config is not None) == is_there
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        {"recipe": "identity"},
-        {"head_dim": 80},
-        {"head_dim": 256},
-        {"change": misaligned},
-    ],
-    ids=lambda call: " ".join(call),
-)
-def test_multi_cta_kernel_rejects_other_calls(call: dict[str, Any]) -> None:
-    assert not is_short_taken(**call)
-
-
 def test_multi_cta_kernel_rejects_more_blocks_than_a_grid_has(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
     for most in (-(-LENGTH // ROWS), -(-LENGTH // ROWS) - 1):
         monkeypatch.setattr(configs, "MAX_CTAS", most)
-        taken.append(is_short_taken())
+        taken.append(configure_multi_cta(shape_of(), select_compute_path(RECIPES["balanced"], 90)) is not None)
     assert taken == [True, False]
 
 
@@ -441,39 +411,31 @@ def emulated(is_short: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(query_quantizer, "ROWS", 256)
 
 
-@pytest.mark.parametrize(("case", "recipe"), [*(("causal", name) for name in RECIPES_TAKEN), ("softcap", "nvfp4")])
-def test_emulated_recipes_match_the_reference(case: str, recipe: str, emulated: None) -> None:
-    assert_matches_reference(CASES[case], RECIPES[recipe], torch.bfloat16, "cpu")
+WARP_SPECIALIZED_CALLS = [
+    *(("causal", recipe, 128) for recipe in RECIPES_TAKEN),
+    ("softcap", "nvfp4", 128),
+    *(("causal", recipe, 64) for recipe in RECIPES_TAKEN if recipe not in ("int8-pv16", "paper")),
+    *(("causal", recipe, head_dim) for recipe in WIDE_RECIPES for head_dim in (96, 192)),
+    *((case, recipe, 256) for recipe in WIDE_RECIPES for case in ("causal", "few-queries", "wide")),
+    *((case, "int8", 128) for case in CASES),
+    *((case, recipe, 128) for recipe in ("int8-mxfp8", "nvfp4-keys") for case in OF_OTHER_RECIPES),
+    *((case, "int8", 64) for case in OF_OTHER_RECIPES if "window" not in case),
+]
+"""Case, recipe and head dimension of each call that continuous integration runs."""
+MORE_WARP_SPECIALIZED_CALLS = [
+    *((case, recipe, 128) for recipe in ("int8-mxfp8", "nvfp4-keys") for case in CASES),
+    *((case, "int8", 64) for case in CASES if "window" not in case),
+]
 
 
-@pytest.mark.parametrize("recipe", WIDE_RECIPES)
-@pytest.mark.parametrize("case", ["causal", "few-queries", "wide"])
-def test_emulated_head_dim_256_matches_the_reference(case: str, recipe: str, emulated: None) -> None:
-    assert_matches_reference(replace(CASES[case], head_dim=256), RECIPES[recipe], torch.bfloat16, "cpu")
+def calls(in_ci: list[tuple[str, str, int]], more: list[tuple[str, str, int]]) -> pytest.MarkDecorator:
+    """Parametrize a test by case, recipe and head dimension, each call once."""
+    values = sampled(dict.fromkeys((*in_ci, *more)), lambda *call: call in in_ci)
+    return pytest.mark.parametrize(("case", "recipe", "head_dim"), values)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "head_dim"),
-    [
-        *((name, head_dim) for name in WIDE_RECIPES for head_dim in (96, 192)),
-        *((name, 64) for name in RECIPES_TAKEN if name not in ("int8-pv16", "paper")),
-    ],
-)
-def test_emulated_other_head_dims_match_the_reference(recipe: str, head_dim: int, emulated: None) -> None:
-    assert_matches_reference(replace(CASES["causal"], head_dim=head_dim), RECIPES[recipe], torch.bfloat16, "cpu")
-
-
-@pytest.mark.parametrize(
-    ("case", "recipe", "head_dim"),
-    sampled(
-        [
-            *((name, recipe, 128) for recipe in ("int8", "int8-mxfp8", "nvfp4-keys") for name in CASES),
-            *((name, "int8", 64) for name in CASES if "window" not in name),
-        ],
-        lambda case, recipe, head_dim: (recipe, head_dim) == ("int8", 128) or case in OF_OTHER_RECIPES,
-    ),
-)
-def test_emulated_cases_match_the_reference(case: str, recipe: str, head_dim: int, emulated: None) -> None:
+@calls(WARP_SPECIALIZED_CALLS, MORE_WARP_SPECIALIZED_CALLS)
+def test_emulated_calls_match_the_reference(case: str, recipe: str, head_dim: int, emulated: None) -> None:
     assert_matches_reference(replace(CASES[case], head_dim=head_dim), RECIPES[recipe], torch.bfloat16, "cpu")
 
 
@@ -518,35 +480,21 @@ def test_emulated_masked_keys_may_hold_any_value(recipe: str, is_causal: bool, e
     assert results[0].isfinite().all()
 
 
-@pytest.mark.parametrize("is_short", [True])
-@pytest.mark.parametrize(
-    ("recipe", "head_dim"),
-    [
-        *product(("balanced", *RECIPES_TAKEN), (64, 128)),
-        *((recipe, 96) for recipe in ("balanced", "e4m3-rotated", "int8-pv16", "fp4")),
-    ],
-)
-def test_emulated_short_calls_match_the_reference(recipe: str, head_dim: int, emulated: None) -> None:
-    assert_matches_reference(replace(CASES["causal"], head_dim=head_dim), RECIPES[recipe], torch.bfloat16, "cpu")
+MULTI_CTA_CALLS = [
+    *product(["causal"], ("balanced", *RECIPES_TAKEN), (64, 128)),
+    *product(["causal"], ("balanced", "e4m3-rotated", "int8-pv16", "fp4"), (96,)),
+    *((case, "balanced", 64) for case in CASES),
+    *((case, *of) for case in OF_OTHER_RECIPES for of in (("balanced", 128), ("int8", 96), ("int8-pv16", 128))),
+]
+MORE_MULTI_CTA_CALLS = [
+    *((case, "int8", 96) for case in CASES),
+    *((case, recipe, 128) for case in CASES for recipe in ("balanced", "int8-pv16", "paper", "nvfp4")),
+]
 
 
 @pytest.mark.parametrize("is_short", [True])
-@pytest.mark.parametrize(
-    ("case", "recipe", "head_dim"),
-    sampled(
-        [
-            *((case, "int8", 96) for case in CASES),
-            *((case, "balanced", head_dim) for case in CASES for head_dim in (64, 128)),
-            *((case, recipe, 128) for case in CASES for recipe in ("int8-pv16", "paper", "nvfp4")),
-        ],
-        lambda case, recipe, head_dim: (
-            (recipe, head_dim) == ("balanced", 64) or (recipe not in ("paper", "nvfp4") and case in OF_OTHER_RECIPES)
-        ),
-    ),
-)
-def test_emulated_masked_tiles_of_short_calls_match_the_reference(
-    case: str, recipe: str, head_dim: int, emulated: None
-) -> None:
+@calls(MULTI_CTA_CALLS, MORE_MULTI_CTA_CALLS)
+def test_emulated_short_calls_match_the_reference(case: str, recipe: str, head_dim: int, emulated: None) -> None:
     assert_matches_reference(replace(CASES[case], head_dim=head_dim), RECIPES[recipe], torch.bfloat16, "cpu")
 
 

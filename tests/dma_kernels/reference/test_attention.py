@@ -1,4 +1,4 @@
-"""The reference without quantization against SDPA and the plain formula; ``test_rule.py`` tests quantization."""
+"""The reference without quantization against the plain formula; ``test_rule.py`` tests quantization."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 from dma_kernels import Recipe, attention, attention_with_lse
 from dma_kernels.testing import RECIPES, assert_as_accurate, assert_bits_equal, random_qkv, relative_error
+from plain_attention import plain_attention
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -110,67 +111,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 cases = pytest.mark.parametrize("case", CASES)
 
 
-def visible_cells(shapes: dict[str, Any], options: dict[str, Any]) -> Tensor:
-    """Boolean ``[B, Hq, Tq, Tk]`` by definition, cell by cell."""
-    batch, heads, q_len, kv_len = (shapes[name] for name in ("batch", "q_heads", "q_len", "kv_len"))
-    causal, window, mask = options.get("is_causal", True), options.get("window"), options.get("mask")
-
-    def per_row(offset: Any) -> list[int]:
-        return torch.as_tensor(offset).expand(batch).tolist()
-
-    kv_offset = per_row(options.get("kv_offset", 0))
-    if "q_offset" in options:
-        q_offset = per_row(options["q_offset"])
-    else:
-        q_offset = [offset + kv_len - q_len if causal else 0 for offset in kv_offset]
-    ranges = options.get("kv_range", torch.tensor([[0, kv_len]]).expand(batch, 2)).tolist()
-    cells = torch.zeros(batch, q_len, kv_len, dtype=torch.bool)
-    for b in range(batch):
-        for i in range(q_len):
-            for j in range(kv_len):
-                distance = (q_offset[b] + i) - (kv_offset[b] + j)
-                seen = ranges[b][0] <= j < ranges[b][1]
-                if causal:
-                    seen &= distance >= 0 and (window is None or distance < window)
-                elif window is not None:
-                    seen &= abs(distance) <= window
-                cells[b, i, j] = seen
-    cells = cells[:, None].expand(batch, heads, q_len, kv_len)
-    return cells if mask is None else cells & mask
-
-
-def formula(
-    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, options: dict[str, Any]
-) -> tuple[Tensor, Tensor]:
-    """Attention by the formula; products in the inputs' dtype, softmax in at least fp32."""
-    group = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    scores = (query @ key.mT).to(torch.promote_types(query.dtype, torch.float32))
-    scores = scores * options.get("scale", query.shape[-1] ** -0.5)
-    if "softcap" in options:
-        scores = options["softcap"] * torch.tanh(scores / options["softcap"])
-    scores = scores.masked_fill(~visible, -math.inf)
-    sinks = options.get("sinks")
-    if sinks is not None:
-        column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        scores = torch.cat([scores, column], dim=-1)
-    lse = torch.logsumexp(scores, dim=-1)
-    weights = torch.softmax(scores, dim=-1).nan_to_num(0.0)[..., : visible.shape[-1]]
-    return weights.to(value.dtype) @ value, lse
-
-
-def sdpa(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float | None) -> Tensor:
-    """Torch's attention; 0 where no key is visible."""
-    out = scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scale, enable_gqa=True)
-    return out.masked_fill(~visible.any(-1, keepdim=True), 0.0)
-
-
 def run(case: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Return query, key, value, visible cells, output and log-sum-exp of a case."""
+    """Return query, key, value, output and log-sum-exp of a case."""
     shapes, options = CASES[case]
     qkv = random_qkv(**shapes, dtype=dtype)
-    out, lse = attention_with_lse(*qkv, IDENTITY, backend="reference", **options)
-    return *qkv, visible_cells(shapes, options), out, lse
+    return *qkv, *attention_with_lse(*qkv, IDENTITY, backend="reference", **options)
 
 
 class TestIdentity:
@@ -182,35 +127,23 @@ class TestIdentity:
         self, case: str, score_bytes: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("dma_kernels.reference.attention.SCORE_BYTES", score_bytes)
-        *qkv, visible, out, lse = run(case, torch.float64)
-        expected, expected_lse = formula(*qkv, visible, CASES[case][1])
+        *qkv, out, lse = run(case, torch.float64)
+        expected, expected_lse = plain_attention(*qkv, CASES[case][1])
         assert out.dtype == lse.dtype == torch.float64
         torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-13)
         torch.testing.assert_close(lse, expected_lse, rtol=1e-12, atol=1e-12)
 
-    @pytest.mark.parametrize(
-        "case", [case for case, (shapes, options) in CASES.items() if not {"softcap", "sinks"} & options.keys()]
-    )
-    def test_fp32_equals_sdpa(self, case: str) -> None:
-        query, key, value, visible, out, lse = run(case, torch.float32)
-        assert out.dtype == lse.dtype == torch.float32
-        if visible.numel() == 0:  # not in SDPA
-            assert_bits_equal(out, torch.zeros_like(out))
-            return
-        expected = sdpa(query, key, value, visible, CASES[case][1].get("scale"))
-        assert relative_error(out, expected) < 1e-5
-
     @cases
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
     def test_16_bit_is_as_accurate_as_eager(self, case: str, dtype: torch.dtype) -> None:
-        query, key, value, visible, out, lse = run(case, dtype)
+        *qkv, out, lse = run(case, dtype)
         assert (out.dtype, lse.dtype) == (dtype, torch.float32)
-        if out.numel() == 0:
-            assert out.shape == (*query.shape[:3], value.shape[-1])
-            return
         options = CASES[case][1]
-        exact, exact_lse = formula(query.double(), key.double(), value.double(), visible, options)
-        eager, _ = formula(query, key, value, visible, options)
+        exact, exact_lse = plain_attention(*(x.double() for x in qkv), options)
+        eager, _ = plain_attention(*qkv, options)
+        assert out.shape == exact.shape
+        if out.numel() == 0:
+            return
         assert_as_accurate(out, eager, exact, factor=1.5)
         torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
 
@@ -253,17 +186,6 @@ class TestIdentity:
 
 
 class TestRowsWithoutKeys:
-    def test_fully_masked_rows_are_zero_with_log_sum_exp_minus_infinity(self) -> None:
-        shapes, options = SMALL, {"kv_range": ints([37, 37], [20, 37])}
-        out, lse = attention_with_lse(*random_qkv(**shapes), IDENTITY, **options)
-        hidden = ~visible_cells(shapes, options).any(-1)
-        assert hidden[0].all()
-        assert hidden[1].any()
-        assert not hidden[1].all()
-        assert (out[hidden] == 0).all()
-        assert (lse[hidden] == -math.inf).all()
-        assert lse[~hidden].isfinite().all()
-
     @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
     def test_fully_masked_rows_are_zero_under_every_recipe(self, recipe: Recipe) -> None:
         qkv = random_qkv(batch=2, q_len=64, kv_len=70)

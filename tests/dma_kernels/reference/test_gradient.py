@@ -9,6 +9,7 @@ import torch
 from dma_kernels import Recipe, attention, attention_with_lse
 from dma_kernels.reference import attention as reference
 from dma_kernels.testing import random_qkv
+from plain_attention import plain_attention
 from torch import Tensor
 
 EXACT = Recipe(low="bf16", high="bf16")
@@ -31,42 +32,14 @@ CALLS: dict[str, dict[str, Any]] = {
 
 
 def make(call: str, dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], dict[str, Any]]:
-    """Return leaves (queries, keys, values and any sinks) and the other options of a call."""
+    """Return leaves (queries, keys, values and any sinks) and the options of a call, sinks included."""
     options = dict(CALLS[call])
     sizes: dict[str, Any] = {"batch": 2, "q_heads": Q_HEADS, "kv_heads": KV_HEADS, "head_dim": 16, "value_dim": 24}
     leaves = list(random_qkv(**sizes, q_len=Q_LEN, kv_len=KV_LEN, dtype=dtype))
-    if options.pop("sinks", False):
-        leaves.append(torch.linspace(-1, 2, Q_HEADS, dtype=dtype))
+    if "sinks" in options:
+        options["sinks"] = torch.linspace(-1, 2, Q_HEADS, dtype=dtype)
+        leaves.append(options["sinks"])
     return [leaf.requires_grad_() for leaf in leaves], options
-
-
-def plainly(leaves: list[Tensor], options: dict[str, Any]) -> Tensor:
-    """Compute attention by the formula, all scores at once, for autograd to differentiate."""
-    query, key, value, *sinks = leaves
-    key, value = (x.repeat_interleave(Q_HEADS // KV_HEADS, 1) for x in (key, value))
-    scores = query @ key.transpose(-1, -2) * options.get("scale", query.shape[-1] ** -0.5)
-    if softcap := options.get("softcap"):
-        scores = softcap * torch.tanh(scores / softcap)
-    is_causal = options.get("is_causal", True)
-    kv_offset = torch.as_tensor(options.get("kv_offset", 0)).expand(2)
-    q_offset = torch.as_tensor(options.get("q_offset", KV_LEN - Q_LEN if is_causal else 0)).expand(2)
-    q = (q_offset[:, None] + torch.arange(Q_LEN))[:, None, :, None]
-    k = (kv_offset[:, None] + torch.arange(KV_LEN))[:, None, None]
-    seen = torch.ones(2, 1, Q_LEN, KV_LEN, dtype=torch.bool)
-    if is_causal:
-        seen &= k <= q
-    if window := options.get("window"):
-        seen &= (k > q - window) if is_causal else ((k - q).abs() <= window)
-    if (kv_range := options.get("kv_range")) is not None:
-        index = torch.arange(KV_LEN)
-        seen &= ((index >= kv_range[:, :1]) & (index < kv_range[:, 1:]))[:, None, None]
-    if (mask := options.get("mask")) is not None:
-        seen &= mask
-    scores = scores.masked_fill(~seen, -1e30)
-    if sinks:
-        scores = torch.cat((scores, sinks[0].view(1, -1, 1, 1).expand(2, -1, Q_LEN, 1)), -1)
-    p = scores.softmax(-1)[..., :KV_LEN]
-    return p.masked_fill(~seen, 0.0) @ value
 
 
 def gradients(out: Tensor, leaves: list[Tensor]) -> tuple[Tensor, ...]:
@@ -80,9 +53,8 @@ def test_gradient_equals_plain_attention(call: str, rows: int | None, monkeypatc
     if rows is not None:
         monkeypatch.setattr(reference, "SCORE_BYTES", 1)  # the smallest row blocks
     leaves, options = make(call)
-    expected = gradients(plainly(leaves, options), leaves)
-    extra = {"sinks": leaves[3]} if len(leaves) > 3 else {}
-    actual = gradients(attention(*leaves[:3], EXACT, **options, **extra), leaves)
+    expected = gradients(plain_attention(*leaves[:3], options)[0], leaves)
+    actual = gradients(attention(*leaves[:3], EXACT, **options), leaves)
     for found, wanted in zip(actual, expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
 
@@ -91,8 +63,7 @@ def test_gradient_equals_plain_attention(call: str, rows: int | None, monkeypatc
 def test_gradient_is_straight_through(call: str) -> None:
     """A recipe that quantizes everything has the gradient of unquantized attention."""
     leaves, options = make(call)
-    extra = {"sinks": leaves[3]} if len(leaves) > 3 else {}
-    outputs = [attention(*leaves[:3], recipe, **options, **extra) for recipe in (EXACT, LOSSY)]
+    outputs = [attention(*leaves[:3], recipe, **options) for recipe in (EXACT, LOSSY)]
     assert not torch.allclose(*outputs, rtol=1e-3)
     for exact, lossy in zip(*(gradients(out, leaves) for out in outputs), strict=True):
         assert torch.equal(exact, lossy)
@@ -102,7 +73,7 @@ def test_gradient_is_straight_through(call: str) -> None:
 def test_gradient_has_the_dtype_of_the_inputs_and_is_rounded_once(dtype: torch.dtype) -> None:
     leaves, _ = make("causal", dtype)
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    expected = gradients(plainly(exact, {}), exact)
+    expected = gradients(plain_attention(*exact, {})[0], exact)
     for found, wanted in zip(gradients(attention(*leaves, EXACT), leaves), expected, strict=True):
         assert found.dtype == dtype
         bound = (torch.finfo(dtype).eps + 16 * torch.finfo(torch.float32).eps) * wanted.abs().max()
@@ -133,9 +104,9 @@ def test_only_some_inputs_may_require_a_gradient() -> None:
     leaves, options = make("sinks")
     query, key, value, sinks = (leaf.detach() for leaf in leaves)
     key.requires_grad_()
-    out, lse = attention_with_lse(query, key, value, EXACT, sinks=sinks, **options)
+    out, lse = attention_with_lse(query, key, value, EXACT, sinks=sinks)
     assert not lse.requires_grad
-    expected = gradients(attention(*leaves[:3], EXACT, sinks=leaves[3], **options), leaves)[1]
+    expected = gradients(attention(*leaves[:3], EXACT, **options), leaves)[1]
     assert torch.equal(gradients(out, [key])[0], expected)
 
 
@@ -159,7 +130,7 @@ def test_transforms_of_torch_func_equal_the_backward_pass(call: str, transform: 
 
     def loss(*leaves: Tensor) -> Tensor:
         named = {"sinks": leaves[3]} if len(leaves) > 3 else {}
-        return attention(*leaves[:3], EXACT, **named, **options).square().sum()
+        return attention(*leaves[:3], EXACT, **(options | named)).square().sum()
 
     expected = torch.autograd.grad(loss(*leaves), leaves)
     ours = TRANSFORMS[transform](loss, [leaf.detach() for leaf in leaves])
@@ -200,7 +171,7 @@ def test_compiled_gradient_equals_eager() -> None:
     leaves, options = make("all", torch.float32)
 
     def loss(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
-        return attention(query, key, value, LOSSY, sinks=sinks, **options).square().sum()
+        return attention(query, key, value, LOSSY, **(options | {"sinks": sinks})).square().sum()
 
     expected = torch.autograd.grad(loss(*leaves), leaves)
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")

@@ -187,38 +187,9 @@ class TestBand:
         expected = torch.tensor([in_band(*pair, recipe, is_causal) for pair in pairs])
         torch.testing.assert_close(score, torch.where(expected[:, None, None], high, low), rtol=1e-4, atol=1e-4)
 
-    def test_one_diagonal_and_one_sink_tile_give_the_expected_pattern(self) -> None:
-        # Written out, to check the test's own rule too.
-        picture = ["H", "HH", "HHH", "HLHH", "HLLHH"]
-        causal = [
-            "".join("LH"[in_band(i * 128, j * 128 + 127, Recipe(), True)] for j in range(i + 1)) for i in range(5)
-        ]
-        assert causal == picture
-        picture = ["HHLLL", "HHHLL", "HHHHL", "HLHHH", "HLLHH"]
-        both = ["".join("LH"[in_band(i * 128, j * 128 + 127, Recipe(), False)] for j in range(5)) for i in range(5)]
-        assert both == picture
-
 
 class TestPositions:
     """The rule depends only on positions: not on the batch, padding or how calls are split."""
-
-    @recipes
-    @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "bidirectional"])
-    def test_a_left_padded_row_equals_the_row_without_padding(self, recipe: Recipe, is_causal: bool) -> None:
-        pad = 75
-        query, key, value = random_qkv(q_heads=4, kv_heads=2, q_len=530, kv_len=530)
-        expected = attention(query[:, :, pad:], key[:, :, pad:], value[:, :, pad:], recipe, is_causal=is_causal)
-        out = attention(
-            query[:, :, pad:],
-            key,
-            value,
-            recipe,
-            is_causal=is_causal,
-            kv_range=torch.tensor([[pad, 530]]),
-            kv_offset=-pad,
-            q_offset=0,
-        )
-        assert_bits_equal(out, expected)
 
     @recipes
     @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "bidirectional"])
@@ -263,13 +234,12 @@ class TestPositions:
 
     @recipes
     @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "bidirectional"])
-    @pytest.mark.parametrize("score_bytes", [1, 430 * 4 * 2 * 50], ids=["16-rows", "50-rows"])
     def test_the_query_block_size_does_not_matter(
-        self, recipe: Recipe, score_bytes: int, is_causal: bool, monkeypatch: pytest.MonkeyPatch
+        self, recipe: Recipe, is_causal: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         qkv = random_qkv(q_len=430, kv_len=430, dtype=torch.float64)
         whole = attention(*qkv, recipe, is_causal=is_causal)
-        monkeypatch.setattr("dma_kernels.reference.attention.SCORE_BYTES", score_bytes)
+        monkeypatch.setattr("dma_kernels.reference.attention.SCORE_BYTES", 430 * 4 * 2 * 50)  # blocks of 50 rows
         assert relative_error(attention(*qkv, recipe, is_causal=is_causal), whole) < 1e-12
 
 
@@ -311,12 +281,6 @@ class TestErrorAgainstFp64:
         query, key, value = random_qkv(q_heads=4, kv_heads=2, q_len=400, kv_len=400)
         query, key = (quantize(x, format).dequantize() for x in (query, key))
         return [query, key, value]
-
-    @pytest.mark.parametrize("format", ["mxfp4", "mxfp8", "mxint8", "nvfp4"])
-    def test_quantized_operands_are_fixed_points(self, format: str) -> None:
-        query, key, _ = self.prepared(format)
-        assert_bits_equal(quantize(query, format).dequantize(), query)
-        assert_bits_equal(quantize(key, format).dequantize(), key)
 
     @pytest.mark.parametrize("format", ["mxfp4", "mxfp8", "mxint8", "nvfp4"])
     def test_fp32_error_is_that_of_rounded_sums(self, format: str) -> None:

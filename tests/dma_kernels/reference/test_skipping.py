@@ -14,6 +14,7 @@ from dma_kernels.reference.operands import prepare_operands
 from dma_kernels.testing import RECIPES, assert_bits_equal
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_attention import visible_cells
 from sampling import sampled
 from torch import Tensor
 
@@ -72,21 +73,15 @@ class Case:
 
 def logits_of(case: Case, recipe: Recipe, row: int) -> tuple[Tensor, Tensor]:
     """Return masked logits ``[Hq, Tq, Tk]`` of a batch row, and the high pairs ``[Tq, Tk]``."""
-    options, (query, key, value) = case.options(), (x[row : row + 1] for x in case.tensors())
+    options, tensors = case.options(), case.tensors()
+    visible = visible_cells(*tensors[:2], options)[row]
     p = int(options["q_offset"][row]) + torch.arange(case.q_len)[:, None]
     j = int(options["kv_offset"][row]) + torch.arange(case.q_len + case.extra)[None]
-    distance = p - j
-    visible = j >= 0
-    if case.is_causal:
-        visible = visible & (distance >= 0) & (distance < (case.window or 10**9))
-    elif case.window is not None:
-        visible = visible & (distance.abs() <= case.window)
-    if "mask" in options:
-        visible = visible & options["mask"][0]
     tiles = p // 128 - j // 128
     high = (tiles.abs() <= recipe.diagonal_tiles) & ((tiles >= 0) | (not case.is_causal)) | (
         j // 128 < recipe.sink_tiles
     )
+    query, key, value = (x[row : row + 1] for x in tensors)
     first = options["kv_offset"][row : row + 1]
     operands = prepare_operands(query, key, value, recipe, kv_position=first, visible=(j >= 0))
     low_scores, high_scores = (
@@ -109,8 +104,9 @@ def skipped_pairs(case: Case, recipe: Recipe) -> tuple[Tensor, Tensor]:
     options = case.options()
     q_len, kv_len = case.q_len, case.q_len + case.extra
     skipped, counts = torch.zeros((len(case.padding), 4, q_len, kv_len), dtype=torch.bool), torch.zeros(4, 2).long()
-    for row, head in ((row, head) for row in range(len(case.padding)) for head in range(4)):
-        all_logits, high = logits_of(case, recipe, row)
+    logits_of_rows = [logits_of(case, recipe, row) for row in range(len(case.padding))]
+    for row, head in product(range(len(case.padding)), range(4)):
+        all_logits, high = logits_of_rows[row]
         logits = all_logits[head]
         q_offset, kv_offset = (int(options[name][row]) for name in ("q_offset", "kv_offset"))
         for block in range(q_offset // 64, (q_offset + q_len) // 64 + 1):
@@ -201,38 +197,6 @@ def test_skipping_follows_the_rule_in_any_call(case: Case, recipe: Recipe) -> No
     check(case, recipe)
 
 
-@settings(max_examples=20)
-@given(order=st.permutations(range(6)), seed=st.integers(0, 50))
-def test_the_order_of_low_tiles_does_not_matter(order: list[int], seed: int) -> None:
-    """An online softmax that decides tile by tile, after the high tiles, gives the same result."""
-    case = Case(q_len=6 * 128, seed=seed)
-    query, key, value = case.tensors()
-    out = attention(query, key, value, EXACT, scale=SCALE)
-    all_logits, high = logits_of(case, EXACT, 0)
-    head, rows = 1, slice(5 * 128 + 64, 6 * 128)
-    logits, v = all_logits[head, rows], value[0, 0]
-    is_high = [bool(high[rows.start, tile * 128]) for tile in range(6)]
-    row_max, total, acc = (
-        torch.full((64, 1), -math.inf).double(),
-        torch.zeros(64, 1).double(),
-        torch.zeros(64, 16).double(),
-    )
-    high_max = row_max
-    for tile in sorted(order, key=lambda tile: not is_high[tile]):
-        part = logits[:, tile * 128 : (tile + 1) * 128]
-        tile_max = part.amax(1, keepdim=True)
-        if is_high[tile]:
-            high_max = torch.maximum(high_max, tile_max)
-        elif bool((tile_max < high_max - 1.0).all()):
-            continue
-        new_max = torch.maximum(row_max, tile_max)
-        weights = torch.exp(part - new_max)
-        total = total * torch.exp(row_max - new_max) + weights.sum(1, keepdim=True)
-        acc = acc * torch.exp(row_max - new_max) + weights @ v[tile * 128 : (tile + 1) * 128]
-        row_max = new_max
-    torch.testing.assert_close(acc / total, out[0, head, rows], rtol=1e-10, atol=1e-11)
-
-
 @settings(max_examples=15)
 @given(cuts=st.sets(st.integers(1, 9), max_size=4), tail=st.integers(0, 63), window=st.none() | st.integers(100, 500))
 def test_chunks_at_multiples_of_64_equal_one_pass(cuts: set[int], tail: int, window: int | None) -> None:
@@ -275,19 +239,6 @@ def test_an_infinite_threshold_counts_and_skips_nothing() -> None:
     assert counts[:, 1].gt(0).all()
 
 
-@pytest.mark.parametrize(("q_len", "extra"), [(1, 700), (63, 640), (127, 577), (64, 700), (100, 605)])
-def test_partial_query_blocks_skip_nothing(q_len: int, extra: int) -> None:
-    case = Case(q_len=q_len, extra=extra)
-    counts = torch.zeros(4, 2, dtype=torch.int64)
-    recipe = replace(EXACT, skip_threshold=1e-9)
-    out = attention(*case.tensors(), recipe, **case.options(), tile_counts=counts)
-    first = -extra % 64
-    partial = [row for row in range(q_len) if not 0 <= (row - first) // 64 < (q_len - first) // 64]
-    plain = attention(*case.tensors(), replace(EXACT, skip_threshold=None), **case.options())
-    assert_bits_equal(out[:, :, partial], plain[:, :, partial])
-    assert (len(partial) == q_len) == bool(counts.eq(0).all())
-
-
 def test_a_row_without_a_visible_high_key_keeps_its_tiles_unskipped() -> None:
     case = Case(q_len=512)
     mask = torch.ones(512, 512, dtype=torch.bool)
@@ -297,24 +248,6 @@ def test_a_row_without_a_visible_high_key_keeps_its_tiles_unskipped() -> None:
     out = attention(*case.tensors(), recipe, scale=SCALE, mask=mask, tile_counts=counts)
     plain = attention(*case.tensors(), replace(recipe, skip_threshold=None), scale=SCALE, mask=mask)
     torch.testing.assert_close(out[:, :, 448:], plain[:, :, 448:])
-
-
-def test_sink_logits_do_not_affect_skipping() -> None:
-    case = CASES["causal"]
-    found = []
-    for sinks in (None, torch.full((4,), 50.0), torch.full((4,), -50.0)):
-        counts = torch.zeros(4, 2, dtype=torch.int64)
-        attention(*case.tensors(), EXACT, scale=SCALE, sinks=sinks, tile_counts=counts)
-        found.append(counts.tolist())
-    assert found[0] == found[1] == found[2]
-
-
-def test_the_threshold_compares_logits_after_the_softcap() -> None:
-    """With a cap of 2, no two logits differ by more than 4."""
-    case = Case(q_len=450, softcap=2.0)
-    counts = torch.zeros(4, 2, dtype=torch.int64)
-    attention(*case.tensors(), replace(EXACT, skip_threshold=4.0), **case.options(), tile_counts=counts)
-    assert counts[:, 0].eq(0).all()
 
 
 def test_a_tile_with_a_nan_is_not_skipped() -> None:

@@ -263,8 +263,8 @@ def test_a_repeated_call_launches_the_compiled_kernels_directly(monkeypatch: pyt
     launched: list[Any] = []
 
     class Direct:
-        def descriptor(self, index: int, make: Any) -> Any:
-            return lambda address: (make(address),)
+        def descriptor(self, index: int, descriptor: Any) -> Any:
+            return lambda address: (address,)
 
         def run(self, arguments: Any, stream: int) -> None:
             launched.append(arguments)
