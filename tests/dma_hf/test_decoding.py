@@ -21,7 +21,7 @@ from torch import nn
 from transformers import CompileConfig, Lfm2Config, Lfm2ForCausalLM, set_seed
 
 import dma_hf
-from dma_hf import DMACache, decoding, idle_caches
+from dma_hf import DMACache, decoding, idle_caches, step_graph
 from dma_hf.cache_layers import Capture, DMALayer
 from dma_hf.integrations import wrapping as hooks
 from dma_hf.integrations.internals import CACHE_ARGUMENT
@@ -31,7 +31,7 @@ PROMPT, NEW = 240, 24  # steps that complete a tile
 
 
 def record(step):
-    """Stand in for :func:`dma_hf.decoding.record`."""
+    """Stand in for :func:`dma_hf.step_graph.record`."""
     arguments = dict(zip(step.__code__.co_freevars, step.__closure__, strict=True))["arguments"].cell_contents
     cache = arguments[CACHE_ARGUMENT] = copy.copy(arguments[CACHE_ARGUMENT])  # a graph does not keep the cache alive
     layers = [layer for layer in cache.layers if isinstance(layer, DMALayer) and layer.is_initialized]
@@ -57,7 +57,7 @@ def record(step):
 @pytest.fixture(autouse=True)
 def graphs_on_a_cpu(monkeypatch, events_on_a_cpu):
     if not torch.cuda.is_available():
-        monkeypatch.setattr(decoding, "record", record)
+        monkeypatch.setattr(step_graph, "record", record)
         monkeypatch.setattr(hooks, "_is_on_gpu", lambda model: True)
 
 
@@ -240,7 +240,7 @@ def test_a_model_that_needs_the_length_on_the_host_runs_eagerly(build, token_ids
     def fail(step):
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
-    monkeypatch.setattr(decoding, "record", fail)
+    monkeypatch.setattr(step_graph, "record", fail)
     assert torch.equal(_tokens(model, ids, 12), expected)
     assert list(dma_hf.stats(model).eager_decoding) == [
         "the step cannot be captured: operation not permitted when stream is capturing"
@@ -296,7 +296,7 @@ def test_copies_of_a_cache_have_no_graph(build, token_ids):
 
 def test_a_dropped_model_frees_its_idle_cache(build, token_ids, monkeypatch):
     if not torch.cuda.is_available():  # the stand-in keeps the model alive
-        monkeypatch.setattr(decoding, "record", lambda step: (lambda: None, record(step)[1]))
+        monkeypatch.setattr(step_graph, "record", lambda step: (lambda: None, record(step)[1]))
     model = build()
     _tokens(model, token_ids(1, PROMPT), 12)
     assert model in idle_caches._idle
