@@ -148,17 +148,6 @@ def test_an_error_in_the_generation_thread_is_raised(families, prompts, is_kept)
     assert getattr(model, "_cached_continuous_batching_manager", None) is None
 
 
-def test_a_generation_thread_that_never_starts_raises_an_error(families, prompts, monkeypatch):
-    """As in Transformers 5.24, where the thread received an unknown argument."""
-    from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
-
-    model = families["llama"].build(dma_hf.NAME)
-    dma_hf.configure(model, "paper")
-    monkeypatch.setattr(ContinuousBatchingManager, "_run_generation_loop", lambda self, *, unknown: None)
-    with pytest.raises(RuntimeError, match=r"thread has died: TypeError: .*unexpected keyword argument|missing"):
-        _generate_batch(model, prompts[:1])
-
-
 def test_an_untested_version_is_rejected_before_anything_runs(families, prompts, monkeypatch):
     model = families["llama"].build(dma_hf.NAME)
     dma_hf.configure(model, "paper")

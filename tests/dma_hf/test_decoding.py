@@ -247,17 +247,6 @@ def test_a_model_that_needs_the_length_on_the_host_runs_eagerly(build, token_ids
     ]
 
 
-def test_compile_config_asks_for_a_static_cache(build, token_ids, monkeypatch):
-    model = build()
-    kinds = []
-    monkeypatch.setattr(type(model), "get_compiled_call", lambda self, config: kinds.append(config) or self.__call__)
-    config = CompileConfig(backend="eager")
-    config._compile_all_devices = True
-    _tokens(model, token_ids(1, PROMPT), 6, compile_config=config)
-    assert kinds == [config]
-    assert dma_hf.stats(model).replays == 0
-
-
 def test_prompts_of_different_lengths_share_a_compiled_step(build, token_ids):
     model = build()
     compiled = []

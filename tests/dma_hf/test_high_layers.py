@@ -10,7 +10,6 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, ViTConfig, 
 
 import dma_hf
 from dma_hf import PRESETS, DMAConfig
-from dma_hf.config import settings_of
 
 LENGTH = 600  # low tiles from token 384 on
 LAYERS = (0, 1)
@@ -114,14 +113,6 @@ def test_a_compiled_model_honours_high_layers_of_a_file(llama, token_ids):
     ids = token_ids(1, LENGTH)
     compiled = torch.compile(llama, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(ids, use_cache=False).logits, llama(ids, use_cache=False).logits)
-
-
-def test_high_layers_are_saved_with_a_model(llama, token_ids, tmp_path):
-    dma_hf.configure(llama, HIGH_0)
-    llama.save_pretrained(tmp_path)
-    loaded = type(llama).from_pretrained(tmp_path, attn_implementation="dma_mxfp")
-    assert settings_of(loaded.config) == settings_of(llama.config)
-    assert torch.equal(loaded(token_ids(1, LENGTH)).logits, llama(token_ids(1, LENGTH)).logits)
 
 
 def test_fp4_without_its_high_layer_is_not_called_fp4(llama, token_ids):

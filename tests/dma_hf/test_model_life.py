@@ -44,10 +44,6 @@ def test_a_cast_model_computes_in_its_dtype(cast, llama, token_ids):
     assert (logits.float() - exact).norm() < 0.1 * exact.norm()
 
 
-def test_half_precision_models_run(llama, token_ids):
-    assert _logits(llama.half(), token_ids(1, LENGTH)).dtype == torch.float16
-
-
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
 def test_a_copy_computes_the_same(clone, llama, token_ids):
     twin = clone(llama)

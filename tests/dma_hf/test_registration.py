@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -84,21 +84,6 @@ def test_importing_again_changes_nothing():
     assert before == (dma_attention_forward, dma_mask)
     importlib.reload(dma_hf)
     assert (ALL_ATTENTION_FUNCTIONS["dma_mxfp"], ALL_MASK_ATTENTION_FUNCTIONS["dma_mxfp"]) == before
-
-
-def test_public_names_exist():
-    assert all(hasattr(dma_hf, name) for name in dma_hf.__all__)
-
-
-def test_transformers_accepts_it_at_load_time(tmp_path):
-    config = LlamaConfig(
-        vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
-    )
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
-    model = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="dma_mxfp")
-    assert model.config._attn_implementation == "dma_mxfp"
-    with torch.no_grad():
-        assert model(torch.ones(1, 4, dtype=torch.int64)).logits.isfinite().all()
 
 
 @pytest.mark.parametrize("setting", [":fp4", ":balanced+int4", ":paper+int8", "+int4"])

@@ -104,15 +104,6 @@ def _replays(model):
     return found.replays
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_tokens_are_those_of_eager_steps(name, build, token_ids):
-    model = build(name)
-    ids = token_ids(2, PROMPT)
-    expected = _tokens(model, ids, disable_compile=True, do_sample=True, top_k=20)
-    assert torch.equal(_tokens(model, ids, do_sample=True, top_k=20), expected)
-    assert _replays(model) == NEW - FIRST
-
-
 @pytest.mark.parametrize("cache", [None, "int8"])
 def test_later_calls_replay_the_graph_of_the_first(cache, build, token_ids):
     """Also with other prompts, and with padding, which makes other masks."""
