@@ -6,7 +6,8 @@ import gc
 
 import pytest
 import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig, LlavaConfig, LlavaForConditionalGeneration
+from batched_parts import generate_batch, random_prompts
+from transformers import GenerationConfig, LlavaConfig, LlavaForConditionalGeneration
 
 import dma_hf
 from dma_hf.config import PAGED_NAME, settings_of
@@ -18,22 +19,13 @@ LENGTHS = (5, 300, 17, 140)  # less than a tile, more than two
 
 @pytest.fixture
 def prompts():
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randint(3, 97, (length,), generator=generator).tolist() for length in LENGTHS]
+    return random_prompts(LENGTHS)
 
 
 def _generate_batch(model, prompts, num_blocks=64, persistent_manager=False, **options):
     """Return the tokens of continuous batching and their log-probabilities."""
-    settings = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0, bos_token_id=1)
     options |= {"page_size": 32, "num_blocks": num_blocks, "return_logprobs": True, "use_cuda_graph": False}
-    batching = ContinuousBatchingConfig(**options)
-    outputs = model.generate_batch(
-        prompts,
-        generation_config=settings,
-        continuous_batching_config=batching,
-        persistent_manager=persistent_manager,
-    )
-    assert [output.error for output in outputs.values()] == [None] * len(prompts)
+    outputs = generate_batch(model, prompts, NEW_TOKENS, persistent_manager=persistent_manager, **options)
     return [(output.generated_tokens, output.logprobs) for output in outputs.values()]
 
 

@@ -6,7 +6,8 @@ import json
 
 import pytest
 import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig, ViTConfig, ViTModel
+from batched_parts import generate_batch
+from transformers import ViTConfig, ViTModel
 
 import dma_hf
 from dma_hf import PRESETS, DMAConfig
@@ -80,13 +81,8 @@ def test_continuous_batching_honours_high_layers(cache, families, token_ids):
         model.set_attn_implementation(implementation)
         if settings:
             dma_hf.configure(model, HIGH_0 | settings, cache=cache)
-        generation = GenerationConfig(max_new_tokens=1, do_sample=False, pad_token_id=0, bos_token_id=1)
-        batching = ContinuousBatchingConfig(
-            page_size=32, num_blocks=64, return_logprobs=True, use_cuda_graph=False, max_batch_tokens=1024
-        )
-        (output,) = model.generate_batch(
-            [prompt], generation_config=generation, continuous_batching_config=batching
-        ).values()
+        options = {"page_size": 32, "num_blocks": 64, "use_cuda_graph": False, "max_batch_tokens": 1024}
+        (output,) = generate_batch(model, [prompt], 1, return_logprobs=True, **options).values()
         return torch.tensor(output.logprobs)
 
     exact = logprobs("sdpa")
