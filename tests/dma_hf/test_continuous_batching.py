@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 from batched_parts import generate_batch, random_prompts
-from transformers import GenerationConfig, LlavaConfig, LlavaForConditionalGeneration
+from transformers import GenerationConfig
 
 import dma_hf
 from dma_hf.config import PAGED_NAME, settings_of
@@ -98,17 +98,12 @@ def test_a_loaded_model_needs_neither_configure_nor_a_context_manager(name, fami
 
 
 @pytest.mark.parametrize("cache", [None, "int8"])
-def test_a_language_model_within_another_model_is_batched(cache, families, prompts):
+def test_a_language_model_within_another_model_is_batched(cache, llava, prompts):
     """The attention of the outer configuration does not matter."""
-    text = families["llama"].sizes | {"model_type": "llama"}
-    vision = {"model_type": "clip_vision_model", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
-    vision |= {"num_attention_heads": 4, "image_size": 32, "patch_size": 8, "projection_dim": 64}
-    config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=96, image_seq_length=16)
-    model = LlavaForConditionalGeneration._from_config(config, attn_implementation="sdpa").eval()
-    model.set_attn_implementation({"text_config": "dma_mxfp"})
-    dma_hf.configure(model, "balanced", cache=cache)
+    llava.set_attn_implementation({"text_config": "dma_mxfp"})
+    dma_hf.configure(llava, "balanced", cache=cache)
     prompts = [[token for token in prompt if token != 96] for prompt in prompts]
-    _check(model, prompts, _generate_batch(model, prompts))
+    _check(llava, prompts, _generate_batch(llava, prompts))
 
 
 @pytest.mark.parametrize(("first", "second"), [("dma_mxfp", "sdpa"), ("sdpa", "dma_mxfp")])
