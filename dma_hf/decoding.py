@@ -66,15 +66,17 @@ class DecodingGraph(StepGraph):
         """Return whether the graph computes a step with such inputs over the layers of a cache."""
         return self.fits(signature, _tables_of(layers)) and layers[0].tokens < self.capture.room
 
-    def advance(self, layers: list[DMALayer]) -> None:
-        """Count the token of the next replay in the layers, which the graph does on the device alone."""
+    def run(self, model: PreTrainedModel, inputs: Inputs, cache: DMACache, layers: list[DMALayer]) -> ModelOutput:
+        """Run a step with other inputs, and count its token in the layers. The graph counts on the device alone."""
         tokens = layers[0].tokens
         if self.tokens != tokens:  # tokens were cropped, or added in another way
             self.capture.position.fill_(tokens)
+        output = self.replay(model, inputs, cache)
         self.tokens = tokens + 1
         for layer in layers:
             layer.tokens += 1
             layer.storage.count_appended(1)
+        return output
 
 
 class DecodingSteps:
@@ -134,8 +136,7 @@ class DecodingSteps:
     def _replay(
         self, graph: DecodingGraph, cache: DMACache, layers: list[DMALayer], arguments: dict[str, Any], inputs: Inputs
     ) -> ModelOutput:
-        graph.advance(layers)
-        output = graph.replay(self.model, inputs, cache)
+        output = graph.run(self.model, inputs, cache, layers)
         mask = arguments.get(MASK)
         if mask is not None:
             torch._assert_async(_has_all_keys(mask, layers[0], 0), "the attention mask of generate hides cached keys")

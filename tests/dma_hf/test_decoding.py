@@ -35,7 +35,7 @@ def record(step):
     arguments = dict(zip(step.__code__.co_freevars, step.__closure__, strict=True))["arguments"].cell_contents
     cache = arguments[CACHE_ARGUMENT] = copy.copy(arguments[CACHE_ARGUMENT])  # a graph does not keep the cache alive
     layers = [layer for layer in cache.layers if isinstance(layer, DMALayer) and layer.is_initialized]
-    capture = cache.owner.capture
+    capture, tables = cache.owner.capture, [layer.storage.page_table for layer in layers]
     before = [tensor.clone() for layer in layers for tensor in layer.storage.tensors().values()]
     output = step()
     capture.position.sub_(1)
@@ -48,6 +48,7 @@ def record(step):
         with recorded_uses():
             output.logits.copy_(step().logits)
         cache.owner.capture = None
+        assert all(layer.storage.page_table is table for layer, table in zip(layers, tables, strict=True))
         for layer, (layer.storage.appended, layer.storage.rolled_back) in zip(layers, counters, strict=True):
             layer.pending = None
 
@@ -127,7 +128,8 @@ def test_turns_of_a_chat_replay_one_graph(build, token_ids):
         output = _tokens(model, other, 20, disable_compile=True, **options, **{CACHE_ARGUMENT: eager})
         other = torch.cat((output, token_ids(1, 30, turn)), -1)
         assert torch.equal(ids, other)
-        assert graph is not None
+        assert int(graph.capture.position) == cache.get_seq_length() == eager.get_seq_length()
+        assert cache.layers[0].storage.appended == eager.layers[0].storage.appended
     assert dma_hf.stats(model).replays == 16 + 19 + 19
 
 
@@ -139,6 +141,19 @@ def test_a_cache_that_grows_is_captured_again(build, token_ids, monkeypatch):
     expected = _tokens(model, token_ids(1, PROMPT), 150, disable_compile=True)
     assert torch.equal(_tokens(model, token_ids(1, PROMPT), 150), expected)
     assert len(captured) > 1
+
+
+def test_a_reordered_cache_is_captured_again(build, token_ids, monkeypatch):
+    """Its storage is another one, and a graph would read that of before."""
+    model = build()
+    captured = []
+    monkeypatch.setattr(decoding, "_captured", _spy(decoding._captured, captured))
+    cache = DMACache(model.config)
+    ids = _tokens(model, token_ids(2, 100), 12, **{CACHE_ARGUMENT: cache})  # within the first tile, so nothing grows
+    cache.reorder_cache(torch.tensor([1, 0]))
+    ids = torch.cat((ids.flip(0), token_ids(2, 3)), -1)
+    _tokens(model, ids, 12, attention_mask=torch.ones_like(ids), **{CACHE_ARGUMENT: cache})
+    assert len(captured) == 2
 
 
 def _spy(function, calls):

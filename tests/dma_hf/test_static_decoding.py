@@ -254,6 +254,7 @@ def test_a_layer_that_changes_other_state_is_not_captured(change, build, token_i
             self.calls = getattr(self, "calls", 0) + 1
         return states
 
+    monkeypatch.setattr(step_graph, "record", None)
     steps = StaticSteps(model, lambda config: model.__call__)
     with torch.no_grad():
         cache = _filled(model, token_ids(1, PROMPT))
