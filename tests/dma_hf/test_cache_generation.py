@@ -77,22 +77,6 @@ def test_every_mode_gives_the_same_tokens(name, mode, build, token_ids):
     assert cache.get_seq_length() == PROMPT + NEW_TOKENS - 1
 
 
-@pytest.mark.parametrize("mode", ["assistant", "prompt lookup"])
-@pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_speculation_crops_the_cache(name, mode, build, token_ids):
-    model = build(name)
-    ids = token_ids(1, 50).repeat(1, 5)  # repetition for prompt lookup
-    expected = _generate(model, ids, do_sample=False)
-    if mode == "assistant":
-        assistant = build(name, seed=3)
-        dma_hf.configure(assistant, cache="int8")
-        options = {"assistant_model": assistant}
-    else:
-        options = {"prompt_lookup_num_tokens": 3}
-    cache = DMACache(model.config)
-    assert torch.equal(_generate(model, ids, do_sample=False, past_key_values=cache, **options), expected)
-
-
 @pytest.mark.parametrize("name", sampled(["llama", "gemma3"], lambda name: name == "gemma3"))
 def test_a_static_cache_compiles_to_one_graph(name, build, token_ids):
     model = build(name)
