@@ -21,7 +21,7 @@ from transformers import AttentionInterface
 from .cache_layers import DECODED_AT_ONCE, DMALayer
 from .cached_states import Step, Update, update_of
 from .logit_check import check_first_prompt
-from .masks.geometry import GEOMETRY, CompactMask, MaskGeometry
+from .masks.geometry import GEOMETRY, CompactMask, MaskGeometry, keys_in
 from .masks.layer_geometry import layer_geometry, select_keys, separate_documents
 from .repeated_calls import Compute, cached_step, is_repeatable, let_repeat, prompt, repeat
 from .stats import count_fallback, counted, tile_counts_of
@@ -308,8 +308,7 @@ def _mask(layer: DMALayer, new: Step, geometry: MaskGeometry) -> Tensor | None:
         _refuse_shown_padding(layer, new, 0)
     if visible is None or (hidden is None and _is_plain(layer, new, visible)):
         return hidden
-    index = torch.arange(new.kv_len, device=visible.device)
-    seen = ((index >= visible[:, :1]) & (index < visible[:, 1:]))[:, None, None]
+    seen = keys_in(visible, new.kv_len)[:, None, None]
     return seen if hidden is None else seen & hidden
 
 

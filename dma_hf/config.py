@@ -264,14 +264,12 @@ class Settings:
         cross_recipe: Numerics of cross-attention. Every tile is in high precision, because two sequences have no
             diagonal.
         name: The preset with these numerics, or ``custom``.
-        high: Settings of the layers in ``config.high_layers``, or ``None`` in these settings themselves.
     """
 
     config: DMAConfig
     recipe: Recipe
     cross_recipe: Recipe
     name: str
-    high: Settings | None = None
 
     @classmethod
     def of(cls, config: DMAConfig) -> Settings:
@@ -279,11 +277,11 @@ class Settings:
         numerics = config.recipe, config.high_layers
         name = next((name for name, each in PRESETS.items() if (each.recipe, each.high_layers) == numerics), "custom")
         every_tile = replace(config.recipe, diagonal_tiles=EVERY_TILE)
-        return cls(config, config.recipe, every_tile, name, high=cls(config, every_tile, every_tile, name))
+        return cls(config, config.recipe, every_tile, name)
 
     def of_layer(self, layer_idx: int | None) -> Settings:
         """Return the settings of a layer by its number."""
-        return self.high if self.high is not None and layer_idx in self.config.high_layers else self
+        return replace(self, recipe=self.cross_recipe) if layer_idx in self.config.high_layers else self
 
 
 _DEFAULT = Settings.of(DMAConfig())

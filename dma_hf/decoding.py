@@ -1,86 +1,82 @@
-"""Decoding steps of ``generate`` as CUDA graphs.
+"""Decoding steps of ``generate``: by CUDA graphs where possible.
 
-In eager mode the host needs longer to launch the kernels of a step than the GPU needs to run them. ``generate`` calls
-:class:`DecodingSteps` in place of the model. The first steps run eagerly. The next one is captured, and all later steps
-replay it. Token selection, stopping criteria and streamers stay in ``generate``, outside the graph.
+``generate`` calls :class:`DecodingSteps` in place of the model. The first steps run eagerly. The next one is captured,
+and all later steps replay it. Token selection, stopping criteria and streamers stay in ``generate``, outside the graph.
+Each step compares storage and shapes with those of the graph, and each call of ``generate`` compares the state of the
+model.
 
-A graph holds addresses, not tensors. It is valid for one storage of the cache, one state of the model and one shape of
-the inputs. Each step compares storage and shapes, and each call of ``generate`` compares the state of the model.
-
-While a step is captured, the cache gives its length as a tensor on the device (:class:`~dma_hf.cache_layers.Capture`).
-A model that needs it on the host cannot be captured, and runs eagerly.
-
-:mod:`dma_hf.static_decoding` has the steps over caches of a fixed size.
+While a step over a cache that grows is captured, the cache gives its length as a tensor on the device
+(:class:`~dma_hf.cache_layers.Capture`). A model that needs it on the host cannot be captured, and runs eagerly. A cache
+of fixed size counts its tokens on the device, so a replay counts them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from types import NoneType
+import gc
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from torch import Tensor
+from transformers import Cache, CompileConfig, PreTrainedModel, StaticCache
+from transformers.cache_utils import CacheLayerMixin, StaticLayer
 
 from .cache import DMACache
-from .cache_layers import Capture, DMALayer
-from .config import settings_of
-from .integrations.internals import CACHE_ARGUMENT, CACHE_ARGUMENTS, is_output_hook
-from .stats import Use, count_eager_decoding, count_replay, recorded_uses
+from .cache_layers import Capture, DMALayer, DMAStaticLayer
+from .integrations.internals import CACHE_ARGUMENT
+from .stats import count_eager_decoding
+from .step_graph import (
+    MASK,
+    Inputs,
+    StepGraph,
+    are_same,
+    failure,
+    inputs_of,
+    signature_of,
+    state_of_model,
+    why_model_is_eager,
+    with_copies,
+)
 
 if TYPE_CHECKING:
     from transformers.utils import ModelOutput
 
 EAGER_STEPS = 3
-"""Eager steps before the capture. Short answers need no graph, and kernels are compiled and tuned in eager steps."""
-
-MASK = "attention_mask"
-OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
-"""Arguments that make a model return states that ``generate`` keeps. A replay would overwrite them."""
-PLAIN = (bool, int, float, str, NoneType)
-"""Types of values that are compared by value."""
-_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
-"""Attributes of every module that say nothing about its output."""
+"""Eager steps before the first replay. Short answers need no graph, and these steps compile and tune kernels."""
 
 
-@dataclass(eq=False)
-class DecodingGraph:
-    """A captured decoding step.
+# ---- caches that grow
+
+
+@dataclass(eq=False, kw_only=True)
+class DecodingGraph(StepGraph):
+    """A step over a cache that grows. Its mask is ``None``: a query sees all tokens of its row.
 
     Attributes:
-        signature: Names, shapes and dtypes of the tensors of a call, and the values of its other arguments.
-        model: State of the model, see :func:`state_of_model`.
-        tables: Page table of each layer. They are replaced with the storage.
-        room: Tokens that the storage has room for.
-        inputs: Tensors that the graph reads, by argument.
-        position: Number of cached tokens, int64 ``[]``. The graph increments it.
-        tokens: The value of ``position``.
-        outputs: The output of the model without the cache. A replay overwrites its tensors.
-        uses: Calls of attention layers in a step.
-        replay: Runs the step.
+        capture: The number of cached tokens, which the graph increments, and the room of the storage.
+        tokens: That number on the host.
     """
 
-    signature: tuple[Any, ...]
-    model: tuple[Any, ...]
-    tables: list[Tensor]
-    room: int
-    inputs: dict[str, Tensor]
-    position: Tensor
+    capture: Capture
     tokens: int
-    outputs: ModelOutput
-    uses: list[tuple[nn.Module, Use]]
-    replay: Callable[[], None]
 
-    def fits(self, signature: tuple[Any, ...] | None, layers: list[DMALayer]) -> bool:
-        """Return whether the graph computes a step with these inputs over the layers of a cache."""
-        return (
-            signature == self.signature
-            and layers[0].tokens < self.room
-            and len(layers) == len(self.tables)
-            and all(layer.storage.page_table is table for layer, table in zip(layers, self.tables, strict=True))
-        )
+    def computes(self, signature: tuple[Any, ...] | None, layers: list[DMALayer]) -> bool:
+        """Return whether the graph computes a step with such inputs over the layers of a cache."""
+        return self.fits(signature, _tables_of(layers)) and layers[0].tokens < self.capture.room
+
+    def run(self, model: PreTrainedModel, inputs: Inputs, cache: DMACache, layers: list[DMALayer]) -> ModelOutput:
+        """Run a step with other inputs, and count its token in the layers. The graph counts on the device alone."""
+        tokens = layers[0].tokens
+        if self.tokens != tokens:  # tokens were cropped, or added in another way
+            self.capture.position.fill_(tokens)
+        output = self.replay(model, inputs, cache)
+        self.tokens = tokens + 1
+        for layer in layers:
+            layer.tokens += 1
+            layer.storage.count_appended(1)
+        return output
 
 
 class DecodingSteps:
@@ -97,50 +93,60 @@ class DecodingSteps:
         self.is_eager = False
         self.checked: DecodingGraph | None = None  # the graph that was compared with the state of the model
 
-    def __call__(self, **inputs: Any) -> Any:
+    def __call__(self, **arguments: Any) -> Any:
         """Call the model with the arguments of its ``forward``."""
-        cache: Any = inputs.get(CACHE_ARGUMENT)
-        tokens = inputs.get("input_ids")
+        cache: Any = arguments.get(CACHE_ARGUMENT)
+        tokens = arguments.get("input_ids")
         if not decodes_by_graphs(cache):
-            return self.otherwise(**inputs)
+            return self.otherwise(**arguments)
         if tokens is None or tokens.shape[1] != 1 or self.is_eager:
-            return self.model(**inputs)
-        owner, signature = cache.owner, _signature_of(inputs)
-        graph: DecodingGraph | None = owner.graph
-        layers = packed_layers(cache)
-        if graph is not None and graph is self.checked and graph.fits(signature, layers):
-            return _replay(self.model, graph, cache, layers, inputs)
+            return self.model(**arguments)
+        owner, layers = cache.owner, packed_layers(cache)
+        unmasked = arguments | {MASK: None} if MASK in arguments else arguments
+        inputs = inputs_of(unmasked)
+        signature = signature_of(inputs)
+        graph: DecodingGraph | None = owner.graph if owner.graph is self.checked else None
+        if graph is not None and graph.computes(signature, layers):
+            return self._replay(graph, cache, layers, arguments, inputs)
         self.steps += 1
         for layer in layers:
             layer.flush()
         if self.steps == 1:
-            reason = _why_eager(self.model, cache, layers, inputs)
+            reason = _why_eager(self.model, cache, layers, arguments)
             if reason is not None:
-                return self._eagerly(reason, inputs)
-            if graph is not None and graph.model == state_of_model(self.model):
-                self.checked = graph
+                return self._eagerly(reason, arguments)
+            if owner.graph is not None and owner.graph.model == state_of_model(self.model):
+                graph = self.checked = owner.graph
         for layer in layers:
             layer.make_room(1)
-        known = graph if graph is self.checked else None
-        if known is not None and known.fits(signature, layers):
-            return _replay(self.model, known, cache, layers, inputs)
-        is_warm = known is not None and known.signature == signature  # the cache has grown
+        if graph is not None and graph.computes(signature, layers):
+            return self._replay(graph, cache, layers, arguments, inputs)
+        is_warm = graph is not None and graph.signature == signature  # the cache has grown
         if self.steps <= EAGER_STEPS and not is_warm:
-            return self.model(**inputs)
-        owner.graph = self.checked = None  # frees its memory first
+            return self.model(**arguments)
+        graph = owner.graph = self.checked = None  # frees its memory first
         if signature is None:
-            return self._eagerly("the arguments of a step are not tensors, numbers or names", inputs)
+            return self._eagerly("the arguments of a step are not tensors, numbers or names", arguments)
         try:
-            graph = owner.graph = self.checked = _captured(self.model, signature, cache, layers, inputs)
+            graph = owner.graph = self.checked = _captured(self.model, signature, cache, layers, unmasked, inputs)
         except RuntimeError as error:
-            return self._eagerly(f"the step cannot be captured: {str(error).strip().splitlines()[0]}", inputs)
-        return _replay(self.model, graph, cache, layers, inputs)
+            return self._eagerly(failure(error), arguments)
+        return self._replay(graph, cache, layers, arguments, inputs)
 
-    def _eagerly(self, reason: str, inputs: dict[str, Any]) -> Any:
+    def _replay(
+        self, graph: DecodingGraph, cache: DMACache, layers: list[DMALayer], arguments: dict[str, Any], inputs: Inputs
+    ) -> ModelOutput:
+        output = graph.run(self.model, inputs, cache, layers)
+        mask = arguments.get(MASK)
+        if mask is not None:
+            torch._assert_async(_has_all_keys(mask, layers[0], 0), "the attention mask of generate hides cached keys")
+        return output
+
+    def _eagerly(self, reason: str, arguments: dict[str, Any]) -> Any:
         """Run this step and all later ones without a graph, and count the reason."""
         self.is_eager = True
         count_eager_decoding(self.model, reason)
-        return self.model(**inputs)
+        return self.model(**arguments)
 
 
 def decodes_by_graphs(cache: Any) -> bool:
@@ -153,22 +159,9 @@ def packed_layers(cache: DMACache) -> list[DMALayer]:
     return [layer for layer in cache.layers if isinstance(layer, DMALayer) and layer.is_initialized]
 
 
-def _signature_of(inputs: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    """Return what the arguments of two calls have in common if one graph computes both, or ``None`` if none can."""
-    parts: list[Any] = [torch.is_inference_mode_enabled()]
-    for name, value in inputs.items():
-        if name == CACHE_ARGUMENT or (name == MASK and isinstance(value, (Tensor, NoneType))):
-            continue
-        if isinstance(value, Tensor):
-            parts.append((name, value.shape, value.dtype, value.device))
-        elif isinstance(value, PLAIN):
-            parts.append((name, value))
-        else:
-            return None
-    return tuple(parts)
-
-
-def _why_eager(model: PreTrainedModel, cache: DMACache, layers: list[DMALayer], inputs: dict[str, Any]) -> str | None:
+def _why_eager(
+    model: PreTrainedModel, cache: DMACache, layers: list[DMALayer], arguments: dict[str, Any]
+) -> str | None:
     """Return why the steps of a call cannot be captured, or ``None``. Waits for the device if there is padding."""
     if cache.offloading:
         return "the cache is offloaded"
@@ -177,39 +170,18 @@ def _why_eager(model: PreTrainedModel, cache: DMACache, layers: list[DMALayer], 
         return f"the cache has layers that hold other states ({', '.join(sorted(others))})"
     if not layers or not all(layer.is_settled for layer in layers):
         return "a row of the batch is all padding"
-    reason = why_model_is_eager(model, inputs)
-    mask = inputs.get(MASK)
+    reason = why_model_is_eager(model, arguments)
+    mask = arguments.get(MASK)
     if reason is not None or mask is None:
         return reason
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         return "the model makes the attention mask of a step itself"
-    if inputs.get("position_ids") is None:
+    if arguments.get("position_ids") is None:
         return "the batch is padded, and the model takes no position_ids"
     visible = mask.bool()
     is_left_padded = (visible[:, 1:] >= visible[:, :-1]).all() & visible[:, -1].all()
     if not bool(is_left_padded & _has_all_keys(visible, layers[0], 1)):
         return "the attention mask hides keys other than padding on the left"
-    return None
-
-
-def why_model_is_eager(model: PreTrainedModel, inputs: Mapping[str, Any]) -> str | None:
-    """Return why the steps of a model cannot be captured, whatever its cache, or ``None``."""
-    if not model._can_compile_fullgraph:
-        return f"Transformers cannot compile {type(model).__name__} as one graph"
-    if model.training or torch.is_grad_enabled():
-        return "the model is in training mode, or gradients are enabled"
-    if torch.is_autocast_enabled("cuda"):
-        return "autocast is on"
-    devices = {tensor.device for module in model.modules() for tensor in _tensors_of(module)}
-    if len(devices) != 1:
-        return f"the model is on several devices ({', '.join(sorted(map(str, devices)))})"
-    for name, module in model.named_modules():
-        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        if "_hf_hook" in vars(module) or not all(map(is_output_hook, hooks)):
-            return f"{name or 'the model'} has a forward hook"
-    decoder = model.config.get_text_config(decoder=True)
-    if any(inputs.get(name, getattr(decoder, name, False)) for name in OUTPUTS):
-        return "the call returns attentions, hidden states or router logits"
     return None
 
 
@@ -223,103 +195,151 @@ def _captured(
     signature: tuple[Any, ...],
     cache: DMACache,
     layers: list[DMALayer],
-    inputs: dict[str, Any],
+    arguments: dict[str, Any],
+    inputs: Inputs,
 ) -> DecodingGraph:
     """Capture a step without running it. The cache does not change, even if it fails.
 
     Raises:
         RuntimeError: The model needs a value on the host.
     """
-    tokens, state = layers[0].tokens, state_of_model(model)
-    with torch.inference_mode(False):
-        given = {name: value for name, value in inputs.items() if isinstance(value, Tensor) and name != MASK}
-        static = {name: torch.empty_like(value) for name, value in given.items()}
-        position = torch.tensor(tokens, device=layers[0].device)
-    for name, value in given.items():
-        static[name].copy_(value)
-    arguments = inputs | static | ({MASK: None} if MASK in inputs else {})
-    room = min(layer.storage.room for layer in layers)
+    arguments, copies = with_copies(arguments, inputs)
+    tokens, room = layers[0].tokens, min(layer.storage.room for layer in layers)
+    capture = Capture(torch.tensor(tokens, device=layers[0].device), room)
     counters = [(layer.storage.appended, layer.storage.rolled_back) for layer in layers]
-    cache.owner.capture = Capture(position, room)
+    state, tables = state_of_model(model), _tables_of(layers)
 
     def step() -> ModelOutput:
         output: ModelOutput = model(**arguments)
-        position.add_(1)
+        capture.position.add_(1)
         return output
 
+    cache.owner.capture = capture
     try:
-        with recorded_uses() as uses:
-            replay, output = record(step)
+        return DecodingGraph.of(
+            step, signature=signature, model=state, cache=tables, inputs=copies, capture=capture, tokens=tokens
+        )
     finally:
         cache.owner.capture = None
         for layer, (appended, rolled_back) in zip(layers, counters, strict=True):
             layer.pending = None
             layer.storage.appended, layer.storage.rolled_back = appended, rolled_back
-    kept = {name: value for name, value in output.items() if name not in CACHE_ARGUMENTS}
-    tables = [layer.storage.page_table for layer in layers]
-    return DecodingGraph(signature, state, tables, room, static, position, tokens, type(output)(**kept), uses, replay)
 
 
-def record(step: Callable[[], ModelOutput]) -> tuple[Callable[[], None], ModelOutput]:
-    """Capture a function as a CUDA graph. Returns its replay, and the outputs that each replay overwrites."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        output = step()
-    return graph.replay, output
+def _tables_of(layers: list[DMALayer]) -> list[Tensor]:
+    """Return the page tables of layers, which are replaced with the storage."""
+    return [layer.storage.page_table for layer in layers]
 
 
-def _replay(
-    model: PreTrainedModel, graph: DecodingGraph, cache: DMACache, layers: list[DMALayer], inputs: dict[str, Any]
-) -> ModelOutput:
-    """Run a step, and count its token in the cache."""
-    torch._foreach_copy_(list(graph.inputs.values()), [inputs[name] for name in graph.inputs])
-    tokens = layers[0].tokens
-    if graph.tokens != tokens:  # tokens were cropped, or added in another way
-        graph.position.fill_(tokens)
-    graph.replay()
-    graph.tokens = tokens + 1
-    for layer in layers:
-        layer.tokens += 1
-        layer.storage.count_appended(1)
-    mask = inputs.get(MASK)
-    if mask is not None:
-        torch._assert_async(_has_all_keys(mask, layers[0], 0), "the attention mask of generate hides cached keys")
-    count_replay(model, graph.uses)
-    return type(graph.outputs)(**graph.outputs, **{CACHE_ARGUMENT: cache})
+# ---- caches of a fixed size
+
+WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
+"""The modes of ``torch.compile`` that replay CUDA graphs, and the same modes without them."""
+
+_graphs: weakref.WeakKeyDictionary[CacheLayerMixin, StepGraph] = weakref.WeakKeyDictionary()
+"""Captured graphs by the first layer of their cache. Later calls of ``generate`` over these layers replay them."""
 
 
-def _tensors_of(module: nn.Module) -> list[Tensor]:
-    """Return the parameters and buffers of a module without those of its children."""
-    return [each for each in (*module._parameters.values(), *module._buffers.values()) if each is not None]
+class StaticSteps:
+    """The model as a call of ``generate`` runs its decoding steps over a cache that Transformers compiles.
 
+    Transformers lets the compiler replay CUDA graphs of its own. In each step the host then checks the guards of all
+    modules and the addresses of all weights, and the GPU waits. Here the step is compiled without such graphs, and
+    captured. A replay only checks the addresses of the cache.
 
-def state_of_model(model: PreTrainedModel) -> tuple[Any, ...]:
-    """Return what a graph of a model depends on: addresses of tensors, and plain attributes of modules and configs.
-
-    It changes with adapters, adapter switches, merged or replaced weights, and settings.
+    Args:
+        model: The model.
+        compiled: Returns the compiled model for a ``CompileConfig``, or for ``None``, Transformers' default.
+        config: The user's configuration, if any.
     """
-    parts: list[Any] = []
-    for module in model.modules():
-        parts.append(type(module))
-        parts.extend(tensor.data_ptr() for tensor in _tensors_of(module))
-        parts.extend(_plain(vars(module)))
-    config: PreTrainedConfig = model.config.get_text_config(decoder=True)
-    parts.extend(_plain(vars(config)))
-    parts.append(settings_of(config))
-    return tuple(parts)
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        compiled: Callable[[CompileConfig | None], Callable[..., Any]],
+        config: CompileConfig | None = None,
+    ) -> None:
+        self.model, self.compiled, self.config = model, compiled, config
+        self.forward: Callable[..., Any] | None = None  # the compiled model
+        self.state: tuple[Any, ...] | None = None  # of the model and the compiler, or None if steps are not captured
+        self.graph: StepGraph | None = None
+        self.steps = 0
+
+    def __call__(self, **arguments: Any) -> Any:
+        """Call the model with the arguments of its ``forward``."""
+        cache: Any = arguments.get(CACHE_ARGUMENT)
+        inputs = inputs_of(arguments)
+        signature = signature_of(inputs)
+        if self.forward is None:
+            self.forward = self._begin(cache, arguments, signature)
+        if self.graph is not None:
+            if self.graph.fits(signature, _state_of(cache)):
+                return self.graph.replay(self.model, inputs, cache)
+            self.graph = self.state = None  # for this call of generate
+        self.steps += 1
+        if self.state is None or signature is None or self.steps < EAGER_STEPS:
+            return self.forward(**arguments)
+        return self._run_and_capture(self.forward, self.state, signature, arguments, inputs)
+
+    def _begin(self, cache: Any, arguments: dict[str, Any], signature: tuple[Any, ...] | None) -> Callable[..., Any]:
+        """Return the compiled model, and look for a graph of an earlier call."""
+        config = _without_graphs(self.config or CompileConfig())
+        is_capturable = signature is not None and _has_fixed_addresses(cache)
+        if config is None or not is_capturable or why_model_is_eager(self.model, arguments) is not None:
+            return self.compiled(self.config)
+        self.state = config.mode, *state_of_model(self.model)
+        graph = _graphs.get(cache.layers[0])
+        if graph is not None and graph.model == self.state and graph.fits(signature, _state_of(cache)):
+            self.graph = graph
+        return self.compiled(config)
+
+    def _run_and_capture(
+        self,
+        forward: Callable[..., Any],
+        state: tuple[Any, ...],
+        signature: tuple[Any, ...],
+        arguments: dict[str, Any],
+        inputs: Inputs,
+    ) -> Any:
+        """Run a step with the tensors that a graph will read, so that its capture, which follows, compiles nothing."""
+        cache: Any = arguments[CACHE_ARGUMENT]
+        arguments, copies = with_copies(arguments, inputs)
+        before = _state_of(cache)
+        output = forward(**arguments)
+        after = _state_of(cache)
+        gc.collect()  # the compiler leaves cycles of objects, which would keep the cache
+        self.state = None  # unless it can be captured
+        if are_same(before, after):
+            try:
+                self.graph = _graphs[cache.layers[0]] = StepGraph.of(
+                    lambda: forward(**arguments), signature=signature, model=state, cache=after, inputs=copies
+                )
+            except RuntimeError as error:
+                count_eager_decoding(self.model, failure(error))
+        return output
 
 
-def _plain(attributes: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return the attributes that are numbers, names, or collections of them."""
-    plain: list[tuple[str, Any]] = []
-    for name, value in attributes.items():
-        if name in _OF_TORCH:
-            continue
-        kind = type(value)
-        if kind in PLAIN:
-            plain.append((name, value))
-        elif kind in (list, tuple, dict):
-            items = tuple(value.items() if kind is dict else enumerate(value))
-            if all(type(item) in PLAIN for _, item in items):
-                plain.append((name, items))
-    return plain
+def _without_graphs(config: CompileConfig) -> CompileConfig | None:
+    """Return the same configuration without the compiler's CUDA graphs, or ``None`` if it does not ask for them."""
+    if config.backend != "inductor" or config.options or config.mode not in WITHOUT_GRAPHS:
+        return None
+    return replace(config, mode=WITHOUT_GRAPHS[config.mode])
+
+
+def _has_fixed_addresses(cache: Any) -> bool:
+    """Return whether a cache keeps all its state at fixed addresses of one device.
+
+    Transformers' static layers with sliding windows count their tokens on the host.
+    """
+    kinds = {StaticCache: StaticLayer, DMACache: DMAStaticLayer}
+    kind = kinds.get(type(cache))
+    return (
+        kind is not None
+        and not cache.offloading
+        and all(type(layer) is kind and layer.is_initialized for layer in cache.layers)
+    )
+
+
+def _state_of(cache: Cache) -> list[Any]:
+    """Return the attributes of all layers."""
+    return [value for layer in cache.layers for value in vars(layer).values()]

@@ -116,9 +116,6 @@ class DMAManager(ContinuousBatchingManager):  # type: ignore[misc]
     def _run_generation_loop(self, *arguments: Any, **options: Any) -> None:
         try:
             super()._run_generation_loop(*arguments, **options)
-        except Exception as error:  # in a thread: an error that is not recorded here is lost
-            self._handle_critical_error(error, self.batch_processor)
-            self.background_thread_status.mark_as_stopped()
         finally:
             self._leave()
 

@@ -30,9 +30,8 @@ from transformers import (
 from ..cache import DMACache
 from ..cache_layers import DMALayer
 from ..config import NAME, cache_of, is_dma, is_ours
-from ..decoding import DecodingSteps, decodes_by_graphs
+from ..decoding import DecodingSteps, StaticSteps, decodes_by_graphs
 from ..idle_caches import lend, release
-from ..static_decoding import StaticSteps
 from ..stats import count_eager_decoding
 from ..support import expect_other_cache, shares_keys
 from .internals import CACHE_ARGUMENT, CACHE_ARGUMENTS, check_version, decoder_attention, private_imports

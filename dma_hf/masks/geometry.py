@@ -69,8 +69,7 @@ class MaskGeometry:
     @property
     def hides_nothing(self) -> bool:
         """Whether the kind of mask implies that every query sees every key."""
-        is_plain = self.kv_range is None and self.pattern is None and self.documents is None
-        return is_plain and not (self.is_causal or self.window)
+        return self.broadcasts_queries and self.kv_range is None and self.pattern is None
 
     @property
     def broadcasts_queries(self) -> bool:
@@ -112,7 +111,7 @@ class MaskGeometry:
         elif self.window is not None:
             seen = seen & (distance.abs() <= self.window)
         if self.kv_range is not None:
-            seen = seen & ((index >= self.kv_range[:, :1]) & (index < self.kv_range[:, 1:]))[:, None]
+            seen = seen & keys_in(self.kv_range, self.kv_len)[:, None]
         mask = seen[:, None]
         if self.documents is not None:
             mask = mask & self.same_document(self.documents.to(device))
@@ -123,6 +122,12 @@ class MaskGeometry:
         tokens = torch.arange(self.batch * self.q_len, device=documents.device).view(self.batch, self.q_len)
         number = torch.bucketize(tokens, documents, right=True)
         return (number[:, :, None] == number[:, None])[:, None]
+
+
+def keys_in(kv_range: Tensor, kv_len: int) -> Tensor:
+    """Return which keys are in the ranges of the rows, integer ``[B, 2]``, as booleans ``[B, kv_len]``."""
+    index = torch.arange(kv_len, device=kv_range.device)
+    return (index >= kv_range[:, :1]) & (index < kv_range[:, 1:])
 
 
 def has_no_values(tensor: Tensor) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..support import CROSS_ATTENTION_NAMES, NEVER_CAUSAL, Refusal
-from .geometry import GEOMETRY, MaskGeometry, documents_starting_at, has_no_values, read_once
+from .geometry import GEOMETRY, MaskGeometry, documents_starting_at, has_no_values, keys_in, read_once
 
 MASKED_BELOW = -9.9e3
 """Additive masks mark hidden keys by ``-inf``, the dtype's minimum or, in old models, -10000 (-9984 in bf16)."""
@@ -239,7 +239,7 @@ def _documents_of_positions(position_ids: Tensor, geometry: MaskGeometry) -> Ten
     index = torch.arange(geometry.q_len, device=positions.device)
     visible = torch.ones_like(positions, dtype=torch.bool)
     if geometry.kv_range is not None:
-        visible = (index >= geometry.kv_range[:, :1]) & (index < geometry.kv_range[:, 1:])
+        visible = keys_in(geometry.kv_range, geometry.q_len)
     if geometry.pattern is not None:
         visible = visible & geometry.pattern.any(2).any(1)
     latest = torch.where(visible, index, -1).cummax(-1).values[:, :-1]  # visible token before each one but the first

@@ -13,7 +13,7 @@ import pytest
 import torch
 from tiny_models import DECODERS, ENCODERS, FAMILIES, IDENTITY, SEQ2SEQ, VOCABULARY, Family
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import LlavaConfig, LlavaForConditionalGeneration, PreTrainedModel
 
 import dma_hf
 
@@ -64,6 +64,17 @@ def model_pair() -> Callable[[Family], tuple[PreTrainedModel, PreTrainedModel]]:
 def families() -> dict[str, Family]:
     """All families by name."""
     return FAMILIES
+
+
+@pytest.fixture
+def llava() -> PreTrainedModel:
+    """A model with a language model and a vision tower, which run SDPA. Token 96 stands for an image."""
+    vision = {"model_type": "clip_vision_model", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    vision |= {"num_attention_heads": 4, "image_size": 32, "patch_size": 8, "projection_dim": 64}
+    text = FAMILIES["llama"].sizes | {"model_type": "llama"}
+    config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=96, image_seq_length=16)
+    torch.manual_seed(0)
+    return LlavaForConditionalGeneration._from_config(config, attn_implementation="sdpa").eval()
 
 
 def _model_pair(family: Family) -> tuple[PreTrainedModel, PreTrainedModel]:

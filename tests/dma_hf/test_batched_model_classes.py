@@ -5,9 +5,8 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-import torch
 import transformers
-from batched_parts import assert_as_alone, note_parts
+from batched_parts import assert_as_alone, generate_batch, note_parts, random_prompts
 from hf_outcomes import randomise
 from sampling import sampled
 from tiny_models import IDENTITY
@@ -34,18 +33,16 @@ def build(families):
     return make
 
 
-def _generate_batch(model, prompts, **options):
-    settings = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0, bos_token_id=1)
-    batching = ContinuousBatchingConfig(num_blocks=64, return_logprobs=True, use_cuda_graph=False, **options)
-    outputs = model.generate_batch(prompts, generation_config=settings, continuous_batching_config=batching)
-    assert [output.error for output in outputs.values()] == [None] * len(prompts)
+def _results(model, prompts, **options):
+    outputs = generate_batch(
+        model, prompts, NEW_TOKENS, num_blocks=64, return_logprobs=True, use_cuda_graph=False, **options
+    )
     return [(output.generated_tokens, output.logprobs) for output in outputs.values()]
 
 
 @pytest.fixture
 def prompts():
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randint(3, 97, (length,), generator=generator).tolist() for length in LENGTHS]
+    return random_prompts(LENGTHS)
 
 
 @pytest.mark.parametrize(
@@ -53,11 +50,11 @@ def prompts():
     sampled(product(NAMES, (512, 64)), lambda name, tokens: (tokens == 512) == (NAMES.index(name) % 2 == 0)),
 )
 def test_batches_over_16_bit_pages_equal_sdpa(name, batch_tokens, build, prompts):
-    expected = _generate_batch(build(name, "sdpa"), prompts, max_batch_tokens=batch_tokens)
+    expected = _results(build(name, "sdpa"), prompts, max_batch_tokens=batch_tokens)
     model = build(name, dma_hf.NAME)
     dma_hf.configure(model, IDENTITY)
     for (tokens, logprobs), wanted in zip(
-        _generate_batch(model, prompts, max_batch_tokens=batch_tokens), expected, strict=True
+        _results(model, prompts, max_batch_tokens=batch_tokens), expected, strict=True
     ):
         assert tokens == wanted[0]
         assert logprobs == pytest.approx(wanted[1], abs=1e-5)
@@ -68,10 +65,7 @@ def test_layers_that_do_not_describe_the_batch_are_batched_over_packed_pages(nam
     model = build(name, dma_hf.NAME)
     dma_hf.configure(model, "balanced", cache="int8")
     parts = note_parts(monkeypatch)
-    settings = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0, bos_token_id=1)
-    batching = ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=100)
-    outputs = model.generate_batch(prompts, generation_config=settings, continuous_batching_config=batching)
-    assert [output.error for output in outputs.values()] == [None] * len(prompts)
+    outputs = generate_batch(model, prompts, NEW_TOKENS, num_blocks=64, max_batch_tokens=100)
     assert_as_alone(model, outputs, parts)
 
 
@@ -87,7 +81,7 @@ def test_layers_that_do_not_describe_the_batch_are_batched_over_packed_pages(nam
 def test_models_that_change_or_share_cached_states_are_refused_by_name(name, message, build, prompts):
     model = build(name, f"{dma_hf.NAME}:balanced+int8")
     with pytest.raises(ValueError, match=rf"{message}.*dma_hf\.configure\(model, cache=None\)"):
-        _generate_batch(model, prompts)
+        _results(model, prompts)
     assert model.config._attn_implementation == f"{dma_hf.NAME}:balanced+int8"
 
 
@@ -99,7 +93,7 @@ def test_packed_pages_of_an_unknown_class_that_changes_cached_states_raise(name,
         r"died: ValueError: packed pages need attention to keys and values as the cache returned .* but \w+Attention"
     )
     with pytest.raises(RuntimeError, match=message):
-        _generate_batch(model, prompts)
+        _results(model, prompts)
 
 
 @pytest.mark.parametrize("cache", [None, "int8"])
@@ -109,7 +103,7 @@ def test_a_mask_of_the_models_own_is_refused(cache, build, prompts):
     dma_hf.configure(model, IDENTITY, cache=cache)
     message = "does not support an attention_mask of its own in generate_batch: DogeAttention passed one of shape"
     with pytest.raises(RuntimeError, match=message):
-        _generate_batch(model, prompts)
+        _results(model, prompts)
 
 
 @pytest.mark.parametrize("cache", [None, "int8"])

@@ -11,7 +11,7 @@ import torch
 import transformers
 from dma_kernels.cache.storage import LayerStorage
 from tiny_models import SIZES
-from transformers import DynamicCache, LlamaConfig, StaticCache
+from transformers import DynamicCache, LlamaConfig
 
 import dma_hf
 from dma_hf import DMACache
@@ -110,12 +110,6 @@ class TestBookkeeping:
             return cache.nbytes / (2 * states.nbytes)
 
         assert share(tokens) < 1 < share(tokens - 128)
-
-    def test_sliding_layers_have_sliding_caches(self, build):
-        config = build("gemma3").config
-        cache = DMACache(config)
-        assert [layer.window for layer in cache.layers] == [config.sliding_window, None]
-        assert cache.is_sliding == [True, False]
 
     def test_early_initialization_allocates_an_empty_cache(self, build, token_ids, assert_same):
         model = build()
@@ -243,12 +237,6 @@ class TestReuse:
         for _ in range(2):
             torch.testing.assert_close(model(rest, past_key_values=copy.deepcopy(cache)).logits, expected)
         _assert_unchanged(cache, before)
-
-    def test_a_cache_can_be_pickled(self, prompt, tmp_path):
-        model, rest, cache, expected = prompt
-        torch.save(cache, tmp_path / "prompt.pt")
-        loaded = torch.load(tmp_path / "prompt.pt", weights_only=False)
-        torch.testing.assert_close(model(rest, past_key_values=loaded).logits, expected)
 
     def test_a_state_dict_restores_the_cache(self, prompt, tmp_path):
         model, rest, cache, expected = prompt
@@ -535,15 +523,6 @@ class TestErrors:
     def test_invalid_arguments_are_rejected(self, build, arguments, error, message):
         with pytest.raises(error, match=message):
             DMACache(**({"config": build().config} | arguments))
-
-
-def test_transformers_static_cache_gives_the_same_logits(build, token_ids, assert_same):
-    """Both report a layer's capacity and fill level to its mask, on the device."""
-    model = build()
-    ids = token_ids(1, 20)
-    caches = DMACache(model.config, max_cache_len=64), StaticCache(model.config, max_cache_len=64)
-    assert_same(*(model(ids, past_key_values=cache).logits for cache in caches))
-    assert caches[0].get_mask_sizes(1, 0) == caches[1].get_mask_sizes(1, 0)
 
 
 @pytest.mark.parametrize("padded", ["no", "none hidden", "left", "right"])

@@ -77,22 +77,6 @@ def test_every_mode_gives_the_same_tokens(name, mode, build, token_ids):
     assert cache.get_seq_length() == PROMPT + NEW_TOKENS - 1
 
 
-@pytest.mark.parametrize("mode", ["assistant", "prompt lookup"])
-@pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_speculation_crops_the_cache(name, mode, build, token_ids):
-    model = build(name)
-    ids = token_ids(1, 50).repeat(1, 5)  # repetition for prompt lookup
-    expected = _generate(model, ids, do_sample=False)
-    if mode == "assistant":
-        assistant = build(name, seed=3)
-        dma_hf.configure(assistant, cache="int8")
-        options = {"assistant_model": assistant}
-    else:
-        options = {"prompt_lookup_num_tokens": 3}
-    cache = DMACache(model.config)
-    assert torch.equal(_generate(model, ids, do_sample=False, past_key_values=cache, **options), expected)
-
-
 @pytest.mark.parametrize("name", sampled(["llama", "gemma3"], lambda name: name == "gemma3"))
 def test_a_static_cache_compiles_to_one_graph(name, build, token_ids):
     model = build(name)
@@ -219,12 +203,6 @@ class TestDefault:
             result = _generate(loaded, token_ids(1, 20), do_sample=False, return_dict_in_generate=True)
         assert result[CACHE_ARGUMENT].format == ("int8" if "+" in name else "int4")
 
-    @pytest.mark.parametrize("name", ["dma_mxfp:balanced+int4", "dma_mxfp:paper+int4"])
-    def test_a_cache_in_the_implementation_name_is_used(self, name, families, token_ids):
-        model = families["llama"].build(name)
-        result = _generate(model, token_ids(1, 20), do_sample=False, return_dict_in_generate=True)
-        assert result[CACHE_ARGUMENT].format == "int4"
-
     def test_forward_with_another_cache_warns(self, build, token_ids):
         model = build("llama")
         dma_hf.configure(model, cache="int4")
@@ -232,23 +210,6 @@ class TestDefault:
         model(ids, **{CACHE_ARGUMENT: cache})
         with pytest.warns(UserWarning, match="says cache='int4', but its keys came from another cache"):
             model(ids[:, :1], **{CACHE_ARGUMENT: cache})
-
-    def test_a_user_wrapper_of_generate_is_kept(self, build, token_ids):
-        model, calls = build("llama"), []
-        original = model.generate
-
-        def counted(*arguments, **options):
-            calls.append(options)
-            return original(*arguments, **options)
-
-        model.generate = counted
-        dma_hf.configure(model, cache="int4")
-        dma_hf.configure(model, cache="int8")
-        result = _generate(model, token_ids(1, 20), do_sample=False, return_dict_in_generate=True)
-        assert result[CACHE_ARGUMENT].format == "int8"
-        assert len(calls) == 1
-        dma_hf.configure(model, cache=None)
-        assert model.generate is counted
 
     def test_a_function_registered_over_dma_mxfp_keeps_the_cache(self, build, token_ids):
         """For profiling, for example."""
@@ -267,21 +228,6 @@ class TestDefault:
             AttentionInterface.register("dma_mxfp", dma_attention_forward)
         assert type(result[CACHE_ARGUMENT]) is DMACache
         assert calls
-
-    def test_configuring_no_cache_restores_the_default(self, build, token_ids):
-        model = build("llama")
-        dma_hf.configure(model, cache="int4")
-        dma_hf.configure(model, cache=None)
-        result = _generate(model, token_ids(1, 20), do_sample=False, return_dict_in_generate=True)
-        assert type(result[CACHE_ARGUMENT]) is DynamicCache
-
-    def test_other_models_of_the_class_are_not_affected(self, build, token_ids, families):
-        model, other = build("llama"), families["llama"].build("dma_mxfp")
-        dma_hf.configure(model, cache="int8")
-        assert "generate" not in vars(model)
-        assert "generate" not in vars(type(model))
-        result = _generate(other, token_ids(1, 20), do_sample=False, return_dict_in_generate=True)
-        assert type(result[CACHE_ARGUMENT]) is DynamicCache
 
     def test_encoder_decoders_cache_only_self_attention(self, families, token_ids, identity):
         """Cross-attention keeps Transformers' cache."""

@@ -17,27 +17,6 @@ from dma_hf.config import config_of
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
-def test_presets_have_the_designed_settings():
-    assert list(PRESETS) == ["balanced", "fp4", "paper"]
-    balanced = PRESETS["balanced"]
-    assert balanced == DMAConfig()
-    assert (balanced.low, balanced.shared_scale, balanced.high, balanced.pv) == ("mxint8", "tile", "bf16", "fp8")
-    assert (balanced.diagonal_tiles, balanced.sink_tiles, balanced.smooth_k) == (1, 1, True)
-    fp4 = PRESETS["fp4"]
-    assert (fp4.low, fp4.high, fp4.diagonal_tiles, fp4.sink_tiles) == ("nvfp4", "bf16", 1, 1)
-    assert (fp4.scale_rounding, fp4.smooth_k, fp4.rotate, fp4.pv) == ("search", True, True, "fp8")
-    assert (balanced.high_layers, fp4.high_layers, PRESETS["paper"].high_layers) == ((), (0,), ())
-    paper = PRESETS["paper"]
-    assert (paper.low, paper.high, paper.scale_rounding) == ("mxfp4", "mxfp8", "floor")
-    assert (paper.diagonal_tiles, paper.sink_tiles, paper.smooth_k, paper.rotate, paper.pv) == (
-        1,
-        1,
-        False,
-        False,
-        "bf16",
-    )
-
-
 def test_presets_are_immutable():
     with pytest.raises(TypeError):
         PRESETS["balanced"] = DMAConfig(low="mxfp4")

@@ -6,7 +6,8 @@ import gc
 
 import pytest
 import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig, LlavaConfig, LlavaForConditionalGeneration
+from batched_parts import generate_batch, random_prompts
+from transformers import GenerationConfig
 
 import dma_hf
 from dma_hf.config import PAGED_NAME, settings_of
@@ -18,22 +19,13 @@ LENGTHS = (5, 300, 17, 140)  # less than a tile, more than two
 
 @pytest.fixture
 def prompts():
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randint(3, 97, (length,), generator=generator).tolist() for length in LENGTHS]
+    return random_prompts(LENGTHS)
 
 
 def _generate_batch(model, prompts, num_blocks=64, persistent_manager=False, **options):
     """Return the tokens of continuous batching and their log-probabilities."""
-    settings = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0, bos_token_id=1)
     options |= {"page_size": 32, "num_blocks": num_blocks, "return_logprobs": True, "use_cuda_graph": False}
-    batching = ContinuousBatchingConfig(**options)
-    outputs = model.generate_batch(
-        prompts,
-        generation_config=settings,
-        continuous_batching_config=batching,
-        persistent_manager=persistent_manager,
-    )
-    assert [output.error for output in outputs.values()] == [None] * len(prompts)
+    outputs = generate_batch(model, prompts, NEW_TOKENS, persistent_manager=persistent_manager, **options)
     return [(output.generated_tokens, output.logprobs) for output in outputs.values()]
 
 
@@ -106,17 +98,12 @@ def test_a_loaded_model_needs_neither_configure_nor_a_context_manager(name, fami
 
 
 @pytest.mark.parametrize("cache", [None, "int8"])
-def test_a_language_model_within_another_model_is_batched(cache, families, prompts):
+def test_a_language_model_within_another_model_is_batched(cache, llava, prompts):
     """The attention of the outer configuration does not matter."""
-    text = families["llama"].sizes | {"model_type": "llama"}
-    vision = {"model_type": "clip_vision_model", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
-    vision |= {"num_attention_heads": 4, "image_size": 32, "patch_size": 8, "projection_dim": 64}
-    config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=96, image_seq_length=16)
-    model = LlavaForConditionalGeneration._from_config(config, attn_implementation="sdpa").eval()
-    model.set_attn_implementation({"text_config": "dma_mxfp"})
-    dma_hf.configure(model, "balanced", cache=cache)
+    llava.set_attn_implementation({"text_config": "dma_mxfp"})
+    dma_hf.configure(llava, "balanced", cache=cache)
     prompts = [[token for token in prompt if token != 96] for prompt in prompts]
-    _check(model, prompts, _generate_batch(model, prompts))
+    _check(llava, prompts, _generate_batch(llava, prompts))
 
 
 @pytest.mark.parametrize(("first", "second"), [("dma_mxfp", "sdpa"), ("sdpa", "dma_mxfp")])
@@ -146,17 +133,6 @@ def test_an_error_in_the_generation_thread_is_raised(families, prompts, is_kept)
         _generate_batch(model, prompts[:1], persistent_manager=is_kept)
     assert model.config._attn_implementation == dma_hf.NAME
     assert getattr(model, "_cached_continuous_batching_manager", None) is None
-
-
-def test_a_generation_thread_that_never_starts_raises_an_error(families, prompts, monkeypatch):
-    """As in Transformers 5.24, where the thread received an unknown argument."""
-    from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
-
-    model = families["llama"].build(dma_hf.NAME)
-    dma_hf.configure(model, "paper")
-    monkeypatch.setattr(ContinuousBatchingManager, "_run_generation_loop", lambda self, *, unknown: None)
-    with pytest.raises(RuntimeError, match=r"thread has died: TypeError: .*unexpected keyword argument|missing"):
-        _generate_batch(model, prompts[:1])
 
 
 def test_an_untested_version_is_rejected_before_anything_runs(families, prompts, monkeypatch):

@@ -21,7 +21,7 @@ from torch import nn
 from transformers import CompileConfig, Lfm2Config, Lfm2ForCausalLM, set_seed
 
 import dma_hf
-from dma_hf import DMACache, decoding, idle_caches
+from dma_hf import DMACache, decoding, idle_caches, step_graph
 from dma_hf.cache_layers import Capture, DMALayer
 from dma_hf.integrations import wrapping as hooks
 from dma_hf.integrations.internals import CACHE_ARGUMENT
@@ -31,11 +31,11 @@ PROMPT, NEW = 240, 24  # steps that complete a tile
 
 
 def record(step):
-    """Stand in for :func:`dma_hf.decoding.record`."""
+    """Stand in for :func:`dma_hf.step_graph.record`."""
     arguments = dict(zip(step.__code__.co_freevars, step.__closure__, strict=True))["arguments"].cell_contents
     cache = arguments[CACHE_ARGUMENT] = copy.copy(arguments[CACHE_ARGUMENT])  # a graph does not keep the cache alive
     layers = [layer for layer in cache.layers if isinstance(layer, DMALayer) and layer.is_initialized]
-    capture = cache.owner.capture
+    capture, tables = cache.owner.capture, [layer.storage.page_table for layer in layers]
     before = [tensor.clone() for layer in layers for tensor in layer.storage.tensors().values()]
     output = step()
     capture.position.sub_(1)
@@ -48,6 +48,7 @@ def record(step):
         with recorded_uses():
             output.logits.copy_(step().logits)
         cache.owner.capture = None
+        assert all(layer.storage.page_table is table for layer, table in zip(layers, tables, strict=True))
         for layer, (layer.storage.appended, layer.storage.rolled_back) in zip(layers, counters, strict=True):
             layer.pending = None
 
@@ -57,7 +58,7 @@ def record(step):
 @pytest.fixture(autouse=True)
 def graphs_on_a_cpu(monkeypatch, events_on_a_cpu):
     if not torch.cuda.is_available():
-        monkeypatch.setattr(decoding, "record", record)
+        monkeypatch.setattr(step_graph, "record", record)
         monkeypatch.setattr(hooks, "_is_on_gpu", lambda model: True)
 
 
@@ -127,7 +128,8 @@ def test_turns_of_a_chat_replay_one_graph(build, token_ids):
         output = _tokens(model, other, 20, disable_compile=True, **options, **{CACHE_ARGUMENT: eager})
         other = torch.cat((output, token_ids(1, 30, turn)), -1)
         assert torch.equal(ids, other)
-        assert graph is not None
+        assert int(graph.capture.position) == cache.get_seq_length() == eager.get_seq_length()
+        assert cache.layers[0].storage.appended == eager.layers[0].storage.appended
     assert dma_hf.stats(model).replays == 16 + 19 + 19
 
 
@@ -139,6 +141,19 @@ def test_a_cache_that_grows_is_captured_again(build, token_ids, monkeypatch):
     expected = _tokens(model, token_ids(1, PROMPT), 150, disable_compile=True)
     assert torch.equal(_tokens(model, token_ids(1, PROMPT), 150), expected)
     assert len(captured) > 1
+
+
+def test_a_reordered_cache_is_captured_again(build, token_ids, monkeypatch):
+    """Its storage is another one, and a graph would read that of before."""
+    model = build()
+    captured = []
+    monkeypatch.setattr(decoding, "_captured", _spy(decoding._captured, captured))
+    cache = DMACache(model.config)
+    ids = _tokens(model, token_ids(2, 100), 12, **{CACHE_ARGUMENT: cache})  # within the first tile, so nothing grows
+    cache.reorder_cache(torch.tensor([1, 0]))
+    ids = torch.cat((ids.flip(0), token_ids(2, 3)), -1)
+    _tokens(model, ids, 12, attention_mask=torch.ones_like(ids), **{CACHE_ARGUMENT: cache})
+    assert len(captured) == 2
 
 
 def _spy(function, calls):
@@ -240,22 +255,11 @@ def test_a_model_that_needs_the_length_on_the_host_runs_eagerly(build, token_ids
     def fail(step):
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
-    monkeypatch.setattr(decoding, "record", fail)
+    monkeypatch.setattr(step_graph, "record", fail)
     assert torch.equal(_tokens(model, ids, 12), expected)
     assert list(dma_hf.stats(model).eager_decoding) == [
         "the step cannot be captured: operation not permitted when stream is capturing"
     ]
-
-
-def test_compile_config_asks_for_a_static_cache(build, token_ids, monkeypatch):
-    model = build()
-    kinds = []
-    monkeypatch.setattr(type(model), "get_compiled_call", lambda self, config: kinds.append(config) or self.__call__)
-    config = CompileConfig(backend="eager")
-    config._compile_all_devices = True
-    _tokens(model, token_ids(1, PROMPT), 6, compile_config=config)
-    assert kinds == [config]
-    assert dma_hf.stats(model).replays == 0
 
 
 def test_prompts_of_different_lengths_share_a_compiled_step(build, token_ids):
@@ -296,7 +300,7 @@ def test_copies_of_a_cache_have_no_graph(build, token_ids):
 
 def test_a_dropped_model_frees_its_idle_cache(build, token_ids, monkeypatch):
     if not torch.cuda.is_available():  # the stand-in keeps the model alive
-        monkeypatch.setattr(decoding, "record", lambda step: (lambda: None, record(step)[1]))
+        monkeypatch.setattr(step_graph, "record", lambda step: (lambda: None, record(step)[1]))
     model = build()
     _tokens(model, token_ids(1, PROMPT), 12)
     assert model in idle_caches._idle

@@ -6,8 +6,7 @@ import pytest
 import torch
 import transformers
 from sampling import sampled
-from transformers import DynamicCache, StaticCache, set_seed
-from transformers.generation.streamers import BaseStreamer
+from transformers import set_seed
 
 NEW_TOKENS = 14
 PROMPT = 31  # longer than the window, so that sliding caches drop keys immediately
@@ -75,44 +74,6 @@ def test_speculation_gives_the_same_tokens(name, mode, families, model_pair, tok
     assert torch.equal(model.generate(ids, max_new_tokens=NEW_TOKENS, **GREEDY, **options), expected)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gpt_oss"])
-def test_chunked_prefill_gives_the_same_tokens(name, families, model_pair, token_ids):
-    reference, model = model_pair(families[name])
-    ids = token_ids(1, PROMPT)
-    expected = reference.generate(ids, max_new_tokens=NEW_TOKENS, **GREEDY)
-    assert torch.equal(model.generate(ids, max_new_tokens=NEW_TOKENS, prefill_chunk_size=8, **GREEDY), expected)
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_a_reused_static_cache_gives_the_same_tokens(name, families, model_pair, token_ids):
-    reference, model = model_pair(families[name])
-    cache = StaticCache(config=model.config, max_cache_len=PROMPT + NEW_TOKENS + 5)
-    for seed in (1, 2):
-        ids = token_ids(1, PROMPT, seed=seed)
-        expected = reference.generate(ids, max_new_tokens=NEW_TOKENS, **GREEDY)
-        cache.reset()
-        actual = model.generate(ids, past_key_values=cache, max_new_tokens=NEW_TOKENS, disable_compile=True, **GREEDY)
-        assert torch.equal(actual, expected)
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_a_streamer_gets_every_token(name, families, model_pair, token_ids):
-    class Collector(BaseStreamer):
-        def __init__(self):
-            self.tokens = []
-
-        def put(self, value):
-            self.tokens.extend(value.flatten().tolist())
-
-        def end(self):
-            self.tokens.append("end")
-
-    _, model = model_pair(families[name])
-    streamer = Collector()
-    tokens = model.generate(token_ids(1, PROMPT), max_new_tokens=NEW_TOKENS, streamer=streamer, **GREEDY)
-    assert streamer.tokens == [*tokens[0].tolist(), "end"]
-
-
 @pytest.mark.parametrize("name", sampled(["llama", "mistral", "gemma3", "gpt_oss"], "gemma3".__eq__))
 @pytest.mark.parametrize(
     "options",
@@ -138,19 +99,6 @@ def test_other_modes_give_the_same_tokens(name, options, families, model_pair, t
         torch.testing.assert_close(torch.stack(actual.scores), torch.stack(expected.scores), rtol=1e-4, atol=1e-4)
         expected, actual = expected.sequences, actual.sequences
     assert torch.equal(actual, expected)
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_a_conversation_continues_with_its_cache(name, families, model_pair, token_ids):
-    """The second turn is a prefill over a cache filled by generation."""
-    turns = []
-    for model in model_pair(families[name]):
-        cache, ids = DynamicCache(config=model.config), token_ids(1, PROMPT)
-        for seed in (5, 6):
-            ids = model.generate(ids, past_key_values=cache, max_new_tokens=NEW_TOKENS, pad_token_id=0, **GREEDY)
-            ids = torch.cat((ids, token_ids(1, 11, seed=seed)), dim=1)
-        turns.append(ids)
-    assert torch.equal(*turns)
 
 
 def _ours(model, *arguments, **options):

@@ -6,11 +6,11 @@ import json
 
 import pytest
 import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig, ViTConfig, ViTModel
+from batched_parts import generate_batch
+from transformers import ViTConfig, ViTModel
 
 import dma_hf
 from dma_hf import PRESETS, DMAConfig
-from dma_hf.config import settings_of
 
 LENGTH = 600  # low tiles from token 384 on
 LAYERS = (0, 1)
@@ -81,13 +81,8 @@ def test_continuous_batching_honours_high_layers(cache, families, token_ids):
         model.set_attn_implementation(implementation)
         if settings:
             dma_hf.configure(model, HIGH_0 | settings, cache=cache)
-        generation = GenerationConfig(max_new_tokens=1, do_sample=False, pad_token_id=0, bos_token_id=1)
-        batching = ContinuousBatchingConfig(
-            page_size=32, num_blocks=64, return_logprobs=True, use_cuda_graph=False, max_batch_tokens=1024
-        )
-        (output,) = model.generate_batch(
-            [prompt], generation_config=generation, continuous_batching_config=batching
-        ).values()
+        options = {"page_size": 32, "num_blocks": 64, "use_cuda_graph": False, "max_batch_tokens": 1024}
+        (output,) = generate_batch(model, [prompt], 1, return_logprobs=True, **options).values()
         return torch.tensor(output.logprobs)
 
     exact = logprobs("sdpa")
@@ -114,14 +109,6 @@ def test_a_compiled_model_honours_high_layers_of_a_file(llama, token_ids):
     ids = token_ids(1, LENGTH)
     compiled = torch.compile(llama, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(ids, use_cache=False).logits, llama(ids, use_cache=False).logits)
-
-
-def test_high_layers_are_saved_with_a_model(llama, token_ids, tmp_path):
-    dma_hf.configure(llama, HIGH_0)
-    llama.save_pretrained(tmp_path)
-    loaded = type(llama).from_pretrained(tmp_path, attn_implementation="dma_mxfp")
-    assert settings_of(loaded.config) == settings_of(llama.config)
-    assert torch.equal(loaded(token_ids(1, LENGTH)).logits, llama(token_ids(1, LENGTH)).logits)
 
 
 def test_fp4_without_its_high_layer_is_not_called_fp4(llama, token_ids):

@@ -41,23 +41,11 @@ def test_presets_of_4_bits_warn_once_and_name_the_layer_and_the_way_out(qwen, to
     assert warnings_of(qwen, token_ids(1, 130)) == []
 
 
-def test_every_layer_of_a_model_is_checked_and_it_is_warned_of_once(qwen, token_ids):
-    qwen.model.layers[0].self_attn.load_state_dict(qwen.model.layers[1].self_attn.state_dict())
-    dma_hf.configure(qwen, "paper")
-    (message,) = warnings_of(qwen, token_ids(1, 130))
-    assert "layer 0" in message
-
-
 @pytest.mark.parametrize("preset", ["paper", "fp4"])
 def test_ordinary_keys_do_not_warn(families, token_ids, preset):
     model = families["qwen2"].build("dma_mxfp")
     dma_hf.configure(model, preset)
     assert warnings_of(model, token_ids(1, 130)) == []
-
-
-def test_balanced_does_not_warn(qwen, token_ids):
-    dma_hf.configure(qwen, "balanced")
-    assert warnings_of(qwen, token_ids(1, 130)) == []
 
 
 def test_another_recipe_is_checked_again(qwen, token_ids):

@@ -9,10 +9,9 @@ import pytest
 import torch
 import torch._dynamo.testing
 from torch.nn import functional as F
-from transformers import BloomConfig, BloomForCausalLM, DynamicCache, LlamaConfig, StaticCache
+from transformers import BloomConfig, BloomForCausalLM, LlamaConfig
 from transformers import masking_utils as upstream
 
-import dma_hf
 from dma_hf.masks import dma_mask
 from dma_hf.masks.geometry import CompactMask, MaskGeometry
 from dma_hf.support import has_built_in_attention
@@ -178,14 +177,6 @@ def test_an_invalid_padding_mask_is_rejected(shape):
         _geometry(attention_mask=torch.ones(shape, dtype=torch.bool))
 
 
-def test_models_with_built_in_attention_are_rejected():
-    """They would add a boolean mask to their scores, or ignore it."""
-    config = BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2)
-    model = BloomForCausalLM._from_config(config, attn_implementation="dma_mxfp")
-    with pytest.raises(ValueError, match=r"does not reach the attention of bloom, .*='eager'"):
-        model(torch.ones(1, 4, dtype=torch.int64))
-
-
 def test_a_model_is_checked_after_loading(monkeypatch):
     """A custom model's configuration may be seen before its code is loaded."""
     config = BloomConfig()
@@ -316,19 +307,6 @@ def test_masks_support_meta_tensors():
     mask = dma_mask(2, 4, 4, attention_mask=torch.ones(2, 4, dtype=torch.bool, device="meta"), device="meta")
     assert mask.device.type == "meta"
     assert mask.dense().shape == (2, 1, 4, 4)
-
-
-def test_caches_provide_the_positions_of_queries():
-    """Upstream passes the cache's offsets to the mask function in the expected form."""
-    config = LlamaConfig(hidden_size=32, num_attention_heads=2, num_hidden_layers=1)
-    config._attn_implementation = "dma_mxfp"
-    states = torch.zeros(1, 2, 7, 16)
-    for cache, kv_length in ((DynamicCache(config=config), 10), (StaticCache(config=config, max_cache_len=40), 40)):
-        cache.update(states, states, 0)
-        mask = upstream.create_causal_mask(config, torch.empty(1, 3, 0), None, cache)
-        assert mask.shape == (1, 1, 3, kv_length)
-        assert int(mask.dma_geometry.q_offset) == 7
-    assert dma_hf.NAME in upstream.ALL_MASK_ATTENTION_FUNCTIONS
 
 
 def test_models_that_add_the_mask_to_their_scores_get_an_eager_mask():

@@ -208,17 +208,3 @@ def test_gradients_are_those_of_the_models_own_attention(name, is_checkpointed, 
     expected, actual = gradients
     for parameter, gradient in expected.items():
         torch.testing.assert_close(actual[parameter], gradient, msg=lambda text, p=parameter: f"{p}: {text}")
-
-
-def test_dropout_is_rejected(families, token_ids):
-    model = families["llama"].build("dma_mxfp", attention_dropout=0.1).train()
-    with pytest.raises(
-        ValueError, match=r"does not support dropout: got dropout=0\.1, expected 0; call model\.eval\(\)"
-    ):
-        model(token_ids(1, 5))
-
-
-def test_an_unknown_argument_of_the_model_is_rejected(families, token_ids):
-    model = families["llama"].build("dma_mxfp")
-    with pytest.raises(ValueError, match=r"does not support the argument 'temprature': got temprature=0\.7"):
-        model(token_ids(1, 5), temprature=0.7)

@@ -15,8 +15,6 @@ from gguf_files import write_gguf
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
     TorchAoConfig,
 )
 
@@ -42,10 +40,6 @@ def test_a_cast_model_computes_in_its_dtype(cast, llama, token_ids):
     logits = _logits(llama.to(cast), token_ids(1, LENGTH))
     assert logits.dtype == cast
     assert (logits.float() - exact).norm() < 0.1 * exact.norm()
-
-
-def test_half_precision_models_run(llama, token_ids):
-    assert _logits(llama.half(), token_ids(1, LENGTH)).dtype == torch.float16
 
 
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
@@ -80,17 +74,6 @@ def test_attention_can_be_switched_back_and_forth(llama, families, token_ids):
         assert torch.equal(_logits(llama, ids), sdpa)
         llama.set_attn_implementation(dma_hf.NAME)
         assert torch.equal(_logits(llama, ids), paper)
-
-
-@pytest.fixture
-def llava(families):
-    """A model with a language model and a vision tower."""
-    vision = {"model_type": "clip_vision_model", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
-    vision |= {"num_attention_heads": 4, "image_size": 32, "patch_size": 8, "projection_dim": 64}
-    text = families["llama"].sizes | {"model_type": "llama"}
-    config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=96, image_seq_length=16)
-    torch.manual_seed(0)
-    return LlavaForConditionalGeneration._from_config(config, attn_implementation="sdpa").eval()
 
 
 def test_parts_of_a_composite_model_may_differ_in_attention(llava):

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from batched_parts import assert_as_alone, note_parts
+from batched_parts import assert_as_alone, generate_batch, note_parts, random_prompts
 from sampling import sampled
 from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
@@ -17,23 +17,10 @@ pytest.importorskip("transformers.generation.continuous_batching.cache_allocator
 LENGTHS = (5, 300, 17, 140, 300, 128)  # less than a tile, whole tiles, more than two
 
 
-def _prompts(lengths, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, 97, (length,), generator=generator).tolist() for length in lengths]
-
-
 @pytest.fixture
 def parts(monkeypatch):
     """The calls that computed each request."""
     return note_parts(monkeypatch)
-
-
-def _generate(model, prompts, new_tokens, **options):
-    settings = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, pad_token_id=0, bos_token_id=1)
-    batching = ContinuousBatchingConfig(**options)
-    outputs = model.generate_batch(prompts, generation_config=settings, continuous_batching_config=batching)
-    assert [output.error for output in outputs.values()] == [None] * len(prompts)
-    return outputs
 
 
 @pytest.mark.parametrize(
@@ -47,7 +34,7 @@ def test_requests_of_many_lengths_equal_isolated_ones(format, family, families, 
     """Prompts and decode steps share batches; later batches have decode steps only and use block tables."""
     model = families[family].build(dma_hf.NAME)
     dma_hf.configure(model, "balanced", cache=format)
-    outputs = _generate(model, _prompts(LENGTHS), 20, max_requests_per_batch=4, num_blocks=60)
+    outputs = generate_batch(model, random_prompts(LENGTHS), 20, max_requests_per_batch=4, num_blocks=60)
     assert all(len(output.generated_tokens) == 20 for output in outputs.values())
     assert_as_alone(model, outputs, parts)
     assert model.config._attn_implementation == dma_hf.NAME
@@ -57,7 +44,7 @@ def test_requests_of_an_equalized_model_equal_isolated_ones(families, parts):
     model = families["llama"].build(dma_hf.NAME)
     model.config.dma_equalized = True
     dma_hf.configure(model, "balanced", cache="int4")
-    outputs = _generate(model, _prompts((300, 17)), 20, max_batch_tokens=100, num_blocks=60)
+    outputs = generate_batch(model, random_prompts((300, 17)), 20, max_batch_tokens=100, num_blocks=60)
     assert dma_hf.DMACache(model.config).layers[0].format == "int4-equalized"
     assert_as_alone(model, outputs, parts)
 
@@ -67,7 +54,9 @@ def test_prompts_in_chunks_equal_isolated_ones(tiles, families, parts):
     """Few prompts fit into a batch of 100 tokens; later chunks attend to the cache."""
     model = families["llama"].build(dma_hf.NAME)
     dma_hf.configure(model, "balanced", cache="int4", sink_tiles=tiles, diagonal_tiles=tiles)
-    outputs = _generate(model, _prompts(LENGTHS), 12, max_batch_tokens=100, num_blocks=60, max_blocks_per_request=2)
+    outputs = generate_batch(
+        model, random_prompts(LENGTHS), 12, max_batch_tokens=100, num_blocks=60, max_blocks_per_request=2
+    )
     assert any(past > 0 and length > 1 for calls in parts.values() for past, length in calls)
     assert_as_alone(model, outputs, parts)
 
@@ -76,7 +65,9 @@ def test_evicted_requests_are_resumed(families, parts):
     """Three slots leave memory for 11 of 12 pages: some requests are evicted and recomputed with their new tokens."""
     model = families["llama"].build(dma_hf.NAME, num_hidden_layers=1)
     dma_hf.configure(model, "balanced", cache="int4")
-    outputs = _generate(model, _prompts([620, 635, 630, 500]), 40, num_blocks=11, page_size=128, safety_margin=0.0)
+    outputs = generate_batch(
+        model, random_prompts([620, 635, 630, 500]), 40, num_blocks=11, page_size=128, safety_margin=0.0
+    )
     assert any(past == 0 for calls in parts.values() for past, _ in calls[1:])
     assert_as_alone(model, outputs, parts)
 
@@ -90,7 +81,7 @@ def test_requests_offloaded_to_the_cpu_resume(families, parts, monkeypatch):
     model = families["llama"].build(dma_hf.NAME, num_hidden_layers=1)
     dma_hf.configure(model, "balanced", cache="int4")
     options = {"num_blocks": 11, "page_size": 128, "safety_margin": 0.0, "cpu_offload_space": 0.01}
-    outputs = _generate(model, _prompts([620, 635, 630, 500]), 40, **options)
+    outputs = generate_batch(model, random_prompts([620, 635, 630, 500]), 40, **options)
     assert copied
     assert all(past > 0 for calls in parts.values() for past, _ in calls[1:])
     assert_as_alone(model, outputs, parts)
@@ -103,7 +94,7 @@ def test_padded_batches_equal_isolated_requests(families, parts):
     dma_hf.configure(model, "balanced", cache="int4")
     compiled = CompileConfig(backend="eager", fullgraph=False, mode=None)
     options = {"varlen_compile_config": compiled, "decode_compile_config": compiled, "max_requests_per_batch": 4}
-    outputs = _generate(model, _prompts((127, 9, 300)), 6, num_blocks=60, **options)
+    outputs = generate_batch(model, random_prompts((127, 9, 300)), 6, num_blocks=60, **options)
     assert_as_alone(model, outputs, parts)
 
 
@@ -145,8 +136,8 @@ def test_requests_that_share_a_prompt_do_not_share_pages(families, parts):
     """A shared tile cannot be unquantized for one request and quantized for another."""
     model = families["llama"].build(dma_hf.NAME)
     dma_hf.configure(model, "balanced", cache="int4")
-    (prefix,) = _prompts([256])
-    outputs = _generate(model, [[*prefix, 5], [*prefix, 6], prefix], 10, num_blocks=40, max_requests_per_batch=1)
+    (prefix,) = random_prompts([256])
+    outputs = generate_batch(model, [[*prefix, 5], [*prefix, 6], prefix], 10, num_blocks=40, max_requests_per_batch=1)
     assert {calls[0][0] for calls in parts.values()} == {0}
     assert_as_alone(model, outputs, parts)
 
@@ -157,7 +148,9 @@ def test_several_sequences_of_one_prompt_equal_isolated_ones(families, parts):
     dma_hf.configure(model, "balanced", cache="int8")
     settings = GenerationConfig(max_new_tokens=8, do_sample=True, top_k=1, pad_token_id=0, num_return_sequences=3)
     outputs = model.generate_batch(
-        _prompts([300]), generation_config=settings, continuous_batching_config=ContinuousBatchingConfig(num_blocks=40)
+        random_prompts([300]),
+        generation_config=settings,
+        continuous_batching_config=ContinuousBatchingConfig(num_blocks=40),
     )
     assert [output.error for output in outputs.values()] == [None] * 3
     parent = next(calls for name, calls in parts.items() if name in outputs and "child" not in name)
@@ -171,11 +164,11 @@ def test_too_little_memory_and_chunked_attention_are_rejected(families):
     model = families["llama"].build(dma_hf.NAME)
     dma_hf.configure(model, "balanced", cache="int4")
     with pytest.raises(ValueError, match=r"room for 1 sectors of \d+ bytes, but a request needs two.*raise num_blocks"):
-        _generate(model, _prompts([9]), 4, num_blocks=1, page_size=16)
+        generate_batch(model, random_prompts([9]), 4, num_blocks=1, page_size=16)
     assert model.config._attn_implementation == dma_hf.NAME
     model.config.layer_types = ["full_attention", "chunked_attention"]
     with pytest.raises(ValueError, match=r"full and sliding attention, but this model has chunked_attention"):
-        _generate(model, _prompts([9]), 4)
+        generate_batch(model, random_prompts([9]), 4)
     assert model.config._attn_implementation == dma_hf.NAME
 
 
@@ -183,22 +176,15 @@ def test_a_manager_can_be_reused(families, parts):
     """A second session reuses the emptied cache of the first."""
     model = families["llama"].build(dma_hf.NAME)
     dma_hf.configure(model, "balanced", cache="int4")
-    settings = GenerationConfig(max_new_tokens=5, do_sample=False, pad_token_id=0, bos_token_id=1)
-    batching = ContinuousBatchingConfig(num_blocks=20)
     for seed in range(2):
         parts.clear()
-        outputs = model.generate_batch(
-            _prompts([140, 9], seed),
-            generation_config=settings,
-            continuous_batching_config=batching,
-            persistent_manager=True,
-        )
+        outputs = generate_batch(model, random_prompts([140, 9], seed), 5, num_blocks=20, persistent_manager=True)
         assert model.config._attn_implementation == dma_hf.NAME
         assert_as_alone(model, outputs, parts)
     dma_hf.configure(model, cache="int8")
     message = "the kept manager is for dma_mxfp with cache='int4', but the model runs 'dma_mxfp' with cache='int8'"
     with pytest.raises(RuntimeError, match=message):
-        model.generate_batch(_prompts([9]))
+        model.generate_batch(random_prompts([9]))
     cache = model._cached_continuous_batching_manager.batch_processor.cache
     cache.pool.try_to_free_sectors()
     assert cache.pool.num_free_sectors == cache.num_sectors
@@ -212,7 +198,7 @@ def test_requests_finish_after_a_non_blocking_stop(families, parts):
     batching = ContinuousBatchingConfig(num_blocks=60)
     manager = model.init_continuous_batching(settings, continuous_batching_config=batching)
     manager.start()
-    for index, prompt in enumerate(_prompts(LENGTHS)):
+    for index, prompt in enumerate(random_prompts(LENGTHS)):
         manager.add_request(prompt, request_id=str(index))
     manager.stop(block=False)
     outputs = {output.request_id: output for output in (manager.get_result(timeout=60) for _ in LENGTHS)}
@@ -237,7 +223,7 @@ def test_many_short_requests_leave_no_pages_in_use(count, families, parts):
     batching = ContinuousBatchingConfig(num_blocks=60, page_size=128, safety_margin=0.0)
     outputs = {}
     with model.continuous_batching_context_manager(settings, continuous_batching_config=batching) as manager:
-        for index, prompt in enumerate(_prompts(lengths)):
+        for index, prompt in enumerate(random_prompts(lengths)):
             manager.add_request(prompt, request_id=str(index), max_new_tokens=new_tokens[index])
         cache = manager.batch_processor.cache
         while len(outputs.keys() | set(cancelled)) < count:

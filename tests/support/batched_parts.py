@@ -1,20 +1,45 @@
-"""Compare requests of continuous batching with isolated ones, computed in the same steps."""
+"""Run requests of continuous batching, and compare them with isolated ones, computed in the same steps."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 import dma_hf
 from dma_hf.integrations.internals import CACHE_ARGUMENT
 
 Parts = dict[str, list[tuple[int, int]]]
 """The calls that computed a request: earlier tokens, and new ones."""
+
+
+def random_prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
+    """Return prompts of these lengths without special tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 97, (length,), generator=generator).tolist() for length in lengths]
+
+
+def generate_batch(
+    model: PreTrainedModel,
+    prompts: list[list[int]],
+    new_tokens: int,
+    *,
+    persistent_manager: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """Return the outputs of greedy requests. The options are those of ``ContinuousBatchingConfig``."""
+    outputs: dict[str, Any] = model.generate_batch(
+        prompts,
+        generation_config=GenerationConfig(max_new_tokens=new_tokens, do_sample=False, pad_token_id=0, bos_token_id=1),
+        continuous_batching_config=ContinuousBatchingConfig(**options),
+        persistent_manager=persistent_manager,
+    )
+    assert [output.error for output in outputs.values()] == [None] * len(prompts)
+    return outputs
 
 
 def note_parts(monkeypatch: pytest.MonkeyPatch) -> Parts:
