@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import product
 from typing import Any
 
 import jinja2
@@ -17,7 +16,6 @@ from dma_eval.results import (
     MetricResult,
     MetricValue,
     PerplexitySection,
-    RetrievalSection,
     StressSection,
     TaskSection,
     ThresholdStudy,
@@ -34,7 +32,6 @@ HELD = 43.0
 """Ratio of the largest channel's range to the median's up to which ``balanced`` loses almost nothing, for keys and
 queries. They are the ratios of ``keys x 8`` and ``queries x 8`` in ``benchmarks/quality``."""
 TOLERATED_GROWTH = 1.25  # of the KL by skipping, with which a backend keeps its quality
-RETRIEVAL_TITLES = {"needle": "Retrieval: a sentence in prose", "kv": "Retrieval: one pair of many"}
 
 
 @dataclass(frozen=True)
@@ -277,19 +274,6 @@ def fidelity_page(section: FidelitySection) -> Page:
     return Page("Fidelity to SDPA in fp32", tables, _lines("fidelity", section), warnings(section.tokens))
 
 
-def retrieval_page(section: RetrievalSection) -> Page:
-    """Show retrieval: one row per backend and length, one column per depth."""
-    rows = []
-    for backend, length in product(section.backends, section.lengths):
-        cells = {cell.depth: cell for cell in backend.cells if cell.length == length}
-        found = (f"{cells[d].correct}/{cells[d].samples}" if d in cells else MISSING for d in section.depths)
-        loss = f"{np.mean([cell.nll for cell in cells.values()]):.4f}" if cells else MISSING
-        rows.append([backend.label, f"{length:,}", *found, loss])
-    headers = ("backend", "tokens", *(f"depth {100 * depth:.0f} %" for depth in section.depths), "loss")
-    said = _lines("retrieval", section), _lines("retrieval_warnings", section)
-    return Page(RETRIEVAL_TITLES[section.kind], [Table(headers, rows)], *said)
-
-
 def stress_page(section: StressSection) -> Page:
     """Show twins: outlier channels of the model, then divergence and change by twin and backend."""
     ranges = {"key": section.key_ranges, "query": section.query_ranges}
@@ -355,7 +339,6 @@ PAGES: dict[str, Callable[[Any], Page]] = {
     "perplexity": perplexity_page,
     "tasks": task_page,
     "fidelity": fidelity_page,
-    "retrieval": retrieval_page,
     "stress": stress_page,
 }
 """Functions that make a page, by the field of a report that holds such sections."""
