@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from dma_eval.results import read_report
-from dma_eval.show.pages import MISSING, fidelity_page, format_kl, number
+from dma_eval.show.pages import MISSING, divergence_table, format_kl, number
 from dma_eval.show.render import table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -352,7 +352,7 @@ def accuracies(*folders: str) -> pd.DataFrame:
 def continuations(folder: str) -> pd.DataFrame:
     """How many tokens of greedy continuations equal the reference's."""
     (section,) = sections("fidelity", folder)
-    *_, shown = fidelity_page(section).tables
+    shown = divergence_table(section)
     return named(pd.DataFrame(shown.rows, columns=shown.headers).set_index(shown.headers[0]))
 
 
