@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 EVERYTHING = """
 description = "all parts"
 [perplexity]
-contexts = [128, 256, 4096]
+contexts = [128, 512, 4096]
 max_windows = 1
 [fidelity]
 context = 128
@@ -64,6 +64,7 @@ class TestFiles:
             ({"perplexity": {"contexts": [1], "data": "x"}}, False),
             ({"perplexity": {"contexts": [1]}}, True),
             ({"tasks": {"names": ["arc_easy"]}}, False),
+            ({"stress": {}}, True),
         ],
     )
     def test_needs_a_text(self, values: dict[str, Any], needed: bool) -> None:
@@ -105,14 +106,18 @@ class TestFiles:
             load_suite("none.toml")
 
 
-def test_a_suite_that_no_context_fits(run: Run, model_folder: Path, text_file: Path, tmp_path: Path) -> None:
+def test_a_suite_that_no_context_fits(
+    run: Run, model_folder: Path, text_file: Path, tiny_tasks: Path, tmp_path: Path
+) -> None:
     """Its report is empty, and no other length is measured instead."""
     content = "[perplexity]\ncontexts = [4096]\n[fidelity]\ncontext = 4096\n[stress]\ncontext = 4096\n"
+    content += "[tasks]\nnames = ['tiny_choice']\nlengths = [4096]\n"
     (tmp_path / "long.toml").write_text(content, encoding="utf-8")
     common = ("-m", model_folder, "--device", "cpu", "-d", text_file, "--attn", "sdpa", "--out", tmp_path / "run")
-    result = run("suite", "--suite", tmp_path / "long.toml", *common)
+    options = ("--suite", tmp_path / "long.toml", "--include-path", tiny_tasks)
+    result = run("suite", *options, *common)
     assert result.exit_code == 0, result.output
-    for part in ("perplexity", "fidelity", "stress"):
+    for part in ("perplexity", "fidelity", "tasks", "stress"):
         assert f"{part} at 4,096 is skipped: the model has 512 positions" in result.stderr
     assert read_report(tmp_path / "run").sections == []
 
@@ -149,7 +154,7 @@ class TestRun:
         result = suite("--attn", "sdpa", "dma_mxfp:paper")
         assert result.exit_code == 0, result.output
         report = read_report(tmp_path / "run/results.json")
-        assert [section.context for section in report.perplexity] == [128, 256]
+        assert [section.context for section in report.perplexity] == [128, 512]
         assert [len(part) for part in (report.fidelity, report.tasks)] == [1, 1]
         assert report.tasks[0].batch_size == 3
         assert "perplexity at 4,096 is skipped: the model has 512 positions" in result.stderr
@@ -250,7 +255,7 @@ class TestRun:
         monkeypatch.setattr("dma_eval.run.measure_perplexity", fail)
         result = suite("--attn", "sdpa")
         assert result.exit_code == 1
-        for part in ("perplexity, 128", "perplexity, 256", "fidelity"):
+        for part in ("perplexity, 128", "perplexity, 512", "fidelity"):
             assert f"Error: {part} failed: no room" in result.stderr
         report = read_report(tmp_path / "run/results.json")
         assert [len(part) for part in (report.perplexity, report.fidelity, report.tasks)] == [0, 0, 1]
