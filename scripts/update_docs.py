@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from dma_eval.results import read_report
-from dma_eval.show.pages import MISSING, fidelity_page, format_kl, number
+from dma_eval.show.pages import MISSING, divergence_table, format_kl, number
 from dma_eval.show.render import table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -336,15 +336,6 @@ def quality_twins(*folders: str) -> pd.DataFrame:
     return of_backends(frame[frame["kl"] != ""], "kl", "twin")
 
 
-def needles(folder: str) -> pd.DataFrame:
-    """Answers found of those asked for, by the length of the prompt."""
-    (section,) = sections("retrieval", folder)
-    frame = pd.DataFrame([vars(cell) | {"label": label_of(each)} for each in section.backends for cell in each.cells])
-    sums = frame.groupby(["label", "length"], sort=False)[["correct", "samples"]].sum().astype(str)
-    cells = (sums["correct"] + "/" + sums["samples"]).rename("found").reset_index()
-    return named(pivot(cells, "found", "label", "length").rename(columns="{:,}".format))
-
-
 def accuracies(*folders: str) -> pd.DataFrame:
     """Score of each task, and the right answers that backends after the first lose and gain against it."""
     rows: dict[str, dict[str, str]] = {}
@@ -361,7 +352,7 @@ def accuracies(*folders: str) -> pd.DataFrame:
 def continuations(folder: str) -> pd.DataFrame:
     """How many tokens of greedy continuations equal the reference's."""
     (section,) = sections("fidelity", folder)
-    *_, shown = fidelity_page(section).tables
+    shown = divergence_table(section)
     return named(pd.DataFrame(shown.rows, columns=shown.headers).set_index(shown.headers[0]))
 
 
@@ -426,7 +417,7 @@ def retired_at(command: str) -> str | None:
     return next((commit for commit, gone in RETIRED.items() if command.startswith(gone)), None)
 
 
-QUALITY = (quality_runs, quality_twins, needles, accuracies, continuations)
+QUALITY = (quality_runs, quality_twins, accuracies, continuations)
 SPEED = (
     *(prefill, prefill_errors, prefill_real, decode, triton_versions),
     *(generate, first_token, interleaved, under_load),

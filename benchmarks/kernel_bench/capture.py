@@ -13,19 +13,14 @@ from dma_eval.environment import portable
 from dma_eval.errors import UserError, one_line
 from dma_eval.load.data import leading_tokens
 from dma_eval.load.models import LoadedModel
-from dma_eval.load.reading import takes_last
+from dma_eval.load.reading import probed
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-from dma_hf.integrations.internals import attention_name
 
 from .inputs import Inputs, embedded
 from .results import ModelInputs, PrefillShape
 
-CAPTURE = "dma_eval_capture"
-"""The name of the attention function that captures."""
 FULL = "full_attention"
 
 
@@ -128,18 +123,11 @@ def capture_layers(loaded: LoadedModel, input_ids: Tensor, layers: Sequence[int]
         out: tuple[Tensor, None] = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **options)
         return out
 
-    AttentionInterface.register(CAPTURE, record)
-    AttentionMaskInterface.register(CAPTURE, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    before = attention_name(model.config)
     try:
-        model.set_attn_implementation(CAPTURE)
-        last = {"logits_to_keep": 1} if takes_last(model) else {}
-        with torch.no_grad():
-            model(input_ids=input_ids.to(model.device), use_cache=False, **last)
+        with probed(model, record) as options, torch.no_grad():
+            model(input_ids=input_ids.to(model.device), **options)
     except (ValueError, TypeError, RuntimeError, ImportError) as error:
         raise UserError(f"--inputs: {type(model).__name__} cannot be captured: {one_line(error)}") from error
-    finally:
-        model.set_attn_implementation(before)
     missing = ", ".join(str(layer) for layer in layers if layer not in found)
     if missing:
         raise UserError(f"--inputs: {type(model).__name__} calls no attention function in layers {missing}")

@@ -24,7 +24,6 @@ COMMANDS: dict[str, Run] = {
     "suite": quality.suite,
     "lm-eval": quality.lm_eval,
     "fidelity": quality.fidelity,
-    "retrieval": quality.retrieval,
     "stress": quality.stress,
     "equalize": equalize.equalize,
     "report": report.report,

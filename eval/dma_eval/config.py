@@ -27,7 +27,6 @@ from . import console
 from .errors import UserError
 from .files import parse
 from .names import check_device, check_yarn, parse_source
-from .results import RetrievalKind
 
 REQUIRED = MISSING  # the default of a required option
 KEY = "option"  # key of the option in a field's metadata
@@ -135,7 +134,7 @@ def add_command(app: typer.Typer, name: str, run: Run) -> None:
 
 # Options that several commands share.
 
-window, task, piece, prompt = (partial(option, panel=name) for name in ("Windows", "Tasks", "Parts", "Prompts"))
+window, task, piece = (partial(option, panel=name) for name in ("Windows", "Tasks", "Parts"))
 """Options in a section of the help."""
 yarn_option = partial(option, None, metavar="FACTOR", help="Extend the model's positions by this factor with YaRN.")
 json_option = partial(option, None, metavar="FILE", panel=OUTPUT, help="Write all results as JSON.")
@@ -296,37 +295,6 @@ class TasksPart:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RetrievalPart:
-    kinds: list[RetrievalKind] = prompt(
-        [RetrievalKind.KV],
-        "--kind",
-        metavar="KIND...",
-        help="needle hides a sentence in the text of --data; kv hides a pair among key-value pairs.",
-    )
-    data: str | None = None  # the prose for needles
-    lengths: list[int] = prompt(
-        [],
-        metavar="TOKENS...",
-        min=1,
-        shown="the four largest powers of two from 1024 to the model's maximum",
-        help="Tokens per prompt, including the answer.",
-    )
-    depths: list[float] = prompt(
-        [0.0, 0.25, 0.5, 0.75, 1.0],
-        metavar="DEPTH...",
-        min=0,
-        max=1,
-        help="Positions of the answer, from 0 (start of the prompt) to 1 (its end).",
-    )
-    samples: int = prompt(5, min=1, help="Questions for each length and depth.")
-
-    @property
-    def needs_text(self) -> bool:
-        """Whether needles are measured, which need a text."""
-        return RetrievalKind.NEEDLE in self.kinds
-
-
-@dataclass(frozen=True, kw_only=True)
 class StressPart:
     """Perplexity and divergence on twins of the model with larger outlier channels."""
 
@@ -345,14 +313,12 @@ class Suite:
     perplexity: PerplexityPart | None = None
     fidelity: FidelityPart | None = None
     tasks: TasksPart | None = None
-    retrieval: RetrievalPart | None = None
     stress: StressPart | None = None
 
     @property
     def readers(self) -> list[Any]:
         """The parts that read a text."""
-        retrieval = self.retrieval if self.retrieval is not None and self.retrieval.needs_text else None
-        return [part for part in (self.perplexity, self.fidelity, retrieval, self.stress) if part is not None]
+        return [part for part in (self.perplexity, self.fidelity, self.stress) if part is not None]
 
     @property
     def needs_text(self) -> bool:
@@ -364,7 +330,6 @@ PARTS: Mapping[str, type[Any]] = {
     "perplexity": PerplexityPart,
     "fidelity": FidelityPart,
     "tasks": TasksPart,
-    "retrieval": RetrievalPart,
     "stress": StressPart,
 }
 
@@ -403,11 +368,10 @@ def parse_suite(name: str, values: Mapping[str, Any]) -> Suite:
     suite = parse(Suite, {**values, "name": name})
     for key, each in ((part, each) for part in asked for each in fields(PARTS[part])):
         declared, value = each.metadata.get(KEY), getattr(getattr(suite, key), each.name)
-        if value == [] and (each.default_factory is MISSING or each.default_factory()):
+        if value == [] and each.default_factory is MISSING:
             raise ValueError(f"[{key}] {each.name}: expected at least one value")
-        least, most = (getattr(declared, name, None) for name in ("min", "max"))
+        least = getattr(declared, "min", None)
         for one in value if isinstance(value, list) else [value]:
-            if least is not None and one is not None and not least <= one <= (math.inf if most is None else most):
-                expected = f"at least {least}" if most is None else f"{least} to {most}"
-                raise ValueError(f"[{key}] {each.name}: expected {expected}, got {one}")
+            if least is not None and one is not None and one < least:
+                raise ValueError(f"[{key}] {each.name}: expected at least {least}, got {one}")
     return suite

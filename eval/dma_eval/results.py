@@ -11,7 +11,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -251,42 +250,6 @@ class Divergence:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RetrievalCell:
-    """Retrieval at one length and depth under one backend."""
-
-    length: int  # tokens of the prompt, at most
-    depth: float  # position of the answer in the prompt, from 0 (start) to 1 (end)
-    correct: int  # samples whose whole answer is the greedy continuation
-    samples: int  # samples
-    nll: float  # mean negative log-likelihood of the answers per token, in nats
-
-
-@dataclass(frozen=True, kw_only=True)
-class RetrievalBackend(BackendInfo):
-    failure: str | None  # why it was stopped, or null
-    cells: list[RetrievalCell]  # that it finished, by length, then by depth
-
-
-class RetrievalKind(StrEnum):
-    """What is hidden in a long prompt."""
-
-    NEEDLE = "needle"
-    KV = "kv"
-
-
-@dataclass(frozen=True, kw_only=True)
-class RetrievalSection(Section):
-    """Backends compared at finding one passage in a long prompt."""
-
-    kind: RetrievalKind  # ``needle`` (a sentence in prose) or ``kv`` (one pair among pairs of keys and values)
-    lengths: list[int]  # lengths of the prompts, in tokens
-    depths: list[float]  # places of the answer
-    samples: int  # samples per length and depth
-    begins_with: list[str] = field(default_factory=list)  # special tokens that every prompt begins with
-    backends: Compared[RetrievalBackend]  # in the given order; the first is the reference
-
-
-@dataclass(frozen=True, kw_only=True)
 class FidelitySection(Section):
     """Backends against SDPA in fp32 on the same text."""
 
@@ -361,7 +324,6 @@ class Report(Results):
     generations: list[Generation] = field(default_factory=list)  # continuations, if any
     tasks: list[TaskSection] = field(default_factory=list)  # one section per evaluation on lm-eval tasks
     fidelity: list[FidelitySection] = field(default_factory=list)  # one section per comparison with SDPA in fp32
-    retrieval: list[RetrievalSection] = field(default_factory=list)  # one section per kind of retrieval
     stress: list[StressSection] = field(default_factory=list)  # one section per run on twins
 
     @property
@@ -378,7 +340,7 @@ class Report(Results):
         return section.origin or self.own_origin
 
 
-SECTIONS = ("perplexity", "tasks", "fidelity", "retrieval", "stress")
+SECTIONS = ("perplexity", "tasks", "fidelity", "stress")
 """The fields of a report that hold sections, in the order in which they are shown."""
 
 
@@ -454,7 +416,9 @@ def read_report(path: Path) -> Report:
     path = path / RESULTS if path.is_dir() else path
     try:
         content = path.read_bytes()
-        json.loads(content, parse_constant=_refuse)
+        values = json.loads(content, parse_constant=_refuse)
+        if isinstance(values, dict) and values.get("retrieval"):  # an empty list may be there, from earlier commits
+            raise ValueError("it has sections on retrieval, which is no longer measured")
         return parse(Report, content)
     except OSError as error:
         raise UserError(f"cannot read the report {path}: {error.strerror}") from error

@@ -26,9 +26,8 @@ from .load.backends import Backend
 from .load.data import Text, load_text
 from .measures.fidelity import measure_fidelity
 from .measures.perplexity import default_context, measure_perplexity
-from .measures.retrieval import measure_retrieval
 from .measures.stress import measure_stress
-from .results import RESULTS, SECTIONS, Report, RetrievalKind, has_failures, here_and_now, merged, read_report
+from .results import RESULTS, SECTIONS, Report, has_failures, here_and_now, merged, read_report
 from .session import Session, Store, join_processes, load
 from .show.pages import PAGES
 from .show.render import write_run
@@ -100,12 +99,6 @@ class Run:
 
                 measure_names = partial(measure_tasks, tasks=self._names)
                 yield section("tasks", measure_names, replace(tasks, lengths=lengths), reads=False)
-        if (retrieval := suite.retrieval) is not None:
-            lengths = fits("retrieval", retrieval.lengths)
-            for kind in dict.fromkeys(retrieval.kinds if lengths or not retrieval.lengths else ()):
-                part = replace(retrieval, lengths=lengths)
-                reads = kind == RetrievalKind.NEEDLE
-                yield section(f"retrieval, {kind}", partial(measure_retrieval, kind=kind), part, reads=reads)
         if suite.stress is not None and fits("stress", [suite.stress.context or default]):
             yield section("stress", measure_stress, suite.stress)
 

@@ -154,11 +154,8 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["--shape", "1x8:2/1:32"], "--inputs needs --data and --length, and excludes --shape"),
             (["--head-dim", 16], "--head-dim: at least the model's own, 32; got 16"),
-            (["--layers", 5], "--layers: wanted 5, but LlamaForCausalLM has 2 with full attention"),
             (["--length", 1000], "takes 512 positions, got 1,000; lower it, or extend the positions with --yarn 2"),
-            (["--batch", 1000], "--data: the text has "),
             (["--data", "absent.txt"], "--data: "),
             (["--inputs", "./absent"], "--inputs: no such folder: ./absent"),
             (["--yarn", 1], "--yarn: expected a factor above 1, got 1"),

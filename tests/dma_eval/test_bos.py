@@ -73,12 +73,6 @@ def test_stress(measured: Run) -> None:
     assert {twin.tokens.windows for twin in report.stress[0].twins if twin.tokens is not None} == {2}
 
 
-def test_retrieval(measured: Run) -> None:
-    _, report = measured("retrieval", "--kind", "needle", "kv", "--lengths", 200, "--samples", 1, "--depths", 0.5)
-    assert [section.begins_with for section in report.retrieval] == [["<s>"]] * 2
-    assert all(page.notes[0].endswith("; every prompt begins with `<s>`.") for page in section_pages(report))
-
-
 def test_equalize(run: Run, bos_folder: Path, text_file: Path, rows_read: Rows, tmp_path: Path) -> None:
     arguments = ["-m", bos_folder, "-d", text_file, "--device", "cpu", "--dtype", "float32", "--tokens", 1536]
     result = run("equalize", *arguments, "--out", tmp_path / "equal")

@@ -13,7 +13,7 @@ from dma_eval.load import reading
 from dma_eval.load.backends import Backend, activate, new_cache, parse_backends
 from dma_eval.load.data import tokenize
 from dma_eval.load.models import LoadedModel
-from dma_eval.load.reading import read
+from dma_eval.load.reading import log_likelihood, read
 from dma_eval.results import PerplexitySection
 from dma_kernels.cache.storage import LayerStorage
 from torch import Tensor
@@ -173,3 +173,10 @@ def test_sdpa_without_a_fused_kernel_reads_in_pieces(
     found = logits(double, "sdpa", ids, last=last)
     assert seen == [200, 200, 50]
     assert (found - expected).abs().max() < 1e-10 * expected.abs().max()
+
+
+@pytest.mark.parametrize(("tokens", "is_greedy"), [([0, 2], True), ([0, 1], False), ([1, 2], False), ([2], True)])
+def test_a_continuation_is_greedy_if_all_of_its_tokens_are(tokens: list[int], is_greedy: bool) -> None:
+    log_probs = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.3, 0.6]]).log()
+    likelihood = sum(float(row[token]) for row, token in zip(log_probs[-len(tokens) :], tokens, strict=True))
+    assert log_likelihood(log_probs, tokens) == (pytest.approx(likelihood), is_greedy)

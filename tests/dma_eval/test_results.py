@@ -132,6 +132,7 @@ class TestJson:
                 lambda v: v.update(schema_version=99),
                 "no report of this version: schema_version: .* got 99; measure",
             ),
+            (lambda v: v.update(retrieval=[{}]), "it has sections on retrieval, which is no longer measured"),
             (lambda v: v.update(seed="0"), "seed: Input should be a valid integer, got '0'"),
             (lambda v: v["model"].pop("name"), "model.name: Field required"),
             (

@@ -37,7 +37,6 @@ SUITE = """
 perplexity = {contexts = [128], max_windows = 2}
 fidelity = {context = 128, max_windows = 2, new_tokens = 4}
 tasks = {names = ["tiny_group"]}
-retrieval = {lengths = [128], depths = [0.0, 1.0], samples = 1}
 """
 
 
@@ -73,13 +72,7 @@ class TestFolder:
         found = [path.relative_to(folder / "all") for path in (folder / "all").rglob("*.*")]
         names = {path.as_posix() for path in found if path.parts[0] not in ("parts", "samples")}  # what it resumes from
         plots = {"positions-128.png", "tasks.png", "fidelity.png"}
-        assert names == {
-            "results.json",
-            "report.md",
-            "report.html",
-            "configs/paper.toml",
-            *plots,
-        }  # a random model finds nothing
+        assert names == {"results.json", "report.md", "report.html", "configs/paper.toml", *plots}
         for plot in plots:
             with Image.open(folder / "all" / plot) as image:
                 assert image.width == 1650
@@ -87,13 +80,7 @@ class TestFolder:
 
     def test_page_has_every_section(self, report: Report, folder: Path) -> None:
         page = (folder / "all/report.md").read_text(encoding="utf-8")
-        for heading in (
-            "Perplexity at context 128",
-            "Tasks",
-            "Fidelity to SDPA in fp32",
-            "Retrieval",
-            "Configurations",
-        ):
+        for heading in ("Perplexity at context 128", "Tasks", "Fidelity to SDPA in fp32", "Configurations"):
             assert f"## {heading}" in page
         tasks = page[page.index("## Tasks") : page.index("## Fidelity")]
         assert "](tasks.png)" in tasks  # a plot is where it belongs
@@ -331,7 +318,7 @@ class TestCard:
 
     def test_only_sdpa(self, report: Report) -> None:
         with pytest.raises(UserError, match="has no dma_mxfp backend"):
-            make_card(replace(report, perplexity=[], fidelity=[], tasks=[], retrieval=[]), base_model="me/tiny")
+            make_card(replace(report, perplexity=[], fidelity=[], tasks=[]), base_model="me/tiny")
 
 
 class TestCardCommand:

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 EVERYTHING = """
 description = "all parts"
 [perplexity]
-contexts = [128, 256, 4096]
+contexts = [128, 512, 4096]
 max_windows = 1
 [fidelity]
 context = 128
@@ -35,11 +35,6 @@ new_tokens = 4
 names = ["tiny_choice"]
 limit = 4
 batch_size = 3
-[retrieval]
-kinds = ["kv"]
-lengths = [128, 1024]
-depths = [0.5]
-samples = 1
 """
 
 
@@ -68,8 +63,8 @@ class TestFiles:
         [
             ({"perplexity": {"contexts": [1], "data": "x"}}, False),
             ({"perplexity": {"contexts": [1]}}, True),
-            ({"retrieval": {"kinds": ["kv"]}}, False),
-            ({"retrieval": {"kinds": ["kv", "needle"]}}, True),
+            ({"tasks": {"names": ["arc_easy"]}}, False),
+            ({"stress": {}}, True),
         ],
     )
     def test_needs_a_text(self, values: dict[str, Any], needed: bool) -> None:
@@ -79,17 +74,13 @@ class TestFiles:
         ("content", "message"),
         [
             ("", f"nothing to measure; give one of the tables {', '.join(f'[{part}]' for part in PARTS)}"),
-            ("ppl = 1", "unknown key 'ppl'; valid: description, perplexity, fidelity, tasks, retrieval, stress"),
+            ("ppl = 1", "unknown key 'ppl'; valid: description, perplexity, fidelity, tasks, stress"),
             ("[perplexity]\nmax_windows = 0", r"\[perplexity\] max_windows: expected at least 1, got 0"),
             ("[perplexity]\nskip_windows = -1", r"\[perplexity\] skip_windows: expected at least 0, got -1"),
             ("[stress]\nbatch_size = 0", r"\[stress\] batch_size: expected at least 1, got 0"),
             ("[fidelity]\nhead_windows = -1", r"\[fidelity\] head_windows: expected at least 0, got -1"),
             ("[fidelity]\nnew_tokens = 0", r"\[fidelity\] new_tokens: expected at least 1, got 0"),
-            ("[retrieval]\ndepths = [0.5, 1.5]", r"\[retrieval\] depths: expected 0 to 1, got 1.5"),
-            ("[retrieval]\ndepths = [nan]", r"\[retrieval\] depths: expected 0 to 1, got nan"),
-            ("[retrieval]\ndepths = []", r"\[retrieval\] depths: expected at least one value"),
-            ("[retrieval]\nkinds = []", r"\[retrieval\] kinds: expected at least one value"),
-            ("[retrieval]\nkinds = ['hay']", "retrieval.kinds[0]: Input should be 'needle' or 'kv', got 'hay'"),
+            ("[tasks]\nnames = ['x']\nlengths = [4096, 0]", r"\[tasks\] lengths: expected at least 1, got 0"),
             ("[tasks]\nnames = []", r"\[tasks\] names: expected at least one value"),
             ("[tasks]\nname = 1", r"\[tasks\] unknown key 'name'; valid: names, limit, num_fewshot"),
             ("[tasks]", "tasks.names: Field required"),
@@ -115,15 +106,18 @@ class TestFiles:
             load_suite("none.toml")
 
 
-def test_a_suite_that_no_context_fits(run: Run, model_folder: Path, text_file: Path, tmp_path: Path) -> None:
+def test_a_suite_that_no_context_fits(
+    run: Run, model_folder: Path, text_file: Path, tiny_tasks: Path, tmp_path: Path
+) -> None:
     """Its report is empty, and no other length is measured instead."""
-    content = "[perplexity]\ncontexts = [4096]\n[retrieval]\nlengths = [4096]\n"
-    content += "[fidelity]\ncontext = 4096\n[stress]\ncontext = 4096\n"
+    content = "[perplexity]\ncontexts = [4096]\n[fidelity]\ncontext = 4096\n[stress]\ncontext = 4096\n"
+    content += "[tasks]\nnames = ['tiny_choice']\nlengths = [4096]\n"
     (tmp_path / "long.toml").write_text(content, encoding="utf-8")
     common = ("-m", model_folder, "--device", "cpu", "-d", text_file, "--attn", "sdpa", "--out", tmp_path / "run")
-    result = run("suite", "--suite", tmp_path / "long.toml", *common)
+    options = ("--suite", tmp_path / "long.toml", "--include-path", tiny_tasks)
+    result = run("suite", *options, *common)
     assert result.exit_code == 0, result.output
-    for part in ("perplexity", "fidelity", "retrieval", "stress"):
+    for part in ("perplexity", "fidelity", "tasks", "stress"):
         assert f"{part} at 4,096 is skipped: the model has 512 positions" in result.stderr
     assert read_report(tmp_path / "run").sections == []
 
@@ -132,8 +126,8 @@ def test_a_suite_that_no_context_fits(run: Run, model_folder: Path, text_file: P
     ("content", "arguments", "message"),
     [
         ("[tasks]\nnames = ['x']", ["--max-windows", 1], "--max-windows: suite {} measures no perplexity or fidelity"),
-        ("[retrieval]", ["--limit", 1], "--limit: suite {} measures no tasks"),
-        ("[retrieval]", ["--batch-size", 1], "--batch-size: suite {} measures no tasks"),
+        ("[stress]", ["--limit", 1], "--limit: suite {} measures no tasks"),
+        ("[stress]", ["--batch-size", 1], "--batch-size: suite {} measures no tasks"),
     ],
 )
 def test_options_that_a_suite_cannot_use(
@@ -160,11 +154,10 @@ class TestRun:
         result = suite("--attn", "sdpa", "dma_mxfp:paper")
         assert result.exit_code == 0, result.output
         report = read_report(tmp_path / "run/results.json")
-        assert [section.context for section in report.perplexity] == [128, 256]
-        assert [len(part) for part in (report.fidelity, report.tasks, report.retrieval)] == [1, 1, 1]
+        assert [section.context for section in report.perplexity] == [128, 512]
+        assert [len(part) for part in (report.fidelity, report.tasks)] == [1, 1]
         assert report.tasks[0].batch_size == 3
         assert "perplexity at 4,096 is skipped: the model has 512 positions" in result.stderr
-        assert "retrieval at 1,024 is skipped" in result.stderr
 
     def test_the_copy_in_fp32_is_gone_after_its_part(
         self, suite: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -234,22 +227,22 @@ class TestRun:
     def test_failure_of_a_backend(self, suite: Run) -> None:
         result = suite("--attn", "sdpa", "dma_mxfp:paper")
         assert result.exit_code == 1
-        assert result.stderr.count("dma_mxfp:paper failed") == 5
+        assert result.stderr.count("dma_mxfp:paper failed") == 4
 
     def test_resumes_where_it_stopped(self, suite: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         attn = ("--attn", "sdpa", "dma_mxfp:balanced+int4")
-        with monkeypatch.context() as patch:
-            patch.setattr("dma_eval.run.measure_retrieval", mock.Mock(side_effect=TypeError))
-            assert suite(*attn).exit_code == 1  # as if it were cut off in the last part
+        stress = mock.Mock(side_effect=TypeError)  # as if the command were cut off in the last part
+        monkeypatch.setattr("dma_eval.run.measure_stress", stress)
+        (tmp_path / "mine.toml").write_text(f"{EVERYTHING}[stress]\ncontext = 128\n", encoding="utf-8")
+        assert suite(*attn).exit_code == 1
         before = read_report(tmp_path / "run/results.json")
         for name in ("perplexity._read_batch", "fidelity.in_fp32", "fidelity.head_errors", "fidelity._divergence"):
             monkeypatch.setattr(f"dma_eval.measures.{name}", lambda *_, **__: pytest.fail("measured again"))
         result = suite(*attn)
-        assert result.exit_code == 0, result.output
+        assert stress.call_count == 2
         assert result.stderr.count("taken from the folder") == 3 + 2  # perplexity twice, fidelity, and two task units
         after = read_report(tmp_path / "run/results.json")
         assert (after.perplexity, after.fidelity, after.tasks) == (before.perplexity, before.fidelity, before.tasks)
-        assert len(after.retrieval) == 1
 
     @pytest.mark.parametrize("error", [UserError("no room"), ValueError("no room"), torch.OutOfMemoryError("no room")])
     def test_failure_of_a_part(
@@ -262,15 +255,10 @@ class TestRun:
         monkeypatch.setattr("dma_eval.run.measure_perplexity", fail)
         result = suite("--attn", "sdpa")
         assert result.exit_code == 1
-        for part in ("perplexity, 128", "perplexity, 256", "fidelity"):
+        for part in ("perplexity, 128", "perplexity, 512", "fidelity"):
             assert f"Error: {part} failed: no room" in result.stderr
         report = read_report(tmp_path / "run/results.json")
-        assert [len(part) for part in (report.perplexity, report.fidelity, report.tasks, report.retrieval)] == [
-            0,
-            0,
-            1,
-            1,
-        ]
+        assert [len(part) for part in (report.perplexity, report.fidelity, report.tasks)] == [0, 0, 1]
         assert "Wrote results.json" in result.stdout
 
     def test_failures_are_tried_again(self, suite: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,7 +299,7 @@ class TestRun:
         one, two = (read_report(tmp_path / name / "results.json") for name in ("run", "two"))
         losses = [[each.nll for each in report.perplexity[0].backends] for report in (one, two)]
         assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-        assert [len(sections) for sections in (two.perplexity, two.fidelity, two.tasks, two.retrieval)] == [2, 1, 1, 1]
+        assert [len(sections) for sections in (two.perplexity, two.fidelity, two.tasks)] == [2, 1, 1]
         assert [each.mean_accuracy for each in two.tasks[0].backends] == [
             each.mean_accuracy for each in one.tasks[0].backends
         ]

@@ -60,7 +60,7 @@ NOT_RUN = {
 }
 """How many blocks of a page are not run, and why. What is not listed is run."""
 
-LONG = ("dma-hf fidelity", "dma-hf retrieval", "dma-hf stress")
+LONG = ("dma-hf fidelity", "dma-hf stress")
 """Commands that compute for half a minute and more, which ``-m exhaustive`` runs one by one.
 
 They need nothing of others but variables, and leave nothing. Tests of ``dma_eval`` run them on a tiny model.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dma_eval import config, console
-from dma_eval.config import REQUIRED, FidelityPart, PerplexityPart, RetrievalPart, StressPart, Suite, TasksPart, option
+from dma_eval.config import REQUIRED, FidelityPart, PerplexityPart, StressPart, Suite, TasksPart, option
 from dma_eval.errors import UserError
 from dma_eval.files import check_file, check_folder, write_json
 from dma_eval.load.hub import check_inputs
@@ -87,24 +87,6 @@ def lm_eval(args: config.QualityOptions, part: TasksPart, tasks: config.TaskFold
     return measure(args, Suite(name="lm-eval", tasks=part), include_path=tasks.include_path)
 
 
-def retrieval(args: config.QualityOptions, text: config.OptionalTextOptions, part: RetrievalPart) -> int:
-    """Test whether a model finds one passage of a long prompt, at several lengths and depths.
-
-    Every backend gets the same questions. Exit code 1 if a backend failed, 2 for invalid input.
-
-    Examples:
-    dma-hf retrieval -m meta-llama/Llama-3.2-1B --kind needle --data book.txt --lengths 4096 16384 65536 --out run
-    dma-hf retrieval -m ./model --kind kv --attn sdpa dma_mxfp:balanced dma_mxfp:fp4 --samples 20
-    """
-    if part.needs_text and text.data is None:
-        raise UserError("--data: needles are hidden in a text; name one")
-    if text.data is not None and not part.needs_text:
-        raise UserError("--data: key-value pairs need no text; leave it out, or add --kind needle")
-    if text.data is None and text != config.OptionalTextOptions():
-        raise UserError("--column: only with --data, which names the text")
-    return measure(args, Suite(name="retrieval", retrieval=part), text)
-
-
 def stress(args: config.AllPresetsOptions, text: config.TextOptions, part: StressPart) -> int:
     """Compare attention backends on copies of the model (twins) with larger outlier channels.
 
@@ -120,7 +102,7 @@ def stress(args: config.AllPresetsOptions, text: config.TextOptions, part: Stres
 
 
 def suite(args: SuiteOptions, text: config.OptionalTextOptions, tasks: config.TaskFolderOptions) -> int:
-    """Run all measurements of a suite: perplexity, fidelity, tasks, retrieval, stress.
+    """Run all measurements of a suite: perplexity, fidelity, tasks, stress.
 
     Results are written to --out after each part, and finished parts are not measured again. Under accelerate launch the
     processes split the samples of tasks. If a part fails, the error is reported and the other parts continue. Exit code

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from dma_kernels.numerics.formats import TILE
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from dma_hf.integrations.internals import CACHE_ARGUMENT
+from dma_hf.integrations.internals import CACHE_ARGUMENT, attention_name
 
 from .backends import Backend, in_chunks, is_hybrid, new_cache
 
 UNFUSED_STEP = 4096
 """Tokens that SDPA reads at once without a fused kernel, because it then holds all scores of a layer twice."""
+PROBE = "dma_eval_probe"
 
 
 def sdpa_is_unfused(model: PreTrainedModel, backend: Backend) -> bool:
@@ -114,6 +117,23 @@ class NonFiniteLogitsError(RuntimeError):
 def takes_last(model: PreTrainedModel) -> bool:
     """Return whether a model can compute the logits of the last positions only."""
     return "logits_to_keep" in inspect.signature(model.forward).parameters
+
+
+@contextmanager
+def probed(model: PreTrainedModel, attend: Callable[..., tuple[Tensor, None]]) -> Iterator[dict[str, Any]]:
+    """Let the layers of a model call ``attend``, with SDPA's masks, within a ``with`` block.
+
+    ``attend`` has the interface of Transformers' ``AttentionInterface``. The value of the block is the arguments of a
+    forward pass whose logits are not needed.
+    """
+    AttentionInterface.register(PROBE, attend)
+    AttentionMaskInterface.register(PROBE, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    before = attention_name(model.config)
+    try:
+        model.set_attn_implementation(PROBE)
+        yield {"use_cache": False} | ({"logits_to_keep": 1} if takes_last(model) else {})
+    finally:
+        model.set_attn_implementation(before)
 
 
 @torch.inference_mode()

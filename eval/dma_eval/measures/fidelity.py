@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import dma_hf
@@ -23,7 +22,7 @@ from dma_eval.config import FidelityPart, PerplexityPart
 from dma_eval.errors import UserError, one_line
 from dma_eval.load.backends import Backend, activate, in_chunks, needs_chunks
 from dma_eval.load.data import Text, Window
-from dma_eval.load.reading import common_prefix, continued, takes_last
+from dma_eval.load.reading import common_prefix, continued, probed
 from dma_eval.results import Divergence, FidelitySection, Generation, HeadErrors
 from dma_eval.session import Session
 from dma_hf.config import NAME as DMA
@@ -34,7 +33,6 @@ from .perplexity import compare, cut
 REFERENCE = Backend("sdpa, fp32", "sdpa")
 HORIZONS = (64, 256, 1024)
 """Numbers of generated tokens for which the share of equal tokens is reported, because errors accumulate."""
-PROBE = "dma_eval_probe"
 SHOWN_PROMPT_CHARACTERS = 300
 Array = NDArray[np.float64]
 
@@ -191,19 +189,13 @@ def head_errors(
             sums[place] = sums.get(place, 0) + _sums_of(output, reference, None if layer is None else layer.tiles)
         return reference, None
 
-    AttentionInterface.register(PROBE, probe)
-    AttentionMaskInterface.register(PROBE, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     try:
-        model.set_attn_implementation(PROBE)
-        options = {"logits_to_keep": 1} if takes_last(model) else {}
-        with torch.inference_mode():
+        with probed(model, probe) as options, torch.inference_mode():
             for ids in windows:
-                model(input_ids=ids[None].to(model.device), use_cache=False, **options)
+                model(input_ids=ids[None].to(model.device), **options)
                 session.progress.advance()
     except (ValueError, TypeError, RuntimeError, ImportError) as error:
         raise UserError(f"{type(model).__name__}: the heads cannot be measured: {one_line(error)}") from error
-    finally:
-        model.set_attn_implementation("sdpa")
     errors = []
     for backend in measured:
         totals = [sums[place] for place in sorted(sums) if place[0] == backend.label]

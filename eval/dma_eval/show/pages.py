@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import product
 from typing import Any
 
 import jinja2
 import numpy as np
+from numpy.typing import NDArray
 
 from dma_eval.names import SIMULATED, TILE, reads_cache
 from dma_eval.results import (
     FidelitySection,
+    HeadErrors,
     MetricResult,
     MetricValue,
     PerplexitySection,
-    RetrievalSection,
     StressSection,
     TaskSection,
     ThresholdStudy,
@@ -34,7 +34,6 @@ HELD = 43.0
 """Ratio of the largest channel's range to the median's up to which ``balanced`` loses almost nothing, for keys and
 queries. They are the ratios of ``keys x 8`` and ``queries x 8`` in ``benchmarks/quality``."""
 TOLERATED_GROWTH = 1.25  # of the KL by skipping, with which a backend keeps its quality
-RETRIEVAL_TITLES = {"needle": "Retrieval: a sentence in prose", "kv": "Retrieval: one pair of many"}
 
 
 @dataclass(frozen=True)
@@ -223,13 +222,24 @@ def _difference(value: MetricValue, metric: MetricResult) -> str:
 
 def fidelity_page(section: FidelitySection) -> Page:
     """Show fidelity: tokens, positions, worst heads, and where greedy continuations diverge."""
-    tables = [make_table(FIDELITY_COLUMNS, section.tokens.backends)]
-    reference, *others = section.tokens.backends
-    edges = section.tokens.position_edges
+    tokens = section.tokens
+    tables = [make_table(FIDELITY_COLUMNS, tokens.backends), _position_table(tokens)]
+    if section.heads:
+        tables.append(_head_table(section.heads))
+    skipping = {heads.label: np.array(heads.skipped) for heads in section.heads if heads.skipped is not None}
+    if skipping:
+        tables.append(_skipped_table(skipping, tokens.context))
+    if section.divergence:
+        tables.append(divergence_table(section))
+    return Page("Fidelity to SDPA in fp32", tables, _lines("fidelity", section), warnings(tokens))
+
+
+def _position_table(section: PerplexitySection) -> Table:
+    reference, *others = section.backends
+    results = {each.label: each for each in section.backends}
+    edges = section.position_edges
     parts = [part for part in np.array_split(np.arange(len(edges) - 1), BUCKETS) if len(part)]
-    positions = [f"{edges[part[0]]:,}–{edges[part[-1] + 1] - 1:,}" for part in parts]
     rows = []
-    results = {each.label: each for each in section.tokens.backends}
     for result in others:
         cells = [MISSING] * len(parts)
         base = results[result.reference or reference.label].position_nll
@@ -238,56 +248,49 @@ def fidelity_page(section: FidelitySection) -> Page:
             means = (change[part][np.isfinite(change[part])] for part in parts)  # nothing predicts the first token
             cells = [share(np.expm1(each.mean()) if len(each) else None, "+.2f") for each in means]
         rows.append([result.label, *cells])
-    tables.append(Table(("position", *positions), rows, "Change of perplexity by position in the window"))
-    if section.heads:
-        rows = []
-        for heads in section.heads:
-            errors = np.array(heads.relative_l1)
-            worst = np.argsort(errors, axis=None)[::-1][:WORST]
-            where = zip(*np.unravel_index(worst, errors.shape), strict=True)
-            listed = ", ".join(f"{layer}.{head} ({share(errors[layer, head])})" for layer, head in where)
-            middle, largest = share(float(np.median(errors)), ".3f"), share(errors.max())
-            rows.append([heads.label, middle, largest, f"{np.min(heads.cosine):.5f}", listed])
-        headers = ("backend", "median error", "largest", "least cosine", "worst heads: layer.head (error)")
-        caption = "Attention output by head: relative L1 error, each layer on SDPA's own inputs"
-        tables.append(Table(headers, rows, caption))
-    skipping = {heads.label: np.array(heads.skipped) for heads in section.heads if heads.skipped is not None}
-    if skipping:
-        rows = []
-        for label, shares in skipping.items():
-            layers = shares.mean(1)
-            ends = (f"{layer} ({share(layers[layer])})" for layer in (layers.argmin(), layers.argmax()))
-            rows.append([label, f"{section.tokens.context:,}", share(shares.mean()), *ends])
-        columns = ("backend", "tokens", "all layers", "least: layer", "most: layer")
-        tables.append(Table(columns, rows, "Share of low tiles skipped"))
-    if section.divergence:
-        horizons = list(section.divergence[0].equal_share)
-        rows = []
-        for each in section.divergence:
-            same, prompts = each.same_tokens, len(each.same_tokens)
-            whole = f"{same.count(section.new_tokens)} of {prompts}"
-            equal = (share(each.equal_share[n], ".1f") for n in horizons)
-            rows.append([each.label, f"{np.median(same):.0f}", str(min(same)), whole, *equal])
-        caption = (
-            f"Greedy continuations of {section.new_tokens:,} tokens after prompts of {section.prompt_tokens:,}: first "
-            "difference, and share of equal tokens"
-        )
-        lengths = [f"equal of {int(n):,}" for n in horizons]
-        tables.append(Table(("backend", "median first", "least", "identical", *lengths), rows, caption))
-    return Page("Fidelity to SDPA in fp32", tables, _lines("fidelity", section), warnings(section.tokens))
+    positions = (f"{edges[part[0]]:,}–{edges[part[-1] + 1] - 1:,}" for part in parts)
+    return Table(("position", *positions), rows, "Change of perplexity by position in the window")
 
 
-def retrieval_page(section: RetrievalSection) -> Page:
-    """Show retrieval: one row per backend and length, one column per depth."""
+def _head_table(found: Sequence[HeadErrors]) -> Table:
     rows = []
-    for backend, length in product(section.backends, section.lengths):
-        cells = {cell.depth: cell for cell in backend.cells if cell.length == length}
-        found = (f"{cells[d].correct}/{cells[d].samples}" if d in cells else MISSING for d in section.depths)
-        loss = f"{np.mean([cell.nll for cell in cells.values()]):.4f}" if cells else MISSING
-        rows.append([backend.label, f"{length:,}", *found, loss])
-    headers = ("backend", "tokens", *(f"depth {100 * depth:.0f} %" for depth in section.depths), "loss")
-    said = _lines("retrieval", section), _lines("retrieval_warnings", section)
-    return Page(RETRIEVAL_TITLES[section.kind], [Table(headers, rows)], *said)
+    for heads in found:
+        errors = np.array(heads.relative_l1)
+        worst = np.argsort(errors, axis=None)[::-1][:WORST]
+        where = zip(*np.unravel_index(worst, errors.shape), strict=True)
+        listed = ", ".join(f"{layer}.{head} ({share(errors[layer, head])})" for layer, head in where)
+        middle, largest = share(float(np.median(errors)), ".3f"), share(errors.max())
+        rows.append([heads.label, middle, largest, f"{np.min(heads.cosine):.5f}", listed])
+    headers = ("backend", "median error", "largest", "least cosine", "worst heads: layer.head (error)")
+    return Table(headers, rows, "Attention output by head: relative L1 error, each layer on SDPA's own inputs")
+
+
+def _skipped_table(found: Mapping[str, NDArray[np.float64]], context: int) -> Table:
+    """``found`` has the shares of each layer and head, ``[layers, heads]``, by backend."""
+    rows = []
+    for label, shares in found.items():
+        layers = shares.mean(1)
+        ends = (f"{layer} ({share(layers[layer])})" for layer in (layers.argmin(), layers.argmax()))
+        rows.append([label, f"{context:,}", share(shares.mean()), *ends])
+    columns = ("backend", "tokens", "all layers", "least: layer", "most: layer")
+    return Table(columns, rows, "Share of low tiles skipped")
+
+
+def divergence_table(section: FidelitySection) -> Table:
+    """Show where greedy continuations diverge from the reference's, and the share of equal tokens."""
+    horizons = list(section.divergence[0].equal_share)
+    rows = []
+    for each in section.divergence:
+        same, prompts = each.same_tokens, len(each.same_tokens)
+        whole = f"{same.count(section.new_tokens)} of {prompts}"
+        equal = (share(each.equal_share[n], ".1f") for n in horizons)
+        rows.append([each.label, f"{np.median(same):.0f}", str(min(same)), whole, *equal])
+    caption = (
+        f"Greedy continuations of {section.new_tokens:,} tokens after prompts of {section.prompt_tokens:,}: first "
+        "difference, and share of equal tokens"
+    )
+    lengths = [f"equal of {int(n):,}" for n in horizons]
+    return Table(("backend", "median first", "least", "identical", *lengths), rows, caption)
 
 
 def stress_page(section: StressSection) -> Page:
@@ -355,7 +358,6 @@ PAGES: dict[str, Callable[[Any], Page]] = {
     "perplexity": perplexity_page,
     "tasks": task_page,
     "fidelity": fidelity_page,
-    "retrieval": retrieval_page,
     "stress": stress_page,
 }
 """Functions that make a page, by the field of a report that holds such sections."""
