@@ -248,9 +248,10 @@ def first_token(file: str) -> pd.DataFrame:
 
 
 def interleaved(values: str, *files: str) -> pd.DataFrame:
-    """Medians in ms of ``scripts/measure_generate.py``, and their ratio to SDPA's."""
+    """Medians in ms of ``scripts/measure_generate.py``, and their ratio to SDPA's. Later files replace columns."""
     cells = {}
-    for row in (row for file in files for row in read(f"{file}.json")["results"]):
+    rows = [row for file in files for row in read(f"{file}.json")["results"]]
+    for row in sorted(rows, key=lambda row: (row["shape"], row["context"])):
         medians = {run: result[values][1] for run, result in row.items() if isinstance(result, dict)}
         case = f"{row['shape'].rsplit('-', 1)[1].upper()}, {row['context']:,} tokens"
         cells[case] = {run: f"{each:.1f} ms, {each / medians['sdpa']:.2f}x" for run, each in medians.items()}
