@@ -318,7 +318,7 @@ class Results:
 class Report(Results):
     """All results in one folder. Its own date, command, seed, environment and model are those of the last command."""
 
-    schema_version: Literal[10] = 10
+    schema_version: Literal[11] = 11
     model: ModelInfo
     perplexity: list[PerplexitySection] = field(default_factory=list)  # one section per text and context
     generations: list[Generation] = field(default_factory=list)  # continuations, if any
@@ -416,9 +416,7 @@ def read_report(path: Path) -> Report:
     path = path / RESULTS if path.is_dir() else path
     try:
         content = path.read_bytes()
-        values = json.loads(content, parse_constant=_refuse)
-        if isinstance(values, dict) and values.get("retrieval"):  # an empty list may be there, from earlier commits
-            raise ValueError("it has sections on retrieval, which is no longer measured")
+        json.loads(content, parse_constant=_refuse)
         return parse(Report, content)
     except OSError as error:
         raise UserError(f"cannot read the report {path}: {error.strerror}") from error
