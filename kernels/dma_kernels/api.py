@@ -150,7 +150,7 @@ class PreparedAttention:
         return None if needs_operator(_tensors_of(call)) else cls(call)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """Return the output for other tensors of the same shapes and dtypes, ``[B, Hq, Tq, Dv]``."""
+        """Return the output for other tensors of the same shapes and dtypes, ``[B, Hq, Tq, Dv]``, with any strides."""
         if self.kernel == "sdpa":
             return sdpa(query, key, value, self._call.scale)
         sinks = None if sinks is None else sinks.contiguous()
