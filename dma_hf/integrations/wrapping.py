@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Mapping
@@ -75,9 +76,12 @@ def wrap_name_check() -> None:
 
 
 def _wrap(owner: type, name: str, function: Callable[..., Any]) -> None:
-    """Wrap a method, unless it is wrapped already: ``function(method, self, ...)`` answers its calls."""
+    """Wrap a method, unless it is wrapped already: ``function(method, self, ...)`` answers its calls.
+
+    The copy of this package in a Hub kernel may have wrapped it since.
+    """
     method = getattr(owner, name)
-    if method.__module__ == __name__:
+    if inspect.unwrap(method, stop=lambda each: each.__module__ == __name__).__module__ == __name__:
         return
 
     @functools.wraps(method, assigned=("__name__", "__qualname__", "__doc__", "__annotations__"))
