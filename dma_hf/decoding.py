@@ -243,7 +243,7 @@ _graphs: weakref.WeakKeyDictionary[CacheLayerMixin, StepGraph] = weakref.WeakKey
 class StaticSteps:
     """The model as a call of ``generate`` runs its decoding steps over a cache that Transformers compiles.
 
-    Transformers lets the compiler replay CUDA graphs of its own. In each step the host then checks the guards of all
+    Transformers lets the compiler replay its own CUDA graphs. In each step the host then checks the guards of all
     modules and the addresses of all weights, and the GPU waits. Here the step is compiled without such graphs, and
     captured. A replay only checks the addresses of the cache.
 
