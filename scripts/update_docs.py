@@ -269,8 +269,8 @@ def under_load(*files: str) -> pd.DataFrame:
     prefix = show(frame["prefix_tokens"], ",.0f", " shared + ").where(frame["prefix_tokens"] > 0, "")
     cells = {"clients": show(frame["streams"], ".0f"), "prompt": prefix + show(frame["prompt_tokens"], ",.0f")}
     cells["new tokens/s"] = show(frame["tokens_per_second"], ",.0f")
-    for each, title in (("first_token_milliseconds", "first token"), ("between_tokens_milliseconds", "between tokens")):
-        times = (show(frame[each + end], ",.3g", " ms") for end in ("", "_p99"))
+    for each, title, form in (("first_token", "first token", ",.0f"), ("between_tokens", "between tokens", ",.1f")):
+        times = (show(frame[f"{each}_milliseconds{end}"], form, " ms") for end in ("", "_p99"))
         cells[f"{title}, median (99 %)"] = next(times) + " (" + next(times) + ")"
     cells["requests in time/s"] = show(frame["goodput"], ".1f")
     return pd.DataFrame(cells).rename_axis(index=None)
