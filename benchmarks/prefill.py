@@ -33,6 +33,7 @@ from dma_eval.load.models import load_model
 from dma_eval.names import DMA, check_yarn
 from dma_eval.show.pages import MISSING, Columns, Table, make_table, number, of
 from dma_kernels import attention, attention_with_lse
+from dma_kernels.numerics.formats import UNQUANTIZED
 from dma_kernels.numerics.geometry import AttentionGeometry
 from dma_kernels.prefill.config import select_compute_path
 from dma_kernels.prefill.plan import quantize_operands
@@ -101,6 +102,8 @@ def prepare(backend: Backend, inputs: Inputs) -> Prepared:
     if resolve_backend(on, query.device, query.dtype) != "triton":
         return Prepared(call)
     geometry = AttentionGeometry(key.shape[2], 0, 0, None, is_causal=inputs.is_causal)
+    if recipe.high == UNQUANTIZED and geometry.low_tiles(query.shape[2], recipe) == range(0):
+        return Prepared(call)  # nothing is quantized
     path = select_compute_path(recipe, device_arch(query.device), query.shape[3])
     return Prepared(call, lambda: quantize_operands(query, key, value, recipe, path, geometry))
 

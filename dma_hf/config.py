@@ -72,6 +72,7 @@ class DMAConfig(Recipe):
     """
 
     low: str = "mxint8"
+    exact_until: int = 1024
     shared_scale: str = "tile"
     smooth_k: bool = True
     rotate: bool = True
@@ -188,6 +189,7 @@ PRESETS: Mapping[str, DMAConfig] = MappingProxyType(
         "paper": DMAConfig(
             low="mxfp4",
             high="mxfp8",
+            exact_until=0,
             scale_rounding="floor",
             shared_scale="block",
             smooth_k=False,

@@ -49,6 +49,8 @@ def check_first_prompt(
     if min(query.shape[2], key.shape[2]) < TILE:
         return False
     recipe = call.settings.recipe
+    if key.shape[2] <= recipe.exact_until:  # no low tile
+        return False
     choice = recipe, call.settings.config.high_layers
     if not (recipe.query_low in FOUR_BITS or recipe.key_low in FOUR_BITS) or recipe.diagonal_tiles == EVERY_TILE:
         return False

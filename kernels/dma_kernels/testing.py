@@ -25,8 +25,9 @@ RECIPES = {
     "mxint8-block-floor": Recipe(low="mxint8", high="mxfp4", scale_rounding="floor", diagonal_tiles=2),
     "mxfp4-no-band": Recipe(low="mxfp4", high="mxint8", diagonal_tiles=0, sink_tiles=0),
     "mxfp8-wide-sink": Recipe(low="mxfp8", high="nvfp4", shared_scale="tile", diagonal_tiles=0, sink_tiles=2),
+    "mxint8-exact-start": Recipe(low="mxint8", shared_scale="tile", diagonal_tiles=0, exact_until=256, pv="fp8"),
 }
-"""Named recipes that together cover every format, scale sharing, rounding, transform and band width."""
+"""Named recipes that together cover every format, scale sharing, rounding, transform, band width and kind of start."""
 
 
 def mixed_magnitudes(*shape: int, seed: int, binades: int = 20, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -51,10 +51,13 @@ def hugging_face(loaded: LoadedModel) -> HFLM:
 
 @pytest.mark.parametrize("length", [1, 128, 384, 385, 700])
 @pytest.mark.parametrize(("diagonal", "sinks"), [(1, 1), (0, 2), (3, 0)])
-def test_low_keys_are_those_of_the_rule(length: int, diagonal: int, sinks: int) -> None:
+@pytest.mark.parametrize("exact_until", [None, 0, 512, 1024])
+def test_low_keys_are_those_of_the_rule(length: int, diagonal: int, sinks: int, exact_until: int | None) -> None:
+    """Reports of older configurations have no ``exact_until``."""
     query, key = torch.arange(length)[:, None] // 128, torch.arange(length) // 128
-    is_low = (key < query - diagonal) & (key >= sinks)
-    share = low_share([length, 1], {"diagonal_tiles": diagonal, "sink_tiles": sinks})
+    is_low = (key < query - diagonal) & (key >= sinks) & (query >= (exact_until or 0) // 128)
+    start = {} if exact_until is None else {"exact_until": exact_until}
+    share = low_share([length, 1], {"diagonal_tiles": diagonal, "sink_tiles": sinks} | start)
     assert share == int(is_low.sum()) / (length * (length + 1) // 2 + 1)
 
 

@@ -30,7 +30,7 @@ def build(families):
         window = {"sliding_window": WINDOW} if name in ("mistral", "gemma3") else {}
         model = families[name].build(implementation, **window)
         if implementation == "dma_mxfp":
-            dma_hf.configure(model, "balanced", cache=cache, **({"sink_tiles": 0} | changes))
+            dma_hf.configure(model, "balanced", cache=cache, **({"sink_tiles": 0, "exact_until": 0} | changes))
         return model
 
     return make
@@ -394,7 +394,7 @@ def test_hybrid_models_generate_the_same_tokens(kind, token_ids):
         config_class(**(SIZES | sizes)), attn_implementation="dma_mxfp"
     )
     model.eval()
-    dma_hf.configure(model, "balanced", cache="int8", sink_tiles=0)
+    dma_hf.configure(model, "balanced", cache="int8", sink_tiles=0, exact_until=0)
     cache = DMACache(model.config)
     assert sum(isinstance(layer, DMALayer) for layer in cache.layers) == PACKED[kind]
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}

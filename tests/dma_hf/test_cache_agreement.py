@@ -31,14 +31,14 @@ MODELS = {
     "mistral": ("mistral", {"sliding_window": 150}),
     "gemma3": ("gemma3", {"sliding_window": 100}),  # one layer per kind
 }
-SETTINGS = [*dma_hf.PRESETS, "balanced+int8", "balanced+int4", "paper+int4", "no band"]
+SETTINGS = [*dma_hf.PRESETS, "balanced+int8", "balanced+int4", "paper+int4", "no band", "exact start"]
 
 
 def _model(families, name, setting, **changes):
     family, sizes = MODELS[name]
     model = families[family].build("dma_mxfp", **sizes).double()
-    changes = {"sink_tiles": 0} | changes
-    if setting == "no band":
+    changes = {"sink_tiles": 0, "exact_until": 256 if setting == "exact start" else 0} | changes
+    if setting in ("no band", "exact start"):
         setting, changes = "balanced+int4", changes | {"diagonal_tiles": 0}
     if isinstance(setting, str):
         setting, _, cache = setting.partition("+")
@@ -125,7 +125,7 @@ def test_a_static_cache_equals_the_oracle(name, setting, families, token_ids, as
 def test_softcap_sinks_value_dims_and_chunks_equal_the_oracle(name, families, token_ids, assert_same):
     """In fp32. Llama 4 has chunks, Gemma 2 a softcap, GPT-OSS sink logits, MiMo another value dim."""
     model = families[name].build("dma_mxfp")
-    dma_hf.configure(model, "balanced", cache="int4", sink_tiles=0)
+    dma_hf.configure(model, "balanced", cache="int4", sink_tiles=0, exact_until=0)
     ids = token_ids(1, LENGTH)
     steps = [(0, 130), (130, 290), *((i, i + 1) for i in range(290, 300))]
     expected = expected_logits(model, ids, steps)

@@ -23,7 +23,7 @@ def fresh_compiler():
 def test_a_forward_pass_compiles_to_one_graph(name, families, token_ids, assert_same):
     """Also for a padded batch: the graph does not depend on mask values."""
     model = families[name].build("dma_mxfp")
-    dma_hf.configure(model, "balanced", sink_tiles=0)
+    dma_hf.configure(model, "balanced", sink_tiles=0, exact_until=0)
     ids = token_ids(2, LENGTH)
     mask = torch.ones_like(ids)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

@@ -14,7 +14,7 @@ from dma_hf import PRESETS, DMAConfig
 
 LENGTH = 600  # low tiles from token 384 on
 LAYERS = (0, 1)
-HIGH_0 = {"low": "mxfp4", "shared_scale": "block", "high_layers": (0,)}
+HIGH_0 = {"low": "mxfp4", "shared_scale": "block", "exact_until": 0, "high_layers": (0,)}
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def outputs_of_layers(model, ids, **options):
 def test_a_model_of_high_layers_alone_equals_ordinary_attention(name, families, token_ids, assert_same):
     reference, model = (families[name].build(each) for each in (families[name].reference, "dma_mxfp"))
     model.load_state_dict(reference.state_dict())
-    dma_hf.configure(model, "fp4", high_layers=range(model.config.num_hidden_layers))
+    dma_hf.configure(model, "fp4", exact_until=0, high_layers=range(model.config.num_hidden_layers))
     for cache in (True, False):
         assert_same(model(token_ids(2, LENGTH), use_cache=cache).logits, reference(token_ids(2, LENGTH)).logits)
 

@@ -25,7 +25,7 @@ def no_gradients() -> Iterator[None]:
 @pytest.fixture(params=["int8", "int4"])
 def model(request):
     model = FAMILIES["llama"].build("dma_mxfp").to("cuda", torch.bfloat16)
-    dma_hf.configure(model, "balanced", cache=request.param, backend="triton", sink_tiles=0)
+    dma_hf.configure(model, "balanced", cache=request.param, backend="triton", sink_tiles=0, exact_until=0)
     return model
 
 

@@ -14,9 +14,12 @@ from dma_kernels.testing import random_qkv, relative_error
 from kernel_choice import use_kernel
 from prefill_cases import (
     CASES,
+    EXACT_STARTS,
     RECIPES,
     SPARSE,
     Case,
+    assert_an_exact_start_has_no_low_tile,
+    assert_an_infinite_value_shows_where_the_exact_start_ends,
     assert_an_infinite_value_spreads_by_tile,
     assert_largest_fp16_values_stay_finite,
     assert_matches_reference,
@@ -34,6 +37,14 @@ def test_matches_the_reference(case: str, recipe: str, dtype: torch.dtype, reque
         # Where both channels of a pair are padding, its E5M2 numbers come from a register that was never written.
         request.applymarker(pytest.mark.xfail(reason="ptxas of Triton 3.8", strict=True))
     assert_matches_reference(CASES[case], RECIPES[recipe], dtype, "cuda")
+
+
+@pytest.mark.parametrize("recipe", ["balanced", "int8-pv16", "paper", "nvfp4", "identity"])
+@pytest.mark.parametrize("case", EXACT_STARTS)
+def test_exact_starts_match_the_reference(case: str, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_kernel(monkeypatch, PortableConfig)
+    assert_an_exact_start_has_no_low_tile(EXACT_STARTS[case], RECIPES[recipe], torch.bfloat16, "cuda")
+    forget_plans()
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
@@ -66,6 +77,7 @@ def test_infinities_and_the_largest_fp16_values_match_the_reference(
     use_kernel(monkeypatch, kernel)
     assert_largest_fp16_values_stay_finite("triton", "cuda")
     assert_an_infinite_value_spreads_by_tile("triton", "cuda")
+    assert_an_infinite_value_shows_where_the_exact_start_ends("triton", "cuda")
 
 
 def test_every_output_is_written() -> None:

@@ -18,7 +18,16 @@ from dma_kernels.prefill.plan import forget_plans
 from dma_kernels.runtime.reports import kernel_reports
 from dma_kernels.testing import random_qkv, relative_error
 from kernel_choice import use_kernel
-from prefill_cases import MASKED, RECIPES, SPARSE, Case, assert_matches_reference, assert_skips_as_the_reference
+from prefill_cases import (
+    EXACT_STARTS,
+    MASKED,
+    RECIPES,
+    SPARSE,
+    Case,
+    assert_an_exact_start_has_no_low_tile,
+    assert_matches_reference,
+    assert_skips_as_the_reference,
+)
 from torch import Tensor
 
 
@@ -245,6 +254,20 @@ def test_diagonal_and_sink_tiles_match_the_portable_kernel(
     torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.parametrize("recipe", ["balanced", "int8-pv16", "paper", "nvfp4-keys"])
+@pytest.mark.parametrize("case", [name for name in EXACT_STARTS if name != "below"])
+def test_exact_starts_match_the_reference(case: str, recipe: str, launches: list[str]) -> None:
+    assert_an_exact_start_has_no_low_tile(EXACT_STARTS[case], RECIPES[recipe], torch.bfloat16, "cuda")
+    assert launches
+
+
+@pytest.mark.parametrize("recipe", ["balanced", "int8-pv16", "paper", "nvfp4-keys"])
+@pytest.mark.parametrize("case", [name for name in EXACT_STARTS if name != "below"])
+def test_exact_starts_of_short_calls_match_the_reference(case: str, recipe: str, short_launches: list[str]) -> None:
+    assert_an_exact_start_has_no_low_tile(EXACT_STARTS[case], RECIPES[recipe], torch.bfloat16, "cuda")
+    assert short_launches
+
+
 @pytest.mark.parametrize("recipe", ["int8", "fp4", "nvfp4-keys"])
 def test_fp16_and_transposed_views_match_the_reference(recipe: str, launches: list[str]) -> None:
     assert_matches_reference(SHAPES["odd"], RECIPES[recipe], torch.float16, "cuda")
@@ -394,6 +417,20 @@ def test_a_nan_query_makes_only_its_own_row_nan(recipe: str, short_launches: lis
 def test_long_calls_skip_the_tiles_that_the_reference_skips(case: str, recipe: str, launches: list[str]) -> None:
     assert_skips_as_the_reference(SPARSE[case], RECIPES[recipe], torch.bfloat16, "cuda")
     assert launches
+
+
+@pytest.mark.parametrize("case", SPARSE)
+def test_long_calls_skip_no_tile_of_an_exact_start(case: str, launches: list[str]) -> None:
+    recipe = replace(RECIPES["balanced"], exact_until=640)
+    assert_skips_as_the_reference(SPARSE[case], recipe, torch.bfloat16, "cuda")
+    assert launches
+
+
+@pytest.mark.parametrize("case", SPARSE)
+def test_short_calls_skip_no_tile_of_an_exact_start(case: str, short_launches: list[str]) -> None:
+    recipe = replace(RECIPES["balanced"], exact_until=640)
+    assert_skips_as_the_reference(SPARSE[case], recipe, torch.bfloat16, "cuda")
+    assert short_launches
 
 
 @pytest.mark.parametrize("head_dim", [64, 256])

@@ -132,6 +132,6 @@ def test_keys_that_4_bits_cannot_represent_are_warned_of(preset):
         projection.weight *= 30.0
     attention.k_proj.bias[3] = 100.0
     model = model.cuda().bfloat16()
-    dma_hf.configure(model, preset)
+    dma_hf.configure(model, preset, exact_until=0)
     with pytest.warns(UserWarning, match="cannot represent the keys of this model in 4 bits"):
         model(_ids(1, LENGTH))

@@ -95,7 +95,7 @@ def _oracle(
                     keys[row, :, coded] = _through_cache(key[row], first, are_keys=True)[:, coded]
                     values[row, :, coded] = _through_cache(value[row], first, are_keys=False)[:, coded]
         visible = torch.stack((padding, torch.full_like(padding, end)), 1)
-        hidden = {} if mask is None else {"mask": mask[:, :, start:end, :end], "is_causal": False}
+        hidden = {} if mask is None else {"mask": mask[:, :, start:end, :end]}
         recipe = EXACT if number else Plan.config.recipe
         out = attention(
             query[:, :, start:end], keys, values, recipe, scale=scaling, softcap=softcap, sinks=s_aux,

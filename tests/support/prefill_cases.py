@@ -9,7 +9,7 @@ import torch
 from dma_kernels import Recipe, attention_with_lse
 from dma_kernels.numerics.call import AttentionCall
 from dma_kernels.numerics.formats import TILE
-from dma_kernels.testing import assert_bits_equal, random_qkv, relative_error
+from dma_kernels.testing import assert_as_accurate, assert_bits_equal, random_qkv, relative_error
 from torch import Tensor
 
 RECIPES = {
@@ -199,6 +199,30 @@ MASKED = {
 }  # fmt: skip
 """Calls with masks beyond causality and windows."""
 
+EXACT_STARTS = {
+    name: Case(**{"q_len": 600, "kv_len": 600, "head_dim": 128} | changes)
+    for name, changes in {
+        "prompt": {"q_heads": 4, "kv_heads": 2},
+        "chunk": {"q_len": 300, "kv_len": 500, "options": {"q_offset": 200}},
+        "inside-a-tile": {"q_len": 300, "kv_len": 470, "options": {"q_offset": 183, "kv_offset": 13}},
+        "below": {"q_len": 200, "kv_len": 380},
+        "above": {"q_len": 200, "kv_len": 700},
+        "window": {"options": {"window": 300}},
+        "left-padded": {
+            "batch": 2,
+            "tensors": {"kv_range": [[145, 600], [0, 600]], "kv_offset": [-145, 0], "q_offset": [-145, 0]},
+        },
+        "mask": {"tensors": {"mask": _pattern(1, 2, 600, 600)}},
+        "bidirectional": {"options": {"is_causal": False}},
+    }.items()
+}
+"""Calls on both sides of position 384, from which :func:`with_exact_start` has low tiles."""
+
+
+def with_exact_start(recipe: Recipe) -> Recipe:
+    """Return a recipe without low tiles below position 384, and with many from there on."""
+    return replace(recipe, exact_until=384, diagonal_tiles=0)
+
 
 def assert_matches_reference(
     case: Case,
@@ -251,6 +275,37 @@ def assert_an_infinite_value_spreads_by_tile(backend: str, device: str) -> None:
     query, key, value = Case(q_len=500, kv_len=500).inputs(torch.float16, device)
     value[:, :, 130, 3] = torch.inf
     out = attention_with_lse(query, key, value, Recipe(low="mxint8", pv="fp8", shared_scale="tile"), backend=backend)[0]
+    assert out[:, :, :128, 3].isfinite().all()
+    assert (out[:, :, 130:384, 3] == torch.inf).all()
+    assert out[:, :, 384:, 3].isnan().all()
+    out[..., 3] = 0.0
+    assert out.isfinite().all()
+
+
+def assert_an_exact_start_has_no_low_tile(case: Case, recipe: Recipe, dtype: torch.dtype, device: str) -> None:
+    """Run a call of :data:`EXACT_STARTS`: rows below position 384 are exact to rounding."""
+    recipe = with_exact_start(recipe)
+    assert_matches_reference(case, recipe, dtype, device)
+    if not case.options.get("is_causal", True) or recipe.high != "bf16":
+        return
+    out, _ = case.call(recipe, "triton", dtype, device)
+    rounded, _ = case.call(RECIPES["identity"], "reference", dtype, device)
+    exact, _ = case.call(RECIPES["identity"], "reference", torch.float64, device)
+    first = case.options.get("q_offset", case.tensors.get("q_offset", case.kv_len - case.q_len))
+    position = torch.as_tensor(first, device=device).view(-1, 1) + torch.arange(case.q_len, device=device)
+    starts = (position < 384).expand(case.batch, -1)
+    if not starts.any():
+        return
+    ours, plain, exact = (x.transpose(1, 2)[starts] for x in (out, rounded, exact))
+    assert_as_accurate(ours, plain, exact)
+
+
+def assert_an_infinite_value_shows_where_the_exact_start_ends(backend: str, device: str) -> None:
+    """Rows below position 384, whose tiles are high, get the infinity; those from there on get NaN, as in FP8."""
+    query, key, value = Case(q_len=500, kv_len=500).inputs(torch.float16, device)
+    value[:, :, 130, 3] = torch.inf
+    recipe = Recipe(low="mxint8", pv="fp8", shared_scale="tile", diagonal_tiles=0, exact_until=384)
+    out = attention_with_lse(query, key, value, recipe, backend=backend)[0]
     assert out[:, :, :128, 3].isfinite().all()
     assert (out[:, :, 130:384, 3] == torch.inf).all()
     assert out[:, :, 384:, 3].isnan().all()

@@ -17,6 +17,7 @@ _ROWS = tl.constexpr(32)
 # The interpreter runs plain Python as it is.
 attended_start = tile_ranges.attended_start if IS_INTERPRETED else triton.jit(tile_ranges.attended_start)
 attended_stop = tile_ranges.attended_stop if IS_INTERPRETED else triton.jit(tile_ranges.attended_stop)
+first_band_tile = tile_ranges.first_band_tile if IS_INTERPRETED else triton.jit(tile_ranges.first_band_tile)
 
 
 class Rows(NamedTuple):

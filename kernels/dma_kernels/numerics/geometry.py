@@ -11,7 +11,8 @@ from torch import Tensor
 
 from .call import AttentionCall, of_four_dimensions
 from .formats import MAX_POSITION, TILE, TILE_SHIFT
-from .tile_ranges import attended_start, attended_stop, low_ranges
+from .recipe import Recipe
+from .tile_ranges import attended_start, attended_stop, first_band_tile, low_ranges
 
 LOG2_E = math.log2(math.e)
 SKIP_BLOCK = 64
@@ -92,7 +93,7 @@ class AttentionGeometry:
         before = alignment - 1 if self.seq_info is not None else self.q_offset % alignment
         return -(-(before + q_len) // size)
 
-    def low_tiles(self, q_len: int, diagonal_tiles: int, sink_tiles: int) -> range | None:
+    def low_tiles(self, q_len: int, recipe: Recipe) -> range | None:
         """Return the range of tiles that are low for some query, counted from the tile of key 0.
 
         ``None`` means all of them, because offsets are read on the device. Queries are rounded out to whole tiles for
@@ -103,9 +104,11 @@ class AttentionGeometry:
         first_query, last_query = self.q_offset // TILE, (self.q_offset + q_len - 1) // TILE
         start = attended_start(first_query * TILE, self.kv_offset, self.window, self.is_causal)
         stop = attended_stop((last_query + 1) * TILE - 1, self.kv_offset + self.kv_len, self.window, self.is_causal)
+        diagonal_tiles, exact_tiles = recipe.diagonal_tiles, recipe.exact_tiles(is_causal=self.is_causal)
         before_start, before_stop, after_start, after_stop = low_ranges(
-            first_query, last_query, start, stop, diagonal_tiles, sink_tiles, TILE_SHIFT, self.is_causal
-        )
+            first_query, first_band_tile(last_query, diagonal_tiles, exact_tiles), start, stop, diagonal_tiles,
+            recipe.sink_tiles, TILE_SHIFT, self.is_causal,
+        )  # fmt: skip
         before, after = range(before_start, before_stop), range(after_start, after_stop)
         tiles = range(before_start, after_stop) if before and after else before or after
         origin = self.kv_offset // TILE

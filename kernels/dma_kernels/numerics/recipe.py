@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from .formats import FORMAT_NAMES, MAX_BAND_TILES, UNQUANTIZED, ScaleRounding, SharedScale
+from .formats import FORMAT_NAMES, MAX_BAND_TILES, TILE, UNQUANTIZED, ScaleRounding, SharedScale
 
 PV_FORMATS = ("bf16", "fp8")
 
@@ -16,8 +16,9 @@ class Recipe:
     """Numerics of diagonal-tiled mixed-precision attention (arXiv 2604.03950).
 
     Tiles have 128 positions. A key tile ``J`` is *high* for a query tile ``I`` if ``I - diagonal_tiles <= J <= I``
-    (bidirectional: ``|I - J| <= diagonal_tiles``) or ``J < sink_tiles``. All other visible tiles are *low*. Short calls
-    have no low tiles (:attr:`~dma_kernels.numerics.call.AttentionCall.is_short`).
+    (bidirectional: ``|I - J| <= diagonal_tiles``) or ``J < sink_tiles``. All other visible tiles are *low*. Causal
+    queries at positions below ``exact_until`` have no low tiles. Nor have short calls
+    (:attr:`~dma_kernels.numerics.call.AttentionCall.is_short`).
 
     Attributes:
         low: Format of queries and keys in low tiles: ``bf16``, ``mxfp8``, ``mxint8``, ``mxfp4`` or ``nvfp4``.
@@ -26,6 +27,8 @@ class Recipe:
         high: Format of queries and keys in high tiles.
         diagonal_tiles: Number of high tiles before the query's own.
         sink_tiles: Number of high tiles at the start of the sequence.
+        exact_until: Position before which causal queries have no low tiles, a multiple of 128. With 0 every query may
+            have them. Bidirectional calls ignore it.
         scale_rounding: ``floor``, ``ceil`` or ``search``, see :class:`~dma_kernels.numerics.formats.ScaleRounding`.
         shared_scale: Which blocks of low tiles share an E8M0 scale: ``block``, ``row`` or ``tile``, see
             :class:`~dma_kernels.numerics.formats.SharedScale`. High tiles always have block scales.
@@ -48,6 +51,7 @@ class Recipe:
     high: str = "bf16"
     diagonal_tiles: int = 1
     sink_tiles: int = 1
+    exact_until: int = 0
     scale_rounding: str = ScaleRounding.CEIL.value
     shared_scale: str = SharedScale.BLOCK.value
     smooth_k: bool = False
@@ -64,12 +68,16 @@ class Recipe:
         _check_choice("scale_rounding", self.scale_rounding, tuple(ScaleRounding))
         _check_choice("shared_scale", self.shared_scale, tuple(SharedScale))
         _check_choice("pv", self.pv, PV_FORMATS)
-        for name in ("diagonal_tiles", "sink_tiles"):
+        for name, unit in (("diagonal_tiles", 1), ("sink_tiles", 1), ("exact_until", TILE)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ValueError(f"{name} must be an integer of at least 0, got {value!r}")
-            if value > MAX_BAND_TILES:
-                raise ValueError(f"{name} must be at most 2**20 = {MAX_BAND_TILES}, for every tile; got {value}")
+            limit = MAX_BAND_TILES * unit
+            if value > limit:
+                exponent = limit.bit_length() - 1
+                raise ValueError(f"{name} must be at most 2**{exponent} = {limit}, for every tile; got {value}")
+            if value % unit:
+                raise ValueError(f"{name} must be a multiple of {unit}, the positions of a tile; got {value}")
         for name in ("smooth_k", "rotate"):
             value = getattr(self, name)
             if not isinstance(value, bool):
@@ -94,6 +102,10 @@ class Recipe:
     def query_shared_scale(self) -> str:
         """``shared_scale`` of queries in low tiles: if the keys of a tile share a scale, each query has its own."""
         return str(SharedScale.BLOCK if self.shared_scale == SharedScale.BLOCK else SharedScale.ROW)
+
+    def exact_tiles(self, *, is_causal: bool) -> int:
+        """Return the number of query tiles at the start of the sequence that have no low tiles."""
+        return self.exact_until // TILE if is_causal else 0
 
     @property
     def is_uniform(self) -> bool:

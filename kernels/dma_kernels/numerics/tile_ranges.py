@@ -29,16 +29,25 @@ def attended_stop(query, stop, window, is_causal):
     return stop
 
 
-def high_ranges(q_tile, last_q_tile, start, stop, diagonal_tiles, sink_tiles, shift, tile_shift, is_causal):
+def first_band_tile(q_tile, diagonal_tiles, exact_tiles):
+    # type: (int, int, int) -> int
+    """Return the first tile of a query tile's band: 0 for the ``exact_tiles`` at the start, which have no low tiles.
+
+    Tiles before 0 are sinks.
+    """
+    return (q_tile - diagonal_tiles) * (q_tile >= exact_tiles)
+
+
+def high_ranges(band_tile, last_q_tile, start, stop, diagonal_tiles, sink_tiles, shift, tile_shift, is_causal):
     # type: (int, int, int, int, int, int, int, int, bool) -> tuple[int, int, int, int]
     """Return the blocks of ``2 ** shift`` keys in tiles that are high for some query: the sinks, then the band.
 
     Args:
-        q_tile: Tile of the first query.
-        last_q_tile: Tile of the last one.
+        band_tile: First tile of the first query's band.
+        last_q_tile: Tile of the last query.
         start: First position of the union range of the queries.
-        stop: Position after the last one.
-        diagonal_tiles: High tiles on each side of the query's own.
+        stop: Position after its last one.
+        diagonal_tiles: High tiles after the query's own in bidirectional calls.
         sink_tiles: High tiles at the start of the sequence.
         shift: Binary logarithm of the keys of a block.
         tile_shift: Binary logarithm of the keys of a tile.
@@ -52,20 +61,21 @@ def high_ranges(q_tile, last_q_tile, start, stop, diagonal_tiles, sink_tiles, sh
     blocks = 1 << (tile_shift - shift)
     sinks_start = start >> shift
     sinks_stop = max(min(blocks * sink_tiles, last), sinks_start)
-    band_start = max(max(blocks * (q_tile - diagonal_tiles), blocks * sink_tiles), sinks_start)
+    band_start = max(max(blocks * band_tile, blocks * sink_tiles), sinks_start)
     band_stop = max(min(blocks * (last_q_tile + reach + 1), last), band_start)
     return sinks_start, sinks_stop, band_start, band_stop
 
 
-def low_ranges(q_tile, last_q_tile, start, stop, diagonal_tiles, sink_tiles, tile_shift, is_causal):
+def low_ranges(q_tile, last_band_tile, start, stop, diagonal_tiles, sink_tiles, tile_shift, is_causal):
     # type: (int, int, int, int, int, int, int, bool) -> tuple[int, int, int, int]
     """Return the tiles that are low for some query: start and stop before the band, then after it.
 
-    Arguments are those of :func:`high_ranges`.
+    ``q_tile`` is the tile of the first query, ``last_band_tile`` the first tile of the last query's band. Others are
+    those of :func:`high_ranges`.
     """
     last = (stop + (1 << tile_shift) - 1) >> tile_shift
     before_start = max(start >> tile_shift, sink_tiles)
-    before_stop = max(min(last_q_tile - diagonal_tiles, last), before_start)
+    before_stop = max(min(last_band_tile, last), before_start)
     after_start, after_stop = before_stop, before_stop
     if not is_causal:
         after_start = max(q_tile + diagonal_tiles + 1, before_start)

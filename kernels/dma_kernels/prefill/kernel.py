@@ -23,6 +23,7 @@ from ..device.tiles import (
     Rows,
     attended_start,
     attended_stop,
+    first_band_tile,
     head_rows,
     load_in_range,
     load_positions,
@@ -316,7 +317,7 @@ def _store(
 @triton.jit(
     do_not_specialize=[
         "q_offset", "kv_offset", "q_len", "kv_len", "k_len", "v_low_len", "storage_len", "blocks", "swizzle_group",
-        "kv_rows", "window", "diagonal_tiles", "sink_tiles",
+        "kv_rows", "window", "diagonal_tiles", "sink_tiles", "exact_tiles",
     ],
 )  # fmt: skip
 def prefill_kernel(
@@ -324,7 +325,7 @@ def prefill_kernel(
     k_descale_ptr, k_low_descale_ptr, v_descale_ptr, q_global_scale_ptr, mean_ptr,
     k_desc, v_desc, k_low_desc, v_low_desc, lse_ptr, sinks_ptr, tile_counts_ptr, seq_info_ptr,
     q_offset, kv_offset, q_len, kv_len, k_len, v_low_len, storage_len, blocks, swizzle_group, kv_rows,
-    window, diagonal_tiles, sink_tiles, softcap, logit_scale, skip_threshold, CONFIG: tl.constexpr,
+    window, diagonal_tiles, sink_tiles, exact_tiles, softcap, logit_scale, skip_threshold, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Compute attention for a block of ``BLOCK_M`` query positions of one head.
 
@@ -346,6 +347,7 @@ def prefill_kernel(
     - ``seq_info_ptr``: int32 ``[B, 4]``, which replaces ``q_offset`` and ``kv_offset``, the positions of query 0 and
       key 0 (:class:`~dma_kernels.numerics.geometry.AttentionGeometry`).
     - ``k_len``, ``v_low_len``, ``storage_len``: rows of ``key``, of low values and of tile-padded storage.
+    - ``exact_tiles``: query tiles at the start of the sequence that have no low tiles.
     - ``blocks``: CTAs per query head; ``swizzle_group``, ``kv_rows``: kv heads per L2 swizzle group, and of all rows.
     - ``softcap``, ``logit_scale``, ``skip_threshold``: in base 2, or ``None``.
     - ``CONFIG``: :class:`~.constants.PortableConstants`.
@@ -407,7 +409,7 @@ def prefill_kernel(
     aligned_start = (k_start >> TILE_SHIFT) << TILE_SHIFT
     tile_start = (block_start >> TILE_SHIFT) << TILE_SHIFT
     sink_end = sink_tiles * TILE
-    band_start = tile_start - diagonal_tiles * TILE
+    band_start = first_band_tile(tile_start >> TILE_SHIFT, diagonal_tiles, exact_tiles) * TILE
     band_end = tile_start + (diagonal_tiles + 1) * TILE
     q_rows = head_rows(query, i_b, i_h)
     mask_base = mask.ptr

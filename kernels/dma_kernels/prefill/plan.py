@@ -101,7 +101,7 @@ def _plan_prefill(call: AttentionCall) -> AttentionPlan:
     info = TensorLayout.dense((call.key.shape[0], 4), torch.int32, device) if has_info else None
     geometry = AttentionGeometry.of(call, info)
     recipe = call.recipe
-    if geometry.low_tiles(q_len, recipe.diagonal_tiles, recipe.sink_tiles) == range(0):
+    if geometry.low_tiles(q_len, recipe) == range(0):
         recipe = recipe.of_high_tiles
     arch = chip.device_arch(device)
     path = select_compute_path(recipe, arch, max(call.query.shape[3], call.value.shape[3]))
@@ -187,7 +187,7 @@ def _suits_sdpa(call: AttentionCall) -> bool:
     if q_len != kv_len or last != kv_len - 1 or call.recipe.high != UNQUANTIZED:
         return False
     geometry = AttentionGeometry.of(call)
-    return geometry.low_tiles(q_len, call.recipe.diagonal_tiles, call.recipe.sink_tiles) == range(0)
+    return geometry.low_tiles(q_len, call.recipe) == range(0)
 
 
 def _plan_short(call: AttentionCall) -> AttentionPlan:
@@ -241,7 +241,7 @@ def quantize_operands(
         path,
         kv_offset=geometry.kv_offset,
         seq_info=geometry.seq_info,
-        low_tiles=geometry.low_tiles(query.shape[2], recipe.diagonal_tiles, recipe.sink_tiles),
+        low_tiles=geometry.low_tiles(query.shape[2], recipe),
     )
     global_scale = query_global_scale(query, recipe)
     return operands if global_scale is None else replace(operands, query_global_scale=global_scale)

@@ -81,6 +81,6 @@ def launch(inputs: AttentionInputs) -> None:
         geometry.q_offset, geometry.kv_offset, q_len, geometry.kv_len,
         high.key.shape[2], low.value.shape[2], storage_len, blocks,
         inputs.swizzle_group, inputs.kv_rows,
-        geometry.window, recipe.diagonal_tiles, recipe.sink_tiles,
+        geometry.window, recipe.diagonal_tiles, recipe.sink_tiles, recipe.exact_tiles(is_causal=geometry.is_causal),
         inputs.softcap, inputs.logit_scale, inputs.skip_threshold, **options,
     )  # fmt: skip

@@ -18,7 +18,7 @@ from ..numerics.formats import P_SCALE, TILE, TILE_SHIFT, UNQUANTIZED
 from ..numerics.geometry import SKIP_BLOCK, AttentionGeometry
 from ..numerics.quantize import to_e4m3
 from ..numerics.recipe import Recipe
-from ..numerics.tile_ranges import attended_start, attended_stop, high_ranges
+from ..numerics.tile_ranges import attended_start, attended_stop, first_band_tile, high_ranges
 from .operands import PreparedOperands, prepare_operands
 from .skipping import is_high_tile, skip_tiles
 
@@ -267,12 +267,14 @@ def _high_parts(problem: _Problem, block: slice, columns: slice, q_pos: Tensor, 
 
 def _high_columns(problem: _Problem, block: slice, columns: slice) -> Iterator[slice]:
     """Yield disjoint slices of ``columns`` that hold every key that is high for some of these queries."""
-    recipe = problem.recipe
+    recipe, is_causal = problem.recipe, problem.geometry.is_causal
+    exact_tiles = recipe.exact_tiles(is_causal=is_causal)
     ranges = []
     for q, k in problem.host_offsets:
         found = high_ranges(
-            (q + block.start) // TILE, (q + block.stop - 1) // TILE, columns.start + k, columns.stop + k,
-            recipe.diagonal_tiles, recipe.sink_tiles, 0, TILE_SHIFT, problem.geometry.is_causal,
+            first_band_tile((q + block.start) // TILE, recipe.diagonal_tiles, exact_tiles),
+            (q + block.stop - 1) // TILE, columns.start + k, columns.stop + k,
+            recipe.diagonal_tiles, recipe.sink_tiles, 0, TILE_SHIFT, is_causal,
         )  # fmt: skip
         ranges.append([position - k for position in found])
     sinks_start, _, band_start, _ = map(min, zip(*ranges, strict=True))

@@ -11,12 +11,14 @@ from torch.nn import functional as F
 from ..numerics.formats import TILE
 from ..numerics.geometry import SKIP_BLOCK
 from ..numerics.recipe import Recipe
+from ..numerics.tile_ranges import first_band_tile
 
 
 def is_high_tile(q_tile: Tensor, k_tile: Tensor, recipe: Recipe, *, is_causal: bool) -> Tensor:
     """Return where key tiles are high for query tiles; both are integer and broadcast against each other."""
     last = q_tile if is_causal else q_tile + recipe.diagonal_tiles
-    return ((k_tile >= q_tile - recipe.diagonal_tiles) & (k_tile <= last)) | (k_tile < recipe.sink_tiles)
+    first = first_band_tile(q_tile, recipe.diagonal_tiles, recipe.exact_tiles(is_causal=is_causal))
+    return ((k_tile >= first) & (k_tile <= last)) | (k_tile < recipe.sink_tiles)
 
 
 def skip_tiles(

@@ -42,14 +42,19 @@ POSITIONS = st.integers(-300, 700)
 
 
 def low_tiles(
-    geometry: AttentionGeometry, queries: range, diagonal_tiles: int, sink_tiles: int, window: int | None
+    geometry: AttentionGeometry,
+    queries: range,
+    diagonal_tiles: int,
+    sink_tiles: int,
+    exact_until: int,
+    window: int | None,
 ) -> set[int]:
     """Return the tiles, counted from key 0's, with a key that some query reads in low precision."""
     query = torch.tensor(queries)[:, None]
     key = torch.arange(geometry.kv_offset, geometry.kv_offset + geometry.kv_len)
     distance, tiles = query - key, query // TILE - key // TILE
     if geometry.is_causal:
-        is_visible, is_high = distance >= 0, (tiles >= 0) & (tiles <= diagonal_tiles)
+        is_visible, is_high = distance >= 0, (tiles >= 0) & ((tiles <= diagonal_tiles) | (query < exact_until))
     else:
         is_visible, is_high = distance.abs() >= 0, tiles.abs() <= diagonal_tiles
     if window is not None:
@@ -61,17 +66,20 @@ def low_tiles(
 @given(
     q_len=st.integers(1, 500), kv_len=st.integers(1, 900), q_offset=POSITIONS, kv_offset=POSITIONS,
     is_causal=st.booleans(), window=st.none() | st.integers(1, 600),
-    diagonal_tiles=st.integers(0, 3), sink_tiles=st.integers(0, 2),
+    diagonal_tiles=st.integers(0, 3), sink_tiles=st.integers(0, 2), exact_tiles=st.integers(0, 6),
 )  # fmt: skip
-@example(1024, 1024, 0, 0, True, None, 1, 1)
-@example(150, 900, 750, 0, True, 333, 1, 1)
+@example(1024, 1024, 0, 0, True, None, 1, 1, 0)
+@example(1024, 1024, 0, 0, True, None, 1, 1, 8)
+@example(1025, 1025, 0, 0, True, None, 1, 1, 8)
+@example(150, 900, 750, 0, True, 333, 1, 1, 0)
 def test_low_tiles_follow_the_rule(
     q_len: int, kv_len: int, q_offset: int, kv_offset: int, is_causal: bool, window: int | None,
-    diagonal_tiles: int, sink_tiles: int,
+    diagonal_tiles: int, sink_tiles: int, exact_tiles: int,
 ) -> None:  # fmt: skip
     geometry = AttentionGeometry(kv_len, q_offset, kv_offset, None, is_causal=is_causal, window=window, mask=None)
-    band = diagonal_tiles, sink_tiles
-    found = geometry.low_tiles(q_len, *band)
+    band = diagonal_tiles, sink_tiles, exact_tiles * TILE
+    recipe = Recipe(diagonal_tiles=diagonal_tiles, sink_tiles=sink_tiles, exact_until=exact_tiles * TILE)
+    found = geometry.low_tiles(q_len, recipe)
     assert found is not None
     # A kernel's query blocks are padded to whole tiles.
     queries = range(q_offset // TILE * TILE, -(-(q_offset + q_len) // TILE) * TILE)
@@ -84,10 +92,10 @@ def test_low_tiles_follow_the_rule(
     # At most the tiles that would be visible if all key tiles were full.
     start, end = kv_offset // TILE * TILE, -(-(kv_offset + kv_len) // TILE) * TILE
     full = replace(geometry, kv_offset=start, kv_len=end - start)
-    assert set(found) <= low_tiles(full, queries, -1, sink_tiles, window)
+    assert set(found) <= low_tiles(full, queries, -1, sink_tiles, 0, window)
 
 
 def test_any_tile_may_be_low_if_positions_are_on_the_device() -> None:
     rows = torch.tensor([[0, 0, 0, 200]], dtype=torch.int32)
     geometry = AttentionGeometry(200, 0, 0, rows, is_causal=True, window=None, mask=None)
-    assert geometry.low_tiles(200, 1, 1) is None
+    assert geometry.low_tiles(200, Recipe()) is None

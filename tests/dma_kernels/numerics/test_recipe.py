@@ -60,6 +60,11 @@ def test_a_recipe_is_uniform_if_low_and_high_formats_are_equal(fields: dict[str,
     assert Recipe(**fields).is_uniform is is_uniform
 
 
+def test_the_exact_start_counts_in_causal_calls_alone() -> None:
+    recipe = Recipe(exact_until=1024)
+    assert (recipe.exact_tiles(is_causal=True), recipe.exact_tiles(is_causal=False)) == (8, 0)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -78,6 +83,10 @@ def test_a_recipe_is_uniform_if_low_and_high_formats_are_equal(fields: dict[str,
         ({"sink_tiles": "1"}, "sink_tiles must be an integer of at least 0, got '1'"),
         ({"diagonal_tiles": 10**30}, f"diagonal_tiles must be at most 2**20 = 1048576, for every tile; got {10**30}"),
         ({"sink_tiles": 2**20 + 1}, "sink_tiles must be at most 2**20 = 1048576, for every tile; got 1048577"),
+        ({"exact_until": 64}, "exact_until must be a multiple of 128, the positions of a tile; got 64"),
+        ({"exact_until": -128}, "exact_until must be an integer of at least 0, got -128"),
+        ({"exact_until": 128.0}, "exact_until must be an integer of at least 0, got 128.0"),
+        ({"exact_until": 2**27 + 128}, "exact_until must be at most 2**27 = 134217728, for every tile; got 134217856"),
         ({"smooth_k": 1}, "smooth_k must be true or false, got 1"),
         *(
             ({"skip_threshold": value}, f"skip_threshold must be a number above 0, or None; got {value!r}")
@@ -117,4 +126,5 @@ def test_shared_recipes_cover_every_choice() -> None:
     assert {r.scale_rounding for r in recipes} == {"floor", "ceil", "search"}
     assert {r.pv for r in recipes} == {"bf16", "fp8"}
     assert {r.diagonal_tiles for r in recipes} == {r.sink_tiles for r in recipes} == {0, 1, 2}
+    assert {r.exact_until for r in recipes} == {0, 256}
     assert {r.smooth_k for r in recipes} == {r.rotate for r in recipes} == {False, True}

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import triton.language as tl
 from dma_kernels.cache import decode_kernel
-from dma_kernels.numerics.tile_ranges import attended_start, attended_stop, high_ranges, low_ranges
+from dma_kernels.numerics.tile_ranges import attended_start, attended_stop, first_band_tile, high_ranges, low_ranges
 from dma_kernels.prefill import key_ranges
 
 TILE_SHIFT = 2
@@ -63,26 +63,35 @@ def test_the_union_range_holds_the_keys_of_any_query_and_the_unmasked_range_thos
         assert set(range(*block.unmasked_range())) == set.intersection(*keys), block
 
 
-@pytest.mark.parametrize(("diagonal_tiles", "sink_tiles"), [*product((0, 1, 2), (0, 1, 2))])
-def test_each_tile_is_visited_in_the_precisions_that_some_query_needs(diagonal_tiles: int, sink_tiles: int) -> None:
+@pytest.mark.parametrize(
+    ("diagonal_tiles", "sink_tiles", "exact_tiles"), [*product((0, 1, 2), (0, 1, 2), (0,)), (0, 0, 2), (1, 1, 2)]
+)
+def test_each_tile_is_visited_in_the_precisions_that_some_query_needs(
+    diagonal_tiles: int, sink_tiles: int, exact_tiles: int
+) -> None:
     for block in blocks(range(1, 11, 3)):
         union = range(*block.union_range())
         if not union:
             continue
         q_tiles = range(block.first >> TILE_SHIFT, (block.last >> TILE_SHIFT) + 1)
-        ends = q_tiles[0], q_tiles[-1], union.start, union.stop, diagonal_tiles, sink_tiles
+        exact = exact_tiles if block.is_causal else 0
+        bands = [first_band_tile(q_tile, diagonal_tiles, exact) for q_tile in (q_tiles[0], q_tiles[-1])]
+        rest = union.start, union.stop, diagonal_tiles, sink_tiles
+        starts = {q: q - diagonal_tiles if q >= exact else min(0, q) for q in q_tiles}
         reach = 0 if block.is_causal else diagonal_tiles
 
-        def is_high(tile: int, q_tiles: range = q_tiles, reach: int = reach) -> bool:
-            return tile < sink_tiles or any(q - diagonal_tiles <= tile <= q + reach for q in q_tiles)
+        def is_high(tile: int, starts: dict[int, int] = starts, reach: int = reach) -> bool:
+            return tile < sink_tiles or any(start <= tile <= q + reach for q, start in starts.items())
 
         for shift in (0, 1, 2):
-            found = high_ranges(*ends, shift, TILE_SHIFT, block.is_causal)
+            found = high_ranges(bands[0], q_tiles[-1], *rest, shift, TILE_SHIFT, block.is_causal)
             visited = [*range(*found[:2]), *range(*found[2:])]
             assert visited == sorted({k >> shift for k in union if is_high(k >> TILE_SHIFT)}), (block, shift)
-        before_start, before_stop, after_start, after_stop = low_ranges(*ends, TILE_SHIFT, block.is_causal)
+        before_start, before_stop, after_start, after_stop = low_ranges(
+            q_tiles[0], bands[1], *rest, TILE_SHIFT, block.is_causal
+        )
         low = {k >> TILE_SHIFT for k in union} - set(range(sink_tiles))
-        before = {tile for tile in low if any(tile < q - diagonal_tiles for q in q_tiles)}
+        before = {tile for tile in low if any(tile < start for start in starts.values())}
         after = {tile for tile in low if any(tile > q + diagonal_tiles for q in q_tiles)}
         assert set(range(before_start, before_stop)) == before, block
         assert set(range(after_start, after_stop)) == (set() if block.is_causal else after), block

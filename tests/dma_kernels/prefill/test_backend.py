@@ -16,10 +16,13 @@ from dma_kernels.runtime import chip
 from dma_kernels.testing import assert_bits_equal, random_qkv, relative_error
 from prefill_cases import (
     CASES,
+    EXACT_STARTS,
     MASKED,
     RECIPES,
     SPARSE,
     Case,
+    assert_an_exact_start_has_no_low_tile,
+    assert_an_infinite_value_shows_where_the_exact_start_ends,
     assert_an_infinite_value_spreads_by_tile,
     assert_counting_changes_no_bit,
     assert_largest_fp16_values_stay_finite,
@@ -64,6 +67,7 @@ def test_the_largest_fp16_values_stay_finite(backend: str) -> None:
 def test_an_infinite_value_spreads_by_tile(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chip, "INTERPRETED_ARCH", 80)  # the interpreter reads the NaN of E4M3 as a number
     assert_an_infinite_value_spreads_by_tile(backend, "cpu")
+    assert_an_infinite_value_shows_where_the_exact_start_ends(backend, "cpu")
 
 
 @pytest.mark.parametrize("window", [2**30, 2**31 - 1, 2**31, 2**40])
@@ -218,6 +222,21 @@ def test_the_same_tiles_are_skipped_as_in_the_reference(
 ) -> None:
     monkeypatch.setattr(chip, "INTERPRETED_ARCH", arch)
     assert_skips_as_the_reference(replace(SPARSE[case], head_dim=64), RECIPES[recipe], torch.float16, "cpu")
+
+
+@pytest.mark.parametrize("case", EXACT_STARTS)
+def test_an_exact_start_matches_the_reference(case: str) -> None:
+    assert_an_exact_start_has_no_low_tile(EXACT_STARTS[case], RECIPES["balanced"], torch.float16, "cpu")
+
+
+@pytest.mark.parametrize("recipe", ["paper", "nvfp4-keys", "int8-pv16"])
+def test_an_exact_start_of_other_recipes_matches_the_reference(recipe: str) -> None:
+    assert_an_exact_start_has_no_low_tile(EXACT_STARTS["chunk"], RECIPES[recipe], torch.float16, "cpu")
+
+
+def test_no_tile_of_an_exact_start_is_skipped() -> None:
+    recipe = replace(RECIPES["balanced"], exact_until=640)
+    assert_skips_as_the_reference(SPARSE["inside-a-block"], recipe, torch.float16, "cpu")
 
 
 @pytest.mark.parametrize("arch", sampled([90, 100], lambda arch: arch == 90))

@@ -45,10 +45,12 @@ from dma_kernels.prefill.quantizer import query_global_scale
 from dma_kernels.runtime import chip
 from dma_kernels.testing import assert_bits_equal, random_qkv
 from prefill_cases import (
+    EXACT_STARTS,
     MASKED,
     RECIPES,
     SPARSE,
     Case,
+    assert_an_exact_start_has_no_low_tile,
     assert_counting_changes_no_bit,
     assert_matches_reference,
     assert_skips_as_the_reference,
@@ -387,7 +389,7 @@ def emulated(is_short: bool, monkeypatch: pytest.MonkeyPatch) -> None:
             path = select_compute_path(recipe, 90)
             made = quantized(
                 key, value, recipe, path, kv_offset=geometry.kv_offset, rows=seq_info,
-                low_tiles=geometry.low_tiles(query.shape[2], recipe.diagonal_tiles, recipe.sink_tiles),
+                low_tiles=geometry.low_tiles(query.shape[2], recipe),
             )  # fmt: skip
             made = replace(made, query_global_scale=query_global_scale(query, recipe))
             layouts = map(TensorLayout.of, (query, key, value))
@@ -512,6 +514,24 @@ def test_emulated_masks_of_short_calls_match_the_reference(
     case: str, recipe: str, head_dim: int, emulated: None
 ) -> None:
     assert_matches_reference(replace(MASKED[case], head_dim=head_dim), RECIPES[recipe], torch.bfloat16, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("case", "recipe", "is_short"),
+    sampled(
+        product(EXACT_STARTS, ("balanced", "int8-pv16", "paper", "nvfp4-keys"), (False, True)),
+        lambda case, recipe, is_short: recipe == "balanced" or (case, recipe) == ("prompt", "int8-pv16"),
+    ),
+)
+def test_emulated_exact_starts_match_the_reference(case: str, recipe: str, emulated: None) -> None:
+    assert_an_exact_start_has_no_low_tile(EXACT_STARTS[case], RECIPES[recipe], torch.bfloat16, "cpu")
+
+
+@pytest.mark.parametrize("is_short", [False, True])
+@pytest.mark.parametrize("case", ["causal", "inside-a-block"])
+def test_emulated_kernels_skip_no_tile_of_an_exact_start(case: str, emulated: None) -> None:
+    recipe = replace(RECIPES["balanced"], exact_until=640)
+    assert_skips_as_the_reference(SPARSE[case], recipe, torch.bfloat16, "cpu")
 
 
 @pytest.mark.parametrize("is_short", [True])

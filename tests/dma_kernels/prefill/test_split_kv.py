@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from dma_kernels import api, attention, attention_with_lse
+from dma_kernels import Recipe, api, attention, attention_with_lse
 from dma_kernels.prefill import plan as plans
 from dma_kernels.prefill.plan import plan
 from dma_kernels.runtime import chip
@@ -23,6 +24,7 @@ pytestmark = [
     pytest.mark.usefixtures("poisoned"),  # no split may be read that no CTA wrote
 ]
 BALANCED = RECIPES["balanced"]
+EXACT_START = replace(BALANCED, exact_until=1024)
 
 
 def kernels_of(*arguments: Any, **options: Any) -> list[str]:
@@ -212,6 +214,30 @@ class TestSDPA:
     def test_other_calls_run_on_the_split_kv_kernel(self, options: dict[str, Any]) -> None:
         inputs = random_qkv(q_len=1, kv_len=300, dtype=torch.float16)
         assert kernels_of(*inputs, BALANCED, **options) == ["split-KV"]
+
+    @pytest.mark.parametrize("length", [2, 130, 1024])
+    @pytest.mark.parametrize("options", [{}, {"window": 1024}, {"q_offset": 0}], ids=str)
+    def test_a_prompt_below_the_border_runs_on_pytorchs_kernel(self, length: int, options: dict[str, Any]) -> None:
+        inputs = random_qkv(q_heads=4, kv_heads=2, q_len=length, kv_len=length, dtype=torch.float16)
+        assert kernels_of(*inputs, EXACT_START, **options) == ["sdpa"]
+        out = attention(*inputs, EXACT_START, **options)
+        assert relative_error(out, attention(*inputs, EXACT_START, backend="reference", **options)) < 2e-3
+
+    @pytest.mark.parametrize(
+        ("recipe", "length", "options"),
+        [
+            (EXACT_START, 1025, {}),
+            (EXACT_START, 1024, {"window": 1023}),
+            (EXACT_START, 1024, {"q_offset": 1}),
+            (EXACT_START, 1024, {"is_causal": False}),
+            (EXACT_START, 1024, {"kv_range": torch.tensor([[0, 1024]])}),
+            (replace(EXACT_START, high="mxfp8"), 1024, {}),
+            (BALANCED, 1024, {}),
+        ],
+    )
+    def test_other_prompts_do_not(self, recipe: Recipe, length: int, options: dict[str, Any]) -> None:
+        inputs = random_qkv(q_heads=1, kv_heads=1, q_len=length, kv_len=length, head_dim=16, dtype=torch.float16)
+        assert kernels_of(*inputs, recipe, **options) == ["portable"]
 
     def test_a_call_with_a_log_sum_exp_or_two_queries_runs_on_the_split_kv_kernel(self) -> None:
         names: list[str] = []

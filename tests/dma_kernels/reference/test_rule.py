@@ -33,6 +33,8 @@ def in_band(p: int, j: int, recipe: Recipe, is_causal: bool) -> bool:
     tile, key_tile = p // 128, j // 128
     if key_tile < recipe.sink_tiles:
         return True
+    if is_causal and p < recipe.exact_until:
+        return key_tile <= tile
     if is_causal:
         return tile - recipe.diagonal_tiles <= key_tile <= tile
     return abs(tile - key_tile) <= recipe.diagonal_tiles
@@ -158,12 +160,15 @@ class TestBand:
     """Check pairs one by one: with a single visible key, the log-sum-exp is that pair's score."""
 
     @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "bidirectional"])
+    @pytest.mark.parametrize("exact_until", [0, 128, 256], ids=lambda n: f"exact{n}")
     @pytest.mark.parametrize("sink_tiles", [0, 1, 2], ids=lambda n: f"sink{n}")
     @pytest.mark.parametrize("diagonal_tiles", [0, 1, 2], ids=lambda n: f"diag{n}")
     def test_high_precision_boundaries_follow_the_rule(
-        self, diagonal_tiles: int, sink_tiles: int, is_causal: bool
+        self, diagonal_tiles: int, sink_tiles: int, exact_until: int, is_causal: bool
     ) -> None:
-        recipe = Recipe(low="mxfp4", high="mxint8", diagonal_tiles=diagonal_tiles, sink_tiles=sink_tiles)
+        recipe = Recipe(
+            low="mxfp4", high="mxint8", diagonal_tiles=diagonal_tiles, sink_tiles=sink_tiles, exact_until=exact_until
+        )
         pairs = [(p, j) for p in EDGES for j in EDGES if not (is_causal and j > p)]
         query, key, value = random_qkv(q_heads=1, q_len=len(pairs), kv_len=386)
         query = query.transpose(0, 2)  # a batch of pairs
@@ -227,7 +232,7 @@ class TestPositions:
 
     @recipes
     def test_shifting_all_positions_by_whole_tiles_changes_nothing(self, recipe: Recipe) -> None:
-        recipe = dataclasses.replace(recipe, sink_tiles=0)
+        recipe = dataclasses.replace(recipe, sink_tiles=0, exact_until=0)
         qkv = random_qkv(q_len=430, kv_len=430)
         moved = attention(*qkv, recipe, q_offset=1280, kv_offset=1280)
         assert_bits_equal(moved, attention(*qkv, recipe))

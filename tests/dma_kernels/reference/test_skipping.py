@@ -81,6 +81,8 @@ def logits_of(case: Case, recipe: Recipe, row: int) -> tuple[Tensor, Tensor]:
     high = (tiles.abs() <= recipe.diagonal_tiles) & ((tiles >= 0) | (not case.is_causal)) | (
         j // 128 < recipe.sink_tiles
     )
+    if case.is_causal:
+        high |= (p < recipe.exact_until) & (tiles >= 0)
     query, key, value = (x[row : row + 1] for x in tensors)
     first = options["kv_offset"][row : row + 1]
     operands = prepare_operands(query, key, value, recipe, kv_position=first, visible=(j >= 0))
@@ -189,6 +191,7 @@ def test_skipping_follows_the_rule_under_every_recipe(recipe: Recipe) -> None:
         low=st.sampled_from(["bf16", "mxint8"]),
         diagonal_tiles=st.integers(0, 2),
         sink_tiles=st.integers(0, 2),
+        exact_until=st.sampled_from([0, 128, 384]),
         smooth_k=st.booleans(),
         skip_threshold=st.sampled_from([0.05, 0.5, 2.0]),
     ),
@@ -198,9 +201,16 @@ def test_skipping_follows_the_rule_in_any_call(case: Case, recipe: Recipe) -> No
 
 
 @settings(max_examples=15)
-@given(cuts=st.sets(st.integers(1, 9), max_size=4), tail=st.integers(0, 63), window=st.none() | st.integers(100, 500))
-def test_chunks_at_multiples_of_64_equal_one_pass(cuts: set[int], tail: int, window: int | None) -> None:
-    recipe = Recipe(low="mxint8", shared_scale="tile", rotate=True, smooth_k=True, skip_threshold=1.0)
+@given(
+    cuts=st.sets(st.integers(1, 9), max_size=4), tail=st.integers(0, 63), window=st.none() | st.integers(100, 500),
+    exact_until=st.sampled_from([0, 128, 384]),
+)  # fmt: skip
+def test_chunks_at_multiples_of_64_equal_one_pass(
+    cuts: set[int], tail: int, window: int | None, exact_until: int
+) -> None:
+    recipe = Recipe(
+        low="mxint8", shared_scale="tile", rotate=True, smooth_k=True, skip_threshold=1.0, exact_until=exact_until
+    )
     length = 10 * 64 + tail
     query, key, value = sparse_qkv(1, length, length)
     options: dict[str, Any] = {"window": window, "scale": SCALE}

@@ -117,12 +117,12 @@ def _quantize_q(inputs: AttentionInputs) -> QuantizedQueries:
 
 def _common_arguments(inputs: AttentionInputs, blocks: int) -> tuple[Any, ...]:
     """Return the kernels' arguments from ``sinks_ptr`` to ``logit_scale``."""
-    geometry = inputs.geometry
+    geometry, recipe = inputs.geometry, inputs.recipe
     return (
         inputs.sinks, geometry.seq_info, *inputs.out.stride()[:3],
         geometry.q_offset, geometry.kv_offset, inputs.query.shape[2], geometry.kv_len,
         inputs.low.key.shape[2] // TILE, blocks, inputs.swizzle_group, inputs.kv_rows,
-        geometry.window, inputs.recipe.diagonal_tiles, inputs.recipe.sink_tiles,
+        geometry.window, recipe.diagonal_tiles, recipe.sink_tiles, recipe.exact_tiles(is_causal=geometry.is_causal),
         inputs.softcap, inputs.logit_scale,
     )  # fmt: skip
 

@@ -289,7 +289,7 @@ def _attend_to_low(low, softmax, acc):
 @gluon.jit(
     do_not_specialize=[
         "q_offset", "kv_offset", "q_len", "kv_len", "storage_tiles", "blocks", "swizzle_group", "kv_rows",
-        "window", "diagonal_tiles", "sink_tiles",
+        "window", "diagonal_tiles", "sink_tiles", "exact_tiles",
     ],
 )  # fmt: skip
 def prefill_multi_cta_kernel(
@@ -297,7 +297,7 @@ def prefill_multi_cta_kernel(
     out_ptr, lse_ptr, q_descale_ptr, mean_ptr, k_descale_ptr, v_descale_ptr, sinks_ptr, seq_info_ptr,
     stride_ob, stride_oh, stride_ot,
     q_offset, kv_offset, q_len, kv_len, storage_tiles, blocks, swizzle_group, kv_rows,
-    window, diagonal_tiles, sink_tiles, softcap, logit_scale,
+    window, diagonal_tiles, sink_tiles, exact_tiles, softcap, logit_scale,
     bitmask_ptr, bounds_ptr, planes_per_row, planes_per_head, skip_threshold, tile_counts_ptr,
     CONFIG: gl.constexpr,
 ):  # fmt: skip
@@ -388,7 +388,7 @@ def prefill_multi_cta_kernel(
         kv_start, kv_stop = bitmask_range(kv_start, kv_stop, bounds_ptr, i_block, blocks, first_tile, storage_tiles, 1)
     block = BlockInfo(
         q_tile=start >> TILE_SHIFT, last_q_tile=(last - 1) >> TILE_SHIFT, kv_start=kv_start, kv_stop=kv_stop,
-        diagonal_tiles=diagonal_tiles, sink_tiles=sink_tiles, IS_CAUSAL=IS_CAUSAL,
+        diagonal_tiles=diagonal_tiles, sink_tiles=sink_tiles, exact_tiles=exact_tiles, IS_CAUSAL=IS_CAUSAL,
     )  # fmt: skip
     high_blocks = block.high_precision_range()
     low_tiles = block.low_precision_range()

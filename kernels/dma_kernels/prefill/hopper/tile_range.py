@@ -26,6 +26,7 @@ schedule = gluon.jit(_schedule_triton.fn)
 schedule_grid = gluon.jit(_schedule_grid_triton.fn)
 attended_start = gluon.jit(tile_ranges.attended_start)
 attended_stop = gluon.jit(tile_ranges.attended_stop)
+first_band_tile = gluon.jit(tile_ranges.first_band_tile)
 _high_ranges = gluon.jit(tile_ranges.high_ranges)
 _low_ranges = gluon.jit(tile_ranges.low_ranges)
 _load_positions = gluon.jit(_load_positions_triton.fn)
@@ -86,13 +87,15 @@ class BlockInfo:
     kv_stop: Any  # position after the last one
     diagonal_tiles: Any  # high tiles before the query's own
     sink_tiles: Any  # high tiles at the start of the sequence
+    exact_tiles: Any  # query tiles at the start of the sequence that have no low tiles
     IS_CAUSAL: Any  # whether a query attends to no key after its own position
 
     @gluon.jit
     def high_precision_range(self):
         """Return the blocks of 64 keys in high tiles: those of the sinks, then those of the band."""
+        band_tile = first_band_tile(self.q_tile, self.diagonal_tiles, self.exact_tiles)
         start, stop, start_2, stop_2 = _high_ranges(
-            self.q_tile, self.last_q_tile, self.kv_start, self.kv_stop, self.diagonal_tiles, self.sink_tiles,
+            band_tile, self.last_q_tile, self.kv_start, self.kv_stop, self.diagonal_tiles, self.sink_tiles,
             _BLOCK_SHIFT, TILE_SHIFT, self.IS_CAUSAL,
         )  # fmt: skip
         return TileRange(start=start, stop=stop, start_2=start_2, stop_2=stop_2, HAS_SECOND=True)
@@ -100,8 +103,9 @@ class BlockInfo:
     @gluon.jit
     def low_precision_range(self):
         """Return the low tiles: those before the band, then those after it."""
+        last_band_tile = first_band_tile(self.last_q_tile, self.diagonal_tiles, self.exact_tiles)
         start, stop, start_2, stop_2 = _low_ranges(
-            self.q_tile, self.last_q_tile, self.kv_start, self.kv_stop, self.diagonal_tiles, self.sink_tiles,
+            self.q_tile, last_band_tile, self.kv_start, self.kv_stop, self.diagonal_tiles, self.sink_tiles,
             TILE_SHIFT, self.IS_CAUSAL,
         )  # fmt: skip
         return TileRange(start=start, stop=stop, start_2=start_2, stop_2=stop_2, HAS_SECOND=not self.IS_CAUSAL)

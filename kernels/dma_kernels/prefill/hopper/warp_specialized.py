@@ -34,7 +34,18 @@ from .mma import column_chunks, finish_pv, inverse_power_of_two, is_16bit, issue
 from .pipeline import KVPipeline, KVSource, block_view, copy, first_stage, wait_for_operands
 from .skipping import SkipVote, init_vote, init_votes
 from .softmax import finite_or_zero, init_softmax, modify_scores
-from .tile_range import BLOCK, ROWS, ROWS_SHIFT, BlockInfo, SeqInfo, bitmask_range, clamp, load_seq_info, schedule
+from .tile_range import (
+    BLOCK,
+    ROWS,
+    ROWS_SHIFT,
+    BlockInfo,
+    SeqInfo,
+    bitmask_range,
+    clamp,
+    first_band_tile,
+    load_seq_info,
+    schedule,
+)
 
 _PRODUCER_REGISTERS = gl.constexpr(24)
 
@@ -198,9 +209,9 @@ class _Queries:
 
     start: Any  # position of the first query
     first: Any  # its index; may be negative
-    tile: Any  # its tile
+    band_tile: Any  # first tile of the band
+    last_band_tile: Any  # its last tile
     are_present: Any  # whether the call holds one of the queries
-    reach: Any  # high tiles after a query's own
     mask: Mask  # masks of the queries
     kv_start: Any  # union range: keys that some query attends to
     kv_stop: Any
@@ -221,13 +232,12 @@ class _LowRange:
 @gluon.jit
 def _low_ranges(params, queries, tiles):
     """Return the low tiles of a warpgroup before the band and after it, of the ``tiles`` that the CTA loads."""
-    diagonal_tiles = params.block.diagonal_tiles
     stop = gl.where(
-        queries.are_present, gl.maximum(gl.minimum(tiles.stop, queries.tile - diagonal_tiles), tiles.start), tiles.start
+        queries.are_present, gl.maximum(gl.minimum(tiles.stop, queries.band_tile), tiles.start), tiles.start
     )
     start_2 = gl.where(
         queries.are_present,
-        gl.minimum(gl.maximum(tiles.start_2, queries.tile + queries.reach + 1), tiles.stop_2), tiles.stop_2,
+        gl.minimum(gl.maximum(tiles.start_2, queries.last_band_tile + 1), tiles.stop_2), tiles.stop_2,
     )  # fmt: skip
     before = _LowRange(start=tiles.start, full_start=tiles.start, full_stop=stop, stop=stop)
     after = _LowRange(start=start_2, full_start=start_2, full_stop=tiles.stop_2, stop=tiles.stop_2)
@@ -263,7 +273,7 @@ def _attend_to_high(params, queries, high, softmax, acc):
         i_block = blocks.at(t)
         i_tile = i_block >> 1
         k_start = i_block * BLOCK
-        is_band = (i_tile >= queries.tile - block.diagonal_tiles) & (i_tile <= queries.tile + queries.reach)
+        is_band = (i_tile >= queries.band_tile) & (i_tile <= queries.last_band_tile)
         pipe.wait(stage)
         is_near = k_start < queries.kv_stop
         if mask.window is not None:
@@ -377,9 +387,9 @@ def _consume(params, G: gl.constexpr):
         WORDS: gl.constexpr = softmax.row_sum.type.layout
         mask = mask.with_bitmask(bitmask_pointers(mask.bitmask_ptr, first, seq.q_len, params.storage_tiles, WORDS))
     queries = _Queries(
-        start=start, first=first, tile=q_tile, are_present=are_present,
-        reach=0 if block.IS_CAUSAL else block.diagonal_tiles, mask=mask, kv_start=kv_start, kv_stop=kv_stop,
-        full_start=full_start, full_stop=full_stop,
+        start=start, first=first, band_tile=first_band_tile(q_tile, block.diagonal_tiles, block.exact_tiles),
+        last_band_tile=q_tile if block.IS_CAUSAL else q_tile + block.diagonal_tiles, are_present=are_present,
+        mask=mask, kv_start=kv_start, kv_stop=kv_stop, full_start=full_start, full_stop=full_stop,
     )  # fmt: skip
     acc = gl.zeros([ROWS, DV], gl.float32, O_HIGH_LAYOUT)
     mbarrier.wait(params.q_full, 0)
@@ -429,7 +439,7 @@ def _consume(params, G: gl.constexpr):
 @gluon.jit(
     do_not_specialize=[
         "q_offset", "kv_offset", "q_len", "kv_len", "storage_tiles", "blocks", "swizzle_group", "kv_rows",
-        "window", "diagonal_tiles", "sink_tiles", "mask_blocks",
+        "window", "diagonal_tiles", "sink_tiles", "exact_tiles", "mask_blocks",
     ],
 )  # fmt: skip
 def prefill_warp_specialized_kernel(
@@ -437,7 +447,7 @@ def prefill_warp_specialized_kernel(
     out_ptr, lse_ptr, q_descale_ptr, k_descale_ptr, v_descale_ptr, sinks_ptr, seq_info_ptr,
     stride_ob, stride_oh, stride_ot,
     q_offset, kv_offset, q_len, kv_len, storage_tiles, blocks, swizzle_group, kv_rows,
-    window, diagonal_tiles, sink_tiles, softcap, logit_scale,
+    window, diagonal_tiles, sink_tiles, exact_tiles, softcap, logit_scale,
     bitmask_ptr, bounds_ptr, planes_per_row, planes_per_head, mask_blocks, skip_threshold, tile_counts_ptr,
     CONFIG: gl.constexpr,
 ):  # fmt: skip
@@ -530,7 +540,7 @@ def prefill_warp_specialized_kernel(
         seq=seq,
         block=BlockInfo(
             q_tile=start >> TILE_SHIFT, last_q_tile=(last - 1) >> TILE_SHIFT, kv_start=kv_start, kv_stop=kv_stop,
-            diagonal_tiles=diagonal_tiles, sink_tiles=sink_tiles, IS_CAUSAL=IS_CAUSAL,
+            diagonal_tiles=diagonal_tiles, sink_tiles=sink_tiles, exact_tiles=exact_tiles, IS_CAUSAL=IS_CAUSAL,
         ),
         mask=mask,
         out_ptr=out_ptr + (i_b.to(gl.int64) * stride_ob + i_h.to(gl.int64) * stride_oh), stride_ot=stride_ot,
