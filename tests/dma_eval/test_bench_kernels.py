@@ -221,8 +221,8 @@ def test_short_calls_are_also_timed_as_graphs_and_all_are_timed_isolated(monkeyp
 
 def test_skipped_tiles_are_counted(tmp_path: Path) -> None:
     path, off = tmp_path / "skipping.toml", tmp_path / "off.toml"
-    path.write_text("skip_threshold = 1.0\n", encoding="utf-8")
-    off.write_text("skip_threshold = inf\n", encoding="utf-8")
+    path.write_text("skip_threshold = 1.0\nexact_until = 0\n", encoding="utf-8")
+    off.write_text("skip_threshold = inf\nexact_until = 0\n", encoding="utf-8")
     dense = Inputs(*(torch.randn(1, h, 512, 16, dtype=torch.bfloat16) for h in (2, 1, 1)), 0.25)
     key = torch.cat((0.01 * dense.key[:, :, :256], dense.key[:, :, 256:]), 2)
     sparse = replace(dense, query=4 * dense.query, key=key)  # the one low tile is tile 1, of queries 384 to 511

@@ -224,7 +224,7 @@ def test_command(run: Run, model_folder: Path, text_file: Path, tmp_path: Path) 
 
 @pytest.mark.usefixtures("rows_decide_alone")
 def test_skipped_tiles_are_shown(run: Run, model_folder: Path, text_file: Path, tmp_path: Path) -> None:
-    DMAConfig(skip_threshold=0.01).to_toml(tmp_path / "skipping.toml")
+    DMAConfig(skip_threshold=0.01, exact_until=0).to_toml(tmp_path / "skipping.toml")
     arguments = ["-m", model_folder, "-d", text_file, "--device", "cpu", "-c", 512, "--max-windows", 2, "--prompts", 0]
     arguments += ["--attn", "dma_mxfp:paper", f"dma_mxfp:{tmp_path}/skipping.toml", "--out", tmp_path / "run"]
     result = run("fidelity", *arguments)

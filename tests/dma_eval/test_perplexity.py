@@ -205,9 +205,9 @@ class TestInterruption:
 
 def test_progress_is_shown_without_a_terminal(ppl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dma_eval.console.SECONDS_BETWEEN_LINES", 0.0)
-    lines = ppl("-c", 512).stderr.splitlines()
+    lines = ppl("-c", 512, "--attn", "sdpa", "dma_mxfp:paper").stderr.splitlines()
     assert [line.partition(" s so far")[0].rpartition(", ")[0] for line in lines] == [
-        f"Measuring: {label}, {done} of 4" for done, label in enumerate(["sdpa", "dma_mxfp:balanced"] * 2, start=1)
+        f"Measuring: {label}, {done} of 4" for done, label in enumerate(["sdpa", "dma_mxfp:paper"] * 2, start=1)
     ]
 
 
@@ -228,13 +228,13 @@ class TestChoiceOfWindows:
 
     def test_a_row_that_cannot_be_true_is_warned_of(self, compared: Compared) -> None:
         """Rounding makes no model much better; attention that sees the next token does."""
-        section = compared("sdpa", "eager", "dma_mxfp", context=512, max_windows=1)
+        section = compared("sdpa", "eager", "dma_mxfp:paper", context=512, max_windows=1)
         reference, low, better = section.backends
         low = replace(low, perplexity=1.375, change_percent=-95.9)
         better = replace(better, change_percent=-20.5)
         lines = perplexity_page(replace(section, backends=[reference, low, better])).warnings
         why = "less perplexity than sdpa, which is implausible: it may see the tokens that it predicts"
-        assert lines == [f"eager has 95.9 % {why}", f"dma_mxfp has 20.5 % {why}"]
+        assert lines == [f"eager has 95.9 % {why}", f"dma_mxfp:paper has 20.5 % {why}"]
         low = replace(low, perplexity=1.9, change_percent=-0.5)
         (line,) = perplexity_page(replace(section, backends=[replace(reference, perplexity=1.91), low])).warnings
         assert line.startswith("a perplexity of 1.91 is implausibly low for prose")

@@ -132,7 +132,7 @@ def test_command_stress(run, wild_folder, text_file, tmp_path, monkeypatch):
 @pytest.fixture
 def skipping(tmp_path):
     for name, threshold in {"plain": math.inf, "skipping": 0.05}.items():
-        DMAConfig(skip_threshold=threshold).to_toml(tmp_path / f"{name}.toml")
+        DMAConfig(skip_threshold=threshold, exact_until=0).to_toml(tmp_path / f"{name}.toml")
     return tmp_path
 
 

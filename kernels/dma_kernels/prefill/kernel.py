@@ -316,7 +316,7 @@ def _store(
 
 @triton.jit(
     do_not_specialize=[
-        "q_offset", "kv_offset", "q_len", "kv_len", "k_len", "v_low_len", "storage_len", "blocks", "swizzle_group",
+        "q_offset", "kv_offset", "q_len", "kv_len", "v_low_len", "storage_len", "blocks", "swizzle_group",
         "kv_rows", "window", "diagonal_tiles", "sink_tiles", "exact_tiles",
     ],
 )  # fmt: skip
@@ -324,7 +324,7 @@ def prefill_kernel(
     query, key, value, out, mask, k_low_ptr, v_low_ptr, k_scale_ptr, k_low_scale_ptr,
     k_descale_ptr, k_low_descale_ptr, v_descale_ptr, q_global_scale_ptr, mean_ptr,
     k_desc, v_desc, k_low_desc, v_low_desc, lse_ptr, sinks_ptr, tile_counts_ptr, seq_info_ptr,
-    q_offset, kv_offset, q_len, kv_len, k_len, v_low_len, storage_len, blocks, swizzle_group, kv_rows,
+    q_offset, kv_offset, q_len, kv_len, v_low_len, storage_len, blocks, swizzle_group, kv_rows,
     window, diagonal_tiles, sink_tiles, exact_tiles, softcap, logit_scale, skip_threshold, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Compute attention for a block of ``BLOCK_M`` query positions of one head.
@@ -346,7 +346,7 @@ def prefill_kernel(
     - ``lse_ptr``: fp32 ``[B, Hq, Tq]``; ``sinks_ptr``: sink logits ``[Hq]``; ``tile_counts_ptr``: int64 ``[Hq, 2]``.
     - ``seq_info_ptr``: int32 ``[B, 4]``, which replaces ``q_offset`` and ``kv_offset``, the positions of query 0 and
       key 0 (:class:`~dma_kernels.numerics.geometry.AttentionGeometry`).
-    - ``k_len``, ``v_low_len``, ``storage_len``: rows of ``key``, of low values and of tile-padded storage.
+    - ``v_low_len``, ``storage_len``: rows of low values, and of tile-padded storage.
     - ``exact_tiles``: query tiles at the start of the sequence that have no low tiles.
     - ``blocks``: CTAs per query head; ``swizzle_group``, ``kv_rows``: kv heads per L2 swizzle group, and of all rows.
     - ``softcap``, ``logit_scale``, ``skip_threshold``: in base 2, or ``None``.
@@ -382,6 +382,7 @@ def prefill_kernel(
     # The model's own 16-bit dtype is kept if a side is unquantized (operands.dequantized_dtype).
     IS_LOW_UNQUANTIZED: tl.constexpr = LOW_Q_FORMAT == "bf16" or LOW_K_FORMAT == "bf16"
     LOW_DTYPE: tl.constexpr = query.ptr.dtype.element_ty if IS_LOW_UNQUANTIZED else tl.bfloat16
+    k_len = kv_len if HIGH_FORM == "raw" else storage_len  # rows of ``key``
     i_head, i_group, i_block = schedule(blocks, kv_rows, swizzle_group, GROUP, IS_CAUSAL)
     i_head = i_head.to(tl.int64)  # the kv head, counted over all batch rows
     i_b = i_head // KV_HEADS

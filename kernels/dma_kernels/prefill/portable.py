@@ -23,6 +23,7 @@ def launch(inputs: AttentionInputs) -> None:
     assert high.value_format is RAW, "values of high tiles are the caller's own"
     assert low.value_format is not RAW or low.value is high.value, "the caller's values are those of high tiles"
     assert high.value.shape[2] == geometry.kv_len, "the caller's values are all there"
+    assert high.key_format is not RAW or high.key.shape[2] == geometry.kv_len, "so are the caller's keys"
     (batch, q_heads, q_len, head_dim), kv_heads, value_dim = query.shape, high.key.shape[1], high.value.shape[3]
     # Rows of a descriptor start at multiples of 16 bytes.
     described = [high.value]
@@ -67,7 +68,8 @@ def launch(inputs: AttentionInputs) -> None:
         if not low.value_format.is_16_bit:
             v_low_desc = TensorDescriptor(low.value, *matrix_blocks(low.value, constants.block_dv, config.block_n))
     blocks = geometry.query_blocks(q_len, config.block_m, config.block_m)
-    storage_len = TILE if low.key_format is RAW else low.key.shape[2]  # unused without tile-padded storage
+    padded = [operand.key.shape[2] for operand in (high, low) if operand.key_format is not RAW]
+    storage_len = padded[0] if padded else TILE  # unused without tile-padded storage
     mask = Strided.of(None)
     if geometry.mask is not None:
         mask = Strided(geometry.mask.view(torch.uint8), *broadcast_strides(geometry.mask))
@@ -79,7 +81,7 @@ def launch(inputs: AttentionInputs) -> None:
         inputs.operands.query_global_scale, inputs.operands.key_mean,
         k_desc, v_desc, k_low_desc, v_low_desc, inputs.lse, inputs.sinks, inputs.tile_counts, geometry.seq_info,
         geometry.q_offset, geometry.kv_offset, q_len, geometry.kv_len,
-        high.key.shape[2], low.value.shape[2], storage_len, blocks,
+        low.value.shape[2], storage_len, blocks,
         inputs.swizzle_group, inputs.kv_rows,
         geometry.window, recipe.diagonal_tiles, recipe.sink_tiles, recipe.exact_tiles(is_causal=geometry.is_causal),
         inputs.softcap, inputs.logit_scale, inputs.skip_threshold, **options,

@@ -17,7 +17,8 @@ from ..numerics.tile_ranges import first_band_tile
 def is_high_tile(q_tile: Tensor, k_tile: Tensor, recipe: Recipe, *, is_causal: bool) -> Tensor:
     """Return where key tiles are high for query tiles; both are integer and broadcast against each other."""
     last = q_tile if is_causal else q_tile + recipe.diagonal_tiles
-    first = first_band_tile(q_tile, recipe.diagonal_tiles, recipe.exact_tiles(is_causal=is_causal))
+    exact_tiles = recipe.exact_tiles(is_causal=is_causal)
+    first = first_band_tile(q_tile, recipe.diagonal_tiles, exact_tiles)  # type: ignore[arg-type] # each element
     return ((k_tile >= first) & (k_tile <= last)) | (k_tile < recipe.sink_tiles)
 
 
