@@ -81,8 +81,7 @@ def _run_reference(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
 
 
 def _run_sdpa(call: AttentionCall) -> tuple[Tensor, None]:
-    out = sdpa(call.query, call.key, call.value, call.scale)
-    return out.transpose(1, 2).contiguous().transpose(1, 2), None
+    return sdpa(call.query, call.key, call.value, call.scale), None
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
