@@ -292,11 +292,11 @@ def expect_other_cache(model: PreTrainedModel, is_expected: bool) -> None:
 
 
 def note_other_cache(module: nn.Module, format: str) -> None:
-    """Warn that keys come from another cache than the one in the configuration, unless ``generate`` requested it."""
+    """Warn that a decoding step reads another cache than that of the configuration, unless ``generate`` asked for it."""
     if not torch.compiler.is_compiling() and id(module.config) not in _with_other_cache:
         warnings.warn(
-            f"the configuration of this model says cache={format!r}, but its keys came from another cache, or were "
-            "changed by the layer. Prefix tuning has a cache of its own. In forward, pass "
-            f"{CACHE_ARGUMENT}=dma_hf.DMACache(model.config). dma_hf.configure(model, cache=None) removes the setting.",
+            f"the configuration of this model says cache={format!r}, but the keys of a decoding step came from another "
+            f"cache, or were changed by the layer. In forward, pass {CACHE_ARGUMENT}=dma_hf.DMACache(model.config). "
+            "dma_hf.configure(model, cache=None) removes the setting.",
             stacklevel=2,
         )
