@@ -123,6 +123,8 @@ def find_pair(architecture: Architecture, model_class: type[PreTrainedModel]) ->
         if isinstance(config, CannotShrink):
             problem = f"no tiny configuration: {config}" if is_new else problem
             continue
+        if architecture.kind == "decoder" and hasattr(config, "is_decoder"):  # BERT and its kin are encoders by default
+            config.is_decoder = True
         try:
             reference = build(model_class, config, ("sdpa", "eager"))
         except CannotShrink as error:
@@ -280,14 +282,16 @@ def _packed(model: PreTrainedModel) -> Iterator[bool]:
 
 
 def _check_packed(model: PreTrainedModel, cache: Any) -> None:
-    """Raise if the cache keeps keys in 16 bits, or attention did not read the packed ones."""
+    """Raise if the cache keeps keys in 16 bits, or attention did not read the packed ones, in each step of a layer."""
     cache = getattr(cache, "self_attention_cache", cache)
     unpacked = []
     if isinstance(cache, dma_hf.DMACache):  # Whisper returns a copy of another class
         kinds = [type(layer) for layer in cache.layers if getattr(layer, "keys", None) is not None]
         unpacked = [kind.__name__ for kind in kinds if not issubclass(kind, DMALayer)]
     stats = dma_hf.stats(model)
-    if unpacked or not (stats.fallbacks or any(use.cache == "int8" for use in stats.uses)):
+    caches = {name: {use.cache for use in layer.uses} for name, layer in stats.layers.items()}
+    unpacked += [name for name, found in caches.items() if "int8" in found and len(found) > 1]
+    if unpacked or not (stats.fallbacks or {"int8"} in caches.values()):
         raise RuntimeError(f"the packed cache was not used: {unpacked}")
 
 
