@@ -123,8 +123,7 @@ def find_pair(architecture: Architecture, model_class: type[PreTrainedModel]) ->
         if isinstance(config, CannotShrink):
             problem = f"no tiny configuration: {config}" if is_new else problem
             continue
-        if architecture.kind == "decoder" and hasattr(config, "is_decoder"):  # BERT and its kin are encoders by default
-            config.is_decoder = True
+        _let_decode(architecture, config)
         try:
             reference = build(model_class, config, ("sdpa", "eager"))
         except CannotShrink as error:
@@ -140,6 +139,15 @@ def find_pair(architecture: Architecture, model_class: type[PreTrainedModel]) ->
         if wants_more:  # other sizes do not help
             break
     raise CannotShrink(problem)
+
+
+def _let_decode(architecture: Architecture, config: PreTrainedConfig) -> None:
+    """Make decoders of BERT and its kin, which are encoders by default."""
+    decoder = getattr(config, "decoder", None)
+    if architecture.kind == "decoder" and hasattr(config, "is_decoder"):
+        config.is_decoder = True
+    elif hasattr(decoder, "add_cross_attention"):
+        decoder.is_decoder = decoder.add_cross_attention = True
 
 
 def features_of(architecture: Architecture, model: PreTrainedModel, inputs: Inputs) -> dict[str, Feature]:
