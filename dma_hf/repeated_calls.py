@@ -106,7 +106,7 @@ def repeat(
 ) -> Tensor | None:
     """Compute a call like that of an earlier layer, ``[B, T, Hq, Dv]``. Returns ``None`` if it is not like one."""
     repeated: RepeatedCall | None = mask.dma_calls.get((sliding_window, update is None))
-    if repeated is None:
+    if repeated is None or torch.is_grad_enabled():  # a reentrant checkpoint computes a layer again, with gradients
         return None
     layer = step = None
     states: tuple[Tensor, ...] = (query, key, value)

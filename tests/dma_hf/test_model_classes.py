@@ -185,22 +185,23 @@ def test_attention_weights_of_encoder_decoders_are_not_returned(name, families, 
     assert torch.equal(model(**inputs).logits, logits)
 
 
-@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("checkpoints", [None, "reentrant", "not reentrant"])
+@pytest.mark.parametrize("padding", [0, 7])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "mistral"])
-def test_gradients_are_those_of_the_models_own_attention(name, is_checkpointed, families, token_ids):
-    """For a padded batch without quantization."""
+def test_gradients_are_those_of_the_models_own_attention(name, padding, checkpoints, families, token_ids):
+    """Without quantization."""
     ids = token_ids(2, 40)
     mask = torch.ones_like(ids)
-    mask[0, :7] = 0
+    mask[0, :padding] = 0
     labels = ids.clone()
-    labels[0, :8] = -100  # padding has labels too
+    labels[0, : padding + 1] = -100  # padding has labels too
     gradients = []
     for implementation in ("eager", "dma_mxfp"):
         model = families[name].build(implementation, attention_dropout=0.0).train()
         if implementation == "dma_mxfp":
             dma_hf.configure(model, low="bf16", high="bf16", pv="bf16", shared_scale="block", smooth_k=False)
-        if is_checkpointed:
-            model.gradient_checkpointing_enable()
+        if checkpoints is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": checkpoints == "reentrant"})
         with torch.enable_grad():
             loss = model(ids, attention_mask=mask, labels=labels, use_cache=False).loss
             loss.backward()
