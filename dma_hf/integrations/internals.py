@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType, FunctionType
@@ -73,8 +74,11 @@ def set_attention_name(config: PreTrainedConfig, name: Any) -> None:
 
 
 def takes_attention_names(model: type[PreTrainedModel]) -> bool:
-    """Return whether the layers of a model class look up their attention by its name."""
-    return bool(model._can_set_attn_implementation())
+    """Return whether the layers of a model class look up their attention by its name, or, in a notebook, may do so.
+
+    Transformers reads the source code of the class, which a notebook lacks.
+    """
+    return bool(model._can_set_attn_implementation()) or not hasattr(sys.modules[model.__module__], "__file__")
 
 
 def distinct_configs(model: nn.Module) -> list[PreTrainedConfig]:

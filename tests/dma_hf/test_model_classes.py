@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
+
 import pytest
 import torch
 import transformers
@@ -137,6 +140,19 @@ def test_a_class_derived_from_another_attention_is_accepted():
     logits = model(**_inputs(model)).logits
     model.set_attn_implementation("eager")
     torch.testing.assert_close(logits, model(**_inputs(model)).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_a_class_of_a_notebook_is_accepted(monkeypatch):
+    """Its source code, in which Transformers looks for attention layers, cannot be read."""
+    monkeypatch.setitem(sys.modules, "notebook", ModuleType("notebook"))
+    members = {"__module__": "notebook", "_can_set_attn_implementation_cached_value": None}
+    config_class = type("NotebookConfig", (MyConfig,), members)
+    sys.modules["notebook"].NotebookModel = type("NotebookModel", (MyModel,), members | {"config_class": config_class})
+    config = config_class(**TINY, **LLAMA, num_key_value_heads=2)
+    model = sys.modules["notebook"].NotebookModel._from_config(config, attn_implementation="dma_mxfp").eval()
+    assert not model._can_set_attn_implementation()
+    assert model(**_inputs(model)).logits.isfinite().all()
+    assert dma_hf.stats(model).calls == 2
 
 
 @pytest.mark.parametrize("name", WITHOUT_PACKED_CACHE)
