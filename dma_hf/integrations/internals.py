@@ -33,11 +33,7 @@ def _unsupported(interface: str, difference: str) -> UnsupportedTransformersErro
 
 
 def check_version(interface: str) -> None:
-    """Check that the installed Transformers is one that continuous integration tests.
-
-    Raises:
-        UnsupportedTransformersError: It is older or newer.
-    """
+    """Raise if the installed Transformers is older or newer than those that continuous integration tests."""
     oldest, too_new = (tuple(map(int, re.findall(r"\d+", bound))) for bound in SUPPORTED.split(","))
     if not oldest <= tuple(map(int, transformers.__version__.split(".")[:2])) < too_new:
         raise _unsupported(interface, "has not been tested")
