@@ -43,6 +43,8 @@ class RepeatedCall:
         names: Names of all keyword arguments of the call.
         arguments: Those that may change its result.
         compute: Computes a call like it.
+        layers: The ids of the layers that have made the call. One that makes it again belongs to another forward pass,
+            which may have other settings.
     """
 
     config: Any
@@ -54,6 +56,7 @@ class RepeatedCall:
     names: Set[str]
     arguments: Mapping[str, Any]
     compute: Compute
+    layers: set[int]
 
     def covers(
         self,
@@ -106,7 +109,7 @@ def repeat(
 ) -> Tensor | None:
     """Compute a call like that of an earlier layer, ``[B, T, Hq, Dv]``. Returns ``None`` if it is not like one."""
     repeated: RepeatedCall | None = mask.dma_calls.get((sliding_window, update is None))
-    if repeated is None or torch.is_grad_enabled():  # a reentrant checkpoint computes a layer again, with gradients
+    if repeated is None or id(module) in repeated.layers or torch.is_grad_enabled():
         return None
     layer = step = None
     states: tuple[Tensor, ...] = (query, key, value)
@@ -120,6 +123,7 @@ def repeat(
         states = (query,)
     if not repeated.covers(module, states, kv_len, is_causal, arguments):
         return None
+    repeated.layers.add(id(module))
     sinks: Tensor | None = arguments.get("s_aux")
     return repeated.compute(module, layer, step, query, key, value, None if sinks is None else sinks.reshape(-1))
 
@@ -154,8 +158,9 @@ def let_repeat(
     kinds = tuple(map(_kind, states))
     high_layers = call.settings.config.high_layers
     is_high, names = getattr(module, "layer_idx", None) in high_layers, frozenset(arguments)
-    repeated = RepeatedCall(module.config, high_layers, is_high, is_causal, kinds, kv_len, names, others, compute)
-    mask.dma_calls[sliding_window, update is None] = repeated
+    mask.dma_calls[sliding_window, update is None] = RepeatedCall(
+        module.config, high_layers, is_high, is_causal, kinds, kv_len, names, others, compute, {id(module)}
+    )
 
 
 def cached_step(call: Call, kernel: str, query: Tensor, window: int | None) -> Compute:
