@@ -108,8 +108,10 @@ def repeat(
     arguments: Mapping[str, Any],
 ) -> Tensor | None:
     """Compute a call like that of an earlier layer, ``[B, T, Hq, Dv]``. Returns ``None`` if it is not like one."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return None
     repeated: RepeatedCall | None = mask.dma_calls.get((sliding_window, update is None))
-    if repeated is None or id(module) in repeated.layers or torch.is_grad_enabled():
+    if repeated is None or id(module) in repeated.layers:
         return None
     layer = step = None
     states: tuple[Tensor, ...] = (query, key, value)
