@@ -43,8 +43,7 @@ class RepeatedCall:
         names: Names of all keyword arguments of the call.
         arguments: Those that may change its result.
         compute: Computes a call like it.
-        layers: The ids of the layers that have made the call. One that makes it again belongs to another forward pass,
-            which may have other settings.
+        layer: The layer that made the call. Its next call belongs to another forward pass, maybe with other settings.
     """
 
     config: Any
@@ -56,7 +55,7 @@ class RepeatedCall:
     names: Set[str]
     arguments: Mapping[str, Any]
     compute: Compute
-    layers: set[int]
+    layer: nn.Module
 
     def covers(
         self,
@@ -108,10 +107,10 @@ def repeat(
     arguments: Mapping[str, Any],
 ) -> Tensor | None:
     """Compute a call like that of an earlier layer, ``[B, T, Hq, Dv]``. Returns ``None`` if it is not like one."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if torch.is_grad_enabled() or torch.compiler.is_dynamo_compiling():
         return None
     repeated: RepeatedCall | None = mask.dma_calls.get((sliding_window, update is None))
-    if repeated is None or id(module) in repeated.layers:
+    if repeated is None or repeated.layer is module:
         return None
     layer = step = None
     states: tuple[Tensor, ...] = (query, key, value)
@@ -125,7 +124,6 @@ def repeat(
         states = (query,)
     if not repeated.covers(module, states, kv_len, is_causal, arguments):
         return None
-    repeated.layers.add(id(module))
     sinks: Tensor | None = arguments.get("s_aux")
     return repeated.compute(module, layer, step, query, key, value, None if sinks is None else sinks.reshape(-1))
 
@@ -161,7 +159,7 @@ def let_repeat(
     high_layers = call.settings.config.high_layers
     is_high, names = getattr(module, "layer_idx", None) in high_layers, frozenset(arguments)
     mask.dma_calls[sliding_window, update is None] = RepeatedCall(
-        module.config, high_layers, is_high, is_causal, kinds, kv_len, names, others, compute, {id(module)}
+        module.config, high_layers, is_high, is_causal, kinds, kv_len, names, others, compute, module
     )
 
 
