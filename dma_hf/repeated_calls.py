@@ -43,7 +43,7 @@ class RepeatedCall:
         names: Names of all keyword arguments of the call.
         arguments: Those that may change its result.
         compute: Computes a call like it.
-        layer: The layer that made the call. Its next call belongs to another forward pass, maybe with other settings.
+        first: The first layer of the forward pass. Its next call begins another one, maybe with other settings.
     """
 
     config: Any
@@ -55,7 +55,7 @@ class RepeatedCall:
     names: Set[str]
     arguments: Mapping[str, Any]
     compute: Compute
-    layer: nn.Module
+    first: nn.Module
 
     def covers(
         self,
@@ -110,7 +110,7 @@ def repeat(
     if torch.is_grad_enabled() or torch.compiler.is_dynamo_compiling():
         return None
     repeated: RepeatedCall | None = mask.dma_calls.get((sliding_window, update is None))
-    if repeated is None or repeated.layer is module:
+    if repeated is None or repeated.first is module:
         return None
     layer = step = None
     states: tuple[Tensor, ...] = (query, key, value)
@@ -158,8 +158,10 @@ def let_repeat(
     kinds = tuple(map(_kind, states))
     high_layers = call.settings.config.high_layers
     is_high, names = getattr(module, "layer_idx", None) in high_layers, frozenset(arguments)
-    mask.dma_calls[sliding_window, update is None] = RepeatedCall(
-        module.config, high_layers, is_high, is_causal, kinds, kv_len, names, others, compute, module
+    kind = sliding_window, update is None
+    first = mask.dma_calls[kind].first if kind in mask.dma_calls else module
+    mask.dma_calls[kind] = RepeatedCall(
+        module.config, high_layers, is_high, is_causal, kinds, kv_len, names, others, compute, first
     )
 
 
