@@ -137,7 +137,7 @@ def _attend_plain(
 ) -> tuple[Tensor, Compute | None]:
     """Compute a call over plain keys and values. Returns ``[B, Hq, T, Dv]``, and what repeats the call, if anything."""
     settings = call.settings
-    if settings.config.cache is not None and geometry.is_causal and geometry.q_len < geometry.kv_len:
+    if settings.config.cache is not None and geometry.is_causal and geometry.q_len == 1 < geometry.kv_len:
         note_other_cache(module, settings.config.cache)
     recipe = settings.cross_recipe if geometry.two_sequences else settings.recipe
     seen: dict[str, Any] = {"is_causal": geometry.is_causal, "window": geometry.window}
@@ -304,8 +304,9 @@ def _attend_with_candidates(
 def _mask(layer: DMALayer, new: Step, geometry: MaskGeometry) -> Tensor | None:
     """Return the part of the mask that positions do not imply, boolean ``[B, H, T, kv_len]``, usually ``None``."""
     hidden, visible = geometry.pattern, geometry.kv_range
-    if visible is None and layer.is_padded and layer.window is None and layer.owner.capture is None:
+    if visible is None and layer.is_padded and layer.owner.capture is None and not torch.compiler.is_compiling():
         _refuse_shown_padding(layer, new, 0)
+        layer.is_padded = False  # no row has any, or it has left the window
     if visible is None or (hidden is None and _is_plain(layer, new, visible)):
         return hidden
     seen = keys_in(visible, new.kv_len)[:, None, None]

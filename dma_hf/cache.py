@@ -193,11 +193,7 @@ class DMACache(DynamicCache):  # type: ignore[misc]
 
 
 def _own_layer(layer: Any, owner: Owner, cache: str, max_cache_len: Any) -> Any:
-    """Return the layer that replaces one of Transformers, or that layer itself if it holds no keys.
-
-    Raises:
-        ValueError: It holds keys and has no replacement.
-    """
+    """Return the layer that replaces one of Transformers, or that layer if it holds no keys. Others are refused."""
     if type(layer) is DynamicLayer:
         return DMALayer(owner, cache)
     if type(layer) is DynamicSlidingWindowLayer:

@@ -124,7 +124,7 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
         storage: Keys and values. ``None`` until the first update sets ``is_initialized``.
         tokens: Number of tokens seen, padding included: an int, or a tensor on the device in a static layer.
         checks_steps: Whether the layer checks decoding steps on the device. One layer of a cache does.
-        is_padded: Whether the first mask hid keys, perhaps at the start of a row.
+        is_padded: Whether a later mask may cover padding, because the first mask hid keys.
         max_cache_len: Tokens that fit into a static layer.
     """
 

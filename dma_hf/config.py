@@ -357,20 +357,13 @@ def cache_of(model: PreTrainedModel) -> str | None:
 
 
 def cache_format_of(config: PreTrainedConfig, name: str) -> CacheFormat:
-    """Return the storage format for a cache called ``name``, which depends on whether the model is equalized.
-
-    Raises:
-        ValueError: There is no such format.
-    """
+    """Return the storage format of a cache called ``name``. It depends on whether the model is equalized."""
     return cache_format(name, is_equalized=vars(config).get(EQUALIZED) is True)
 
 
 @lru_cache(maxsize=256)
 def _parse(section: Any, runtime: tuple[tuple[str, str], ...], cache: str) -> Settings:
-    """Parse a section, the runtime choices that go with it, and the name of a cache that replaces its own.
-
-    A mapping is given as a tuple of its items.
-    """
+    """Parse a section (the items of a mapping), its runtime choices, and a cache that replaces its own."""
     source = f"the {NAME!r} section of the model's config.json"
     if section is None:
         config = _DEFAULT.config

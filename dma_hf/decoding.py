@@ -198,11 +198,7 @@ def _captured(
     arguments: dict[str, Any],
     inputs: Inputs,
 ) -> DecodingGraph:
-    """Capture a step without running it. The cache does not change, even if it fails.
-
-    Raises:
-        RuntimeError: The model needs a value on the host.
-    """
+    """Capture a step, as :meth:`StepGraph.of` does. The cache does not change, even if that fails."""
     arguments, copies = with_copies(arguments, inputs)
     tokens, room = layers[0].tokens, min(layer.storage.room for layer in layers)
     capture = Capture(torch.tensor(tokens, device=layers[0].device), room)

@@ -43,6 +43,7 @@ class RepeatedCall:
         names: Names of all keyword arguments of the call.
         arguments: Those that may change its result.
         compute: Computes a call like it.
+        first: The first layer of the forward pass. Its next call begins another one, maybe with other settings.
     """
 
     config: Any
@@ -54,6 +55,7 @@ class RepeatedCall:
     names: Set[str]
     arguments: Mapping[str, Any]
     compute: Compute
+    first: nn.Module
 
     def covers(
         self,
@@ -105,8 +107,10 @@ def repeat(
     arguments: Mapping[str, Any],
 ) -> Tensor | None:
     """Compute a call like that of an earlier layer, ``[B, T, Hq, Dv]``. Returns ``None`` if it is not like one."""
+    if torch.is_grad_enabled() or torch.compiler.is_dynamo_compiling():
+        return None
     repeated: RepeatedCall | None = mask.dma_calls.get((sliding_window, update is None))
-    if repeated is None:
+    if repeated is None or repeated.first is module:
         return None
     layer = step = None
     states: tuple[Tensor, ...] = (query, key, value)
@@ -154,8 +158,11 @@ def let_repeat(
     kinds = tuple(map(_kind, states))
     high_layers = call.settings.config.high_layers
     is_high, names = getattr(module, "layer_idx", None) in high_layers, frozenset(arguments)
-    repeated = RepeatedCall(module.config, high_layers, is_high, is_causal, kinds, kv_len, names, others, compute)
-    mask.dma_calls[sliding_window, update is None] = repeated
+    kind = sliding_window, update is None
+    first = mask.dma_calls[kind].first if kind in mask.dma_calls else module
+    mask.dma_calls[kind] = RepeatedCall(
+        module.config, high_layers, is_high, is_causal, kinds, kv_len, names, others, compute, first
+    )
 
 
 def cached_step(call: Call, kernel: str, query: Tensor, window: int | None) -> Compute:

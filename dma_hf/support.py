@@ -1,16 +1,8 @@
 """What ``dma_mxfp`` supports: model classes that need special treatment, and keyword arguments of attention calls.
 
-| entry | classes | what is special | what happens |
-|---|---|---|---|
-| ``CROSS_ATTENTION_NAMES`` | layers with such a name | keys are of another sequence | every key is in high precision |
-| ``NEVER_CAUSAL`` | layers | they say they are causal, but mean full attention | they run bidirectional attention |
-| ``NEEDS_ADDITIVE_MASK`` | models | they cast the mask to a float or add a bias to it | refused |
-| ``ADDS_THE_MASK`` | models | built-in attention adds the mask to its scores | they get an additive mask |
-| ``NO_PACKED_CACHE`` | models | attention does not get what a given cache returned | no packed cache |
-| Transformers' own rule | models | ``attn_implementation`` does not reach their attention | refused |
-
-Everything else is recognized by attributes of the layer (``is_causal``, ``is_cross_attention``, ``is_decoder``).
-``tests/compat/test_model_classes.py`` fails if Transformers gains a class that may need an entry.
+The first constants list the exceptions. Everything else is recognized by attributes of the layer (``is_causal``,
+``is_cross_attention``, ``is_decoder``). ``tests/compat/test_model_classes.py`` fails if Transformers gains a class that
+may need an entry.
 """
 
 from __future__ import annotations
@@ -45,7 +37,6 @@ NEEDS_ADDITIVE_MASK = ("deepseek_v4",)
 ADDS_THE_MASK = ("gemma4_audio",)
 """Model types whose built-in attention adds the mask to its scores, whichever implementation is chosen."""
 
-
 NO_PACKED_CACHE = {
     "diffllama": "attends twice in a layer, to halves of the values",
     "evolla": "takes no cache in generate",
@@ -60,9 +51,6 @@ def refuse_packed_cache(config: PreTrainedConfig) -> None:
     """Refuse a packed cache for a model whose attention does not get what the cache returned.
 
     The model would dequantize all keys in every step, and the decode kernel would never run.
-
-    Raises:
-        ValueError: It is such a model.
     """
     decoder = config.get_text_config(decoder=True)
     why = NO_PACKED_CACHE.get(decoder.model_type)
@@ -107,11 +95,7 @@ def has_attention(model: PreTrainedModel) -> bool:
 
 
 def refuse_model(config: PreTrainedConfig) -> None:
-    """Refuse a model that would compute something else with the masks of ``dma_mxfp``, without an error of its own.
-
-    Raises:
-        ValueError: Its attention is built in, or it needs an additive mask.
-    """
+    """Refuse a model whose attention is built in, or that needs an additive mask: it would compute something else."""
     if config.model_type in NEEDS_ADDITIVE_MASK:
         raise ValueError(
             f"attn_implementation='dma_mxfp' makes boolean masks, and {config.model_type} needs additive ones; "
@@ -292,11 +276,11 @@ def expect_other_cache(model: PreTrainedModel, is_expected: bool) -> None:
 
 
 def note_other_cache(module: nn.Module, format: str) -> None:
-    """Warn that keys come from another cache than the one in the configuration, unless ``generate`` requested it."""
+    """Warn that a decoding step reads another cache than the configured one, unless ``generate`` asked for it."""
     if not torch.compiler.is_compiling() and id(module.config) not in _with_other_cache:
         warnings.warn(
-            f"the configuration of this model says cache={format!r}, but its keys came from another cache, or were "
-            "changed by the layer. Prefix tuning has a cache of its own. In forward, pass "
-            f"{CACHE_ARGUMENT}=dma_hf.DMACache(model.config). dma_hf.configure(model, cache=None) removes the setting.",
+            f"the configuration of this model says cache={format!r}, but the keys of a decoding step came from another "
+            f"cache, or were changed by the layer. In forward, pass {CACHE_ARGUMENT}=dma_hf.DMACache(model.config). "
+            "dma_hf.configure(model, cache=None) removes the setting.",
             stacklevel=2,
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType, FunctionType
@@ -32,11 +33,7 @@ def _unsupported(interface: str, difference: str) -> UnsupportedTransformersErro
 
 
 def check_version(interface: str) -> None:
-    """Check that the installed Transformers is one that continuous integration tests.
-
-    Raises:
-        UnsupportedTransformersError: It is older or newer.
-    """
+    """Raise if the installed Transformers is older or newer than those that continuous integration tests."""
     oldest, too_new = (tuple(map(int, re.findall(r"\d+", bound))) for bound in SUPPORTED.split(","))
     if not oldest <= tuple(map(int, transformers.__version__.split(".")[:2])) < too_new:
         raise _unsupported(interface, "has not been tested")
@@ -73,8 +70,11 @@ def set_attention_name(config: PreTrainedConfig, name: Any) -> None:
 
 
 def takes_attention_names(model: type[PreTrainedModel]) -> bool:
-    """Return whether the layers of a model class look up their attention by its name."""
-    return bool(model._can_set_attn_implementation())
+    """Return whether the layers of a model class look up their attention by its name, or, in a notebook, may do so.
+
+    Transformers reads the source code of the class, which a notebook lacks.
+    """
+    return bool(model._can_set_attn_implementation()) or not hasattr(sys.modules[model.__module__], "__file__")
 
 
 def distinct_configs(model: nn.Module) -> list[PreTrainedConfig]:

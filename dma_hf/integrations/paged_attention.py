@@ -46,11 +46,7 @@ _running = _Running()
 
 
 def _note_batch(model: PreTrainedModel, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Note the batch that a forward pass is called with.
-
-    Raises:
-        RuntimeError: The attention of the model was changed, but the batch was prepared for that of this package.
-    """
+    """Note the batch of a forward pass. Raise if the attention for which it was prepared has been changed."""
     name = decoder_attention(model)
     if "read_index" in options and not str(name).startswith(PAGED_NAME):
         raise RuntimeError(
@@ -117,25 +113,16 @@ def dma_paged_attention_forward(
     cache: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute the attention of one layer for requests that are packed into one row.
+    """Compute the attention of one layer for requests that are packed into one row, ``[1, tokens, Hq, Dv]``.
 
-    Args:
-        module: The layer. ``config`` and ``layer_idx`` are read.
-        query: ``[1, Hq, tokens, D]``: new tokens of all requests, then padding.
-        key: ``[1, Hkv, tokens, D]``, of the same tokens.
-        value: ``[1, Hkv, tokens, Dv]``, of the same tokens.
-        attention_mask: ``None``, because the lengths imply it.
-        sliding_window: Window of the layer. The default is that of the configuration.
-        cache: The paged cache, or ``None`` if the layer has updated it and ``key`` and ``value`` come from it.
-        kwargs: Further arguments, see :meth:`dma_hf.support.Call.of`. The description of the batch is that of
-            the model's forward pass.
+    Arguments and errors are those of :func:`~dma_hf.attention.dma_attention_forward`, except:
 
-    Returns:
-        ``[1, tokens, Hq, Dv]``, and ``None`` in place of attention weights.
+    - ``query``, ``key`` and ``value`` are ``[1, H, tokens, D]``: new tokens of all requests, then padding.
+    - ``attention_mask`` is ``None``. The batch of the model's forward pass has the lengths.
+    - ``cache`` is the paged cache, or ``None`` if ``key`` and ``value`` come from it.
 
     Raises:
         RuntimeError: It is called outside continuous batching, or a CUDA graph is being captured over 16-bit pages.
-        ValueError: As in :func:`~dma_hf.attention.dma_attention_forward`.
     """
     batch = _running.batch
     if "read_index" not in batch:

@@ -54,11 +54,7 @@ _of_one_call: weakref.WeakSet[Cache] = weakref.WeakSet()
 
 
 def wrap_generation() -> None:
-    """Make ``generate`` and ``generate_batch`` use the cache of a model's settings, and run steps as CUDA graphs.
-
-    Raises:
-        UnsupportedTransformersError: The check that ends ``generate`` has moved.
-    """
+    """Make ``generate`` and ``generate_batch`` use the cache of a model's settings, and run steps as CUDA graphs."""
     with private_imports():
         from transformers.generation.utils import DeferredStopCheck
     _wrap(GenerationMixin, "_prepare_cache_for_generation", prepare_cache)
@@ -103,13 +99,9 @@ def prepare_cache(
     batch_size: int,
     max_cache_length: int,
 ) -> Any:
-    """Make the cache of a call of ``generate``: a ``DMACache`` if the model's settings name one.
+    """Make the cache of a call of ``generate``: a ``DMACache`` if the settings name one, and the call no other.
 
-    Another cache in the call has priority.
-
-    Raises:
-        ValueError: The call passes a ``DMACache``, and ``use_cache`` is false. Each step would read all tokens again,
-            although the cache has them.
+    A ``DMACache`` with ``use_cache=False`` is refused: each step would read all tokens again, which the cache has.
     """
     given = (generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
     if not is_ours(model):
@@ -270,11 +262,7 @@ class _AfterFirst:
 def init_continuous_batching(
     method: Callable[..., Any], model: PreTrainedModel, *arguments: Any, **options: Any
 ) -> Any:
-    """Call ``init_continuous_batching``, or return a manager of this package for a model that runs ``dma_mxfp``.
-
-    Raises:
-        RuntimeError: A kept manager is for other settings.
-    """
+    """Return the manager of a model. For one that runs ``dma_mxfp`` it is of this package."""
     kept = getattr(model, "_cached_continuous_batching_manager", None)
     if kept is not None:
         _check_kept(kept, model)
@@ -301,12 +289,7 @@ def _make_manager(
     continuous_batching_config: ContinuousBatchingConfig | None = None,
     workload_hints: Any = None,
 ) -> Any:
-    """Return a manager. The arguments are those of ``init_continuous_batching``.
-
-    Raises:
-        UnsupportedTransformersError: This package does not support Transformers' manager.
-        ValueError: Packed pages do not support a kind of layer of the model.
-    """
+    """Return a manager. The arguments are those of ``init_continuous_batching``."""
     check_version("continuous batching")
     with private_imports():
         from .manager import DMAManager
@@ -323,11 +306,7 @@ def _make_manager(
 
 
 def check_attention(method: Callable[..., Any], model: PreTrainedModel, *arguments: Any, **options: Any) -> Any:
-    """Call ``get_correct_attn_implementation``, and refuse a model whose constructor would raise a ``KeyError``.
-
-    Raises:
-        ValueError: The model looks up its attention layers by the name of the implementation (Falcon, SAM).
-    """
+    """Refuse a model that looks up its attention layers by name (Falcon, SAM). It would raise a ``KeyError``."""
     name = method(model, *arguments, **options)
     table = _table_of(model) if is_dma(name) else None
     if table is not None:

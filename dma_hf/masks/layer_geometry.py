@@ -141,20 +141,11 @@ def separate_documents(
     is_cached: bool,
     is_users_mask: bool,
 ) -> MaskGeometry:
-    """Return the geometry with the documents of a call.
+    """Return the geometry with the documents of a call. Refuse documents that cannot be separated.
 
     Waits for the device once in a forward pass, in its first layer. It does not in decoding steps, nor while a call is
-    traced or captured, where ``position_ids`` are not read.
-
-    Args:
-        module: The attention layer.
-        geometry: Geometry of the mask.
-        others: Keyword arguments of the call. Only ``cu_seq_lens_q``, ``cu_seq_lens_k`` and ``position_ids`` are used.
-        is_cached: Whether the keys are those of a ``DMACache``.
-        is_users_mask: Whether the mask is one that ``dma_mask`` did not make. Its pattern is that of the documents.
-
-    Raises:
-        ValueError: The documents cannot be separated.
+    traced or captured, where ``position_ids`` are not read. ``others`` are the keyword arguments of the call. The
+    pattern of a mask that ``dma_mask`` did not make (``is_users_mask``) is that of the documents.
     """
     documents, option = geometry.documents, "packed sequences"
     if documents is None:

@@ -30,8 +30,6 @@ from dma_eval.load.backends import activate, parse_backends
 from dma_eval.load.models import load_model
 from sampling import sampled
 
-pytest.importorskip("transformers.generation.continuous_batching.cache_allocators", reason="before Transformers 5.23")
-
 from dma_hf import DMAConfig
 from dma_hf.integrations.serving import DirectStreamer
 from dma_hf.serving import Engine, Sequential, make_app

@@ -208,7 +208,7 @@ class TestDefault:
         dma_hf.configure(model, cache="int4")
         cache, ids = DynamicCache(config=model.config), token_ids(1, 20)
         model(ids, **{CACHE_ARGUMENT: cache})
-        with pytest.warns(UserWarning, match="says cache='int4', but its keys came from another cache"):
+        with pytest.warns(UserWarning, match="says cache='int4', but the keys of a .* came from another cache"):
             model(ids[:, :1], **{CACHE_ARGUMENT: cache})
 
     def test_a_function_registered_over_dma_mxfp_keeps_the_cache(self, build, token_ids):

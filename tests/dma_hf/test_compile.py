@@ -34,6 +34,15 @@ def test_a_forward_pass_compiles_to_one_graph(name, families, token_ids, assert_
         assert_same(logits, model(ids, attention_mask=mask, **options).logits, mask)
 
 
+def test_layers_compile_to_one_graph_after_one_that_is_not_compiled(families, token_ids, assert_same):
+    """They do not repeat its call, because a compiler must see theirs as one operation."""
+    model = families["llama"].build("dma_mxfp")
+    ids = token_ids(1, 400)
+    expected = model(ids, use_cache=False).logits
+    model.model.layers[1].compile(fullgraph=True, backend="aot_eager")
+    assert_same(model(ids, use_cache=False).logits, expected)
+
+
 def test_changing_the_settings_recompiles(families, token_ids):
     model = families["llama"].build("dma_mxfp")
     ids = token_ids(1, 400)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers.masking_utils import create_causal_mask
 
 import dma_hf
 from dma_hf import DMACache
@@ -49,6 +50,17 @@ def test_a_4d_mask_of_left_padding_equals_the_2d_mask(format, dtype, llama, toke
             parts.append(llama(ids[:, start:end], use_cache=format is not None, **arguments).logits)
         outputs.append(torch.cat(parts, 1))
     assert_same(outputs[1], outputs[0], padding, 1e-9)
+
+
+@pytest.mark.parametrize("high_layers", [(), (1,)])
+def test_a_mask_of_an_earlier_pass_keeps_no_settings(high_layers, families, token_ids):
+    """Transformers' own mask, which the caller makes once."""
+    model, ids = families["llama"].build("dma_mxfp", num_hidden_layers=4), token_ids(1, LENGTH)
+    mask = create_causal_mask(model.config, model.get_input_embeddings()(ids), None, None)
+    for preset in ("balanced", "paper"):
+        dma_hf.configure(model, preset, high_layers=high_layers)
+        expected = model(ids, use_cache=False).logits
+        assert torch.equal(model(ids, attention_mask=mask, use_cache=False).logits, expected)
 
 
 def test_a_mask_is_read_once_for_all_layers(llama, token_ids, monkeypatch):

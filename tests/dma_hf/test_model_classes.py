@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
+
 import pytest
 import torch
 import transformers
@@ -139,6 +142,19 @@ def test_a_class_derived_from_another_attention_is_accepted():
     torch.testing.assert_close(logits, model(**_inputs(model)).logits, rtol=1e-4, atol=1e-5)
 
 
+def test_a_class_of_a_notebook_is_accepted(monkeypatch):
+    """Its source code, in which Transformers looks for attention layers, cannot be read."""
+    monkeypatch.setitem(sys.modules, "notebook", ModuleType("notebook"))
+    members = {"__module__": "notebook", "_can_set_attn_implementation_cached_value": None}
+    config_class = type("NotebookConfig", (MyConfig,), members)
+    sys.modules["notebook"].NotebookModel = type("NotebookModel", (MyModel,), members | {"config_class": config_class})
+    config = config_class(**TINY, **LLAMA, num_key_value_heads=2)
+    model = sys.modules["notebook"].NotebookModel._from_config(config, attn_implementation="dma_mxfp").eval()
+    assert not model._can_set_attn_implementation()
+    assert model(**_inputs(model)).logits.isfinite().all()
+    assert dma_hf.stats(model).calls == 2
+
+
 @pytest.mark.parametrize("name", WITHOUT_PACKED_CACHE)
 def test_a_packed_cache_is_refused_where_it_would_not_be_used(name):
     """By ``configure``, by a new cache, and by ``generate`` if the implementation's name has the cache."""
@@ -185,22 +201,23 @@ def test_attention_weights_of_encoder_decoders_are_not_returned(name, families, 
     assert torch.equal(model(**inputs).logits, logits)
 
 
-@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("checkpoints", [None, "reentrant", "not reentrant"])
+@pytest.mark.parametrize("padding", [0, 7])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "mistral"])
-def test_gradients_are_those_of_the_models_own_attention(name, is_checkpointed, families, token_ids):
-    """For a padded batch without quantization."""
+def test_gradients_are_those_of_the_models_own_attention(name, padding, checkpoints, families, token_ids):
+    """Without quantization."""
     ids = token_ids(2, 40)
     mask = torch.ones_like(ids)
-    mask[0, :7] = 0
+    mask[0, :padding] = 0
     labels = ids.clone()
-    labels[0, :8] = -100  # padding has labels too
+    labels[0, : padding + 1] = -100  # padding has labels too
     gradients = []
     for implementation in ("eager", "dma_mxfp"):
         model = families[name].build(implementation, attention_dropout=0.0).train()
         if implementation == "dma_mxfp":
             dma_hf.configure(model, low="bf16", high="bf16", pv="bf16", shared_scale="block", smooth_k=False)
-        if is_checkpointed:
-            model.gradient_checkpointing_enable()
+        if checkpoints is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": checkpoints == "reentrant"})
         with torch.enable_grad():
             loss = model(ids, attention_mask=mask, labels=labels, use_cache=False).loss
             loss.backward()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -151,6 +152,16 @@ def test_peft_adapters_work(llama, token_ids, tmp_path):
     assert not torch.equal(_logits(model, ids), adapted)
     dma_hf.configure(model, "paper")
     torch.testing.assert_close(_logits(model.merge_and_unload(), ids), adapted, rtol=1e-2, atol=1e-2)
+
+
+def test_prefix_tuning_does_not_warn_of_another_cache(llama, token_ids):
+    """Its prefix is a cache of 16 bits, whatever the cache of decoding steps is."""
+    peft = pytest.importorskip("peft")
+    dma_hf.configure(llama, cache="int8")
+    model = peft.get_peft_model(llama, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*another cache")
+        model(input_ids=token_ids(1, LENGTH))
 
 
 def test_gguf_weights_work(families, token_ids, tmp_path):

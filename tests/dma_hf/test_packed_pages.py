@@ -13,7 +13,6 @@ from transformers.generation.continuous_batching.offloading_manager import Offlo
 
 import dma_hf
 
-pytest.importorskip("transformers.generation.continuous_batching.cache_allocators", reason="before Transformers 5.23")
 LENGTHS = (5, 300, 17, 140, 300, 128)  # less than a tile, whole tiles, more than two
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -20,8 +19,6 @@ import dma_hf
 
 ROOT = Path(__file__).parents[2]
 WORKER = ROOT / "tests" / "support" / "parallel_worker.py"
-HAS_ALLOCATORS = find_spec("transformers.generation.continuous_batching.cache_allocators") is not None
-"""Whether Transformers has what batches over packed pages need, since 5.23."""
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +36,7 @@ def saved_model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def results(saved_model, tmp_path_factory):
     """What each of two processes computed, by mode."""
-    modes = ["tensor", *(["batch"] if HAS_ALLOCATORS else []), "data"]
+    modes = ["tensor", "batch", "data"]
     out = tmp_path_factory.mktemp("results")
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "tests" / "support")))
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -66,7 +63,6 @@ def test_tensor_parallel_equals_one_process(results, model):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not HAS_ALLOCATORS, reason="needs Transformers 5.23")
 def test_tensor_parallel_continuous_batching_equals_one_process(results, model):
     expected = batched(model)
     for result in results["batch"]:

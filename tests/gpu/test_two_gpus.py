@@ -92,8 +92,6 @@ def _assert_chosen(model, tokens):
 @pytest.mark.parametrize("mode", ["tensor", "batch", "data"])
 def test_two_processes_compute_the_same_as_one(mode, saved_model, on_one_gpu, tmp_path):
     """One process per GPU: tensor parallelism, with and without continuous batching, and data parallelism."""
-    if mode == "batch":
-        pytest.importorskip("transformers.generation.continuous_batching.cache_allocators")  # of Transformers 5.23
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "tests" / "support")))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*launcher, str(WORKER), str(saved_model), str(tmp_path), mode]

@@ -107,7 +107,6 @@ def test_continuous_batching_equals_isolated_prompts(name):
 )
 def test_packed_pages_equal_isolated_prompts(name, format, options, monkeypatch):
     """By default Transformers runs steps as CUDA graphs, two of them in flight."""
-    pytest.importorskip("transformers.generation.continuous_batching.cache_allocators")  # of Transformers 5.23
     model = _model(name)
     dma_hf.configure(model, cache=format)
     prompts = [_ids(1, length, seed=length)[0].tolist() for length in (5, LENGTH, 120, 250, LENGTH, 600)]

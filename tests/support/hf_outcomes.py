@@ -123,6 +123,7 @@ def find_pair(architecture: Architecture, model_class: type[PreTrainedModel]) ->
         if isinstance(config, CannotShrink):
             problem = f"no tiny configuration: {config}" if is_new else problem
             continue
+        _let_decode(architecture, config)
         try:
             reference = build(model_class, config, ("sdpa", "eager"))
         except CannotShrink as error:
@@ -138,6 +139,15 @@ def find_pair(architecture: Architecture, model_class: type[PreTrainedModel]) ->
         if wants_more:  # other sizes do not help
             break
     raise CannotShrink(problem)
+
+
+def _let_decode(architecture: Architecture, config: PreTrainedConfig) -> None:
+    """Make decoders of BERT and its kin, which are encoders by default."""
+    decoder = getattr(config, "decoder", None)
+    if architecture.kind == "decoder" and hasattr(config, "is_decoder"):
+        config.is_decoder = True
+    elif hasattr(decoder, "add_cross_attention"):
+        decoder.is_decoder = decoder.add_cross_attention = True
 
 
 def features_of(architecture: Architecture, model: PreTrainedModel, inputs: Inputs) -> dict[str, Feature]:
@@ -280,14 +290,16 @@ def _packed(model: PreTrainedModel) -> Iterator[bool]:
 
 
 def _check_packed(model: PreTrainedModel, cache: Any) -> None:
-    """Raise if the cache keeps keys in 16 bits, or attention did not read the packed ones."""
+    """Raise if the cache keeps keys in 16 bits, or attention did not read the packed ones, in each step of a layer."""
     cache = getattr(cache, "self_attention_cache", cache)
     unpacked = []
     if isinstance(cache, dma_hf.DMACache):  # Whisper returns a copy of another class
         kinds = [type(layer) for layer in cache.layers if getattr(layer, "keys", None) is not None]
         unpacked = [kind.__name__ for kind in kinds if not issubclass(kind, DMALayer)]
     stats = dma_hf.stats(model)
-    if unpacked or not (stats.fallbacks or any(use.cache == "int8" for use in stats.uses)):
+    caches = {name: {use.cache for use in layer.uses} for name, layer in stats.layers.items()}
+    unpacked += [name for name, found in caches.items() if "int8" in found and len(found) > 1]
+    if unpacked or not (stats.fallbacks or {"int8"} in caches.values()):
         raise RuntimeError(f"the packed cache was not used: {unpacked}")
 
 
