@@ -17,6 +17,7 @@ from transformers.generation.continuous_batching.continuous_api import (
     ContinuousBatchProcessor,
 )
 from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
+from transformers.generation.continuous_batching.model_runner import ModelRunner
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
 
 from ..config import cache_of
@@ -128,7 +129,7 @@ class DMAManager(ContinuousBatchingManager):  # type: ignore[misc]
         update_cb_config_after_cache_creation(resolved, cache.num_blocks, cache.max_batch_tokens)
         # Each request has a slot.
         resolved.max_requests_per_batch = min(resolved.max_requests_per_batch, cache.num_sectors - 1)
-        return ContinuousBatchProcessor(
+        processor = ContinuousBatchProcessor(
             cache=cache,
             config=cache.config,
             generation_config=self.generation_config,
@@ -145,3 +146,22 @@ class DMAManager(ContinuousBatchingManager):  # type: ignore[misc]
             ),
             distributed_helper=self.distributed_helper,
         )
+        _pad_decoding_alone(processor.model_runner)
+        return processor
+
+
+def _pad_decoding_alone(runner: ModelRunner) -> None:
+    """Let batches with prompts keep their size if only decoding batches are captured or compiled.
+
+    Transformers pads both, and then computes and sorts logits of ``max_requests_per_batch`` requests for each prompt.
+    """
+    if runner.use_cuda_graph_varlen or runner.cb_config.varlen_compile_config is not None:
+        return
+    pads, pad = runner.pad_inputs, runner.maybe_pad_inputs
+
+    def maybe_pad_inputs(num_q_tokens: int, max_kv_read: int, use_decode_fast_path: bool) -> tuple[int, int]:
+        runner.pad_inputs = pads and use_decode_fast_path
+        padded: tuple[int, int] = pad(num_q_tokens, max_kv_read, use_decode_fast_path)
+        return padded
+
+    runner.maybe_pad_inputs = maybe_pad_inputs

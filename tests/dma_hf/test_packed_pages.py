@@ -9,6 +9,7 @@ import torch
 from batched_parts import assert_as_alone, generate_batch, note_parts, random_prompts
 from sampling import sampled
 from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers.generation.continuous_batching.model_runner import ModelRunner
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 
 import dma_hf
@@ -94,6 +95,25 @@ def test_padded_batches_equal_isolated_requests(families, parts):
     compiled = CompileConfig(backend="eager", fullgraph=False, mode=None)
     options = {"varlen_compile_config": compiled, "decode_compile_config": compiled, "max_requests_per_batch": 4}
     outputs = generate_batch(model, random_prompts((127, 9, 300)), 6, num_blocks=60, **options)
+    assert_as_alone(model, outputs, parts)
+
+
+def test_prompts_are_not_padded_for_compiled_decode_steps(families, parts, monkeypatch):
+    """Transformers would compute logits of ``max_requests_per_batch`` requests for each prompt."""
+    model = families["llama"].build(dma_hf.NAME, num_hidden_layers=1)
+    dma_hf.configure(model, "balanced", cache="int4")
+    rows, compute = [], ModelRunner.compute_batch
+
+    def note(runner, model, batch):
+        rows.append(len(batch["logits_indices"]))
+        compute(runner, model, batch)
+
+    monkeypatch.setattr(ModelRunner, "compute_batch", note)
+    compiled = CompileConfig(backend="eager", fullgraph=False, mode=None)
+    options = {"decode_compile_config": compiled, "max_requests_per_batch": 8}
+    outputs = generate_batch(model, random_prompts((127, 9, 300)), 6, num_blocks=60, **options)
+    assert 3 in rows  # the prompts
+    assert rows[-1] == 4  # decode steps, padded to a power of 2
     assert_as_alone(model, outputs, parts)
 
 
