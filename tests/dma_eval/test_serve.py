@@ -351,8 +351,8 @@ def test_an_unknown_route(client):
 
 
 def test_sampling(client, question):
-    def say(**choice):
-        return client.post("/v1/completions", prompt=question, max_tokens=8, **choice)["choices"][0]["text"]
+    def say(prompt="The captain", **choice):
+        return client.post("/v1/completions", prompt=prompt, max_tokens=8, **choice)["choices"][0]["text"]
 
     hot = {"temperature": 2, "seed": 1}
     assert say(**hot) == say(**hot)
@@ -362,13 +362,13 @@ def test_sampling(client, question):
         say(temperature=1e-300, seed=1) == say(generation_config='{"do_sample": true, "temperature": 1e-300}') == say()
     )
     assert say(logit_bias={"5": 100}) == say(logit_bias={"5": 100}, presence_penalty=2) != say()
-    assert say(logit_bias={"5": 3.5}, frequency_penalty=2) != say(logit_bias={"5": 3.5})
+    assert say(question, logit_bias={"5": 3.5}, frequency_penalty=2) != say(question, logit_bias={"5": 3.5})
 
 
-def test_an_answer_that_ignores_its_end(client, question):
+def test_an_answer_that_ignores_its_end(client):
     """The bias makes the token that ends an answer the first choice."""
     eos = load_model(str(DEMO_MODEL), dtype="float32", device="cpu").model.generation_config.eos_token_id
-    body = {"prompt": question, "max_tokens": 3, "temperature": 0, "logit_bias": {str(eos): 100}}
+    body = {"prompt": "The captain", "max_tokens": 3, "temperature": 0, "logit_bias": {str(eos): 100}}
     assert client.post("/v1/completions", **body)["usage"]["completion_tokens"] == 1
     assert client.post("/v1/completions", **body, ignore_eos=True)["usage"]["completion_tokens"] == 3
 

@@ -284,7 +284,7 @@ CASES = {
     "batch": Case(q_len=430, kv_len=430, batch=2, q_heads=2, kv_heads=2, head_dim=128),
     "chunk": Case(q_len=150, kv_len=900, options={"q_offset": 750}, **ONE),
     "offset": Case(q_len=150, kv_len=700, options={"q_offset": 800, "kv_offset": 256}, **ONE),
-    "bidirectional": Case(q_len=500, kv_len=500, options={"is_causal": False}, **ONE),
+    "bidirectional": Case(q_len=500, kv_len=500, options={"is_causal": False}, **HEADS),
     "cross": Case(q_len=400, kv_len=300, options={"is_causal": False}, **ONE),
     "wide": Case(q_len=100, kv_len=900, options={"is_causal": False, "q_offset": 470}, **ONE),
     "inside-a-tile": Case(q_len=300, kv_len=450, options={"q_offset": 291, "kv_offset": 141}, **ONE),
