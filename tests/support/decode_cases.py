@@ -84,6 +84,7 @@ CASES = {
     "after-a-boundary": Case(kv_len=641),
     "first-tile": Case(kv_len=37, q_len=5),
     "one-key": Case(kv_len=1),
+    "after-the-sinks": Case(kv_len=130),
     "ragged": Case(padding=(0, 300, 690)),
     "nothing-visible": Case(kv_len=40, q_len=3, padding=(0, 40, 38)),
     "window": Case(window=200),

@@ -47,7 +47,7 @@ def test_matches_the_reference(format: str, case: str) -> None:
 @cases_of_formats(
     [
         *("one-query", "across-a-boundary", "no-band-across-a-boundary", "ragged", "nothing-visible", "window"),
-        *("one-key", "no-band"),
+        *("one-key", "no-band", "after-the-sinks"),
     ],
     ["ragged"],
 )
