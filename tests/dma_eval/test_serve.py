@@ -459,18 +459,6 @@ def test_the_server_stops_whatever_runs(folder, stop, is_batched):
     assert answers == [503, 503]
 
 
-@pytest.mark.slow
-def test_an_api_key(folder, monkeypatch):
-    monkeypatch.setenv("DMA_HF_API_KEY", "secret")
-    with _serving(*_arguments(folder)) as client:
-        body = {"prompt": "The captain", "max_tokens": 2}
-        for headers in ({}, {"Authorization": "Bearer wrong"}):
-            status, error = client.refused("/v1/completions", **body, headers=headers)
-            assert (status, error["code"]) == (401, "invalid_api_key")
-        client.post("/v1/completions", **body, headers={"Authorization": "Bearer secret"})
-        assert client.get("/health") == {"status": "ok"}
-
-
 def test_responses(client, expected, question):
     answer = client.post("/v1/responses", input=question, max_output_tokens=NEW_TOKENS, temperature=0, stream=False)
     assert answer["output"][0]["content"][0]["text"] == expected["+int4"]
@@ -502,10 +490,16 @@ def hub(folder, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_answers_name_a_model_of_the_hub_as_the_server_lists_it(hub):
+def test_answers_with_an_api_key_name_a_model_of_the_hub_as_the_server_lists_it(hub):
     openai = pytest.importorskip("openai")
-    with _serving("org/tiny", "--dtype", "float32", HF_HUB_CACHE=str(hub)) as client:
-        asked = openai.OpenAI(base_url=f"{client._address}/v1", api_key="none", max_retries=0)
+    variables = {"HF_HUB_CACHE": str(hub), "DMA_HF_API_KEY": "secret"}
+    with _serving("org/tiny", "--dtype", "float32", **variables) as client:
+        for headers in ({}, {"Authorization": "Bearer wrong"}):
+            status, error = client.refused("/v1/completions", prompt="word", headers=headers)
+            assert (status, error["code"]) == (401, "invalid_api_key")
+        assert client.get("/health") == {"status": "ok"}
+        key = {"Authorization": "Bearer secret"}
+        asked = openai.OpenAI(base_url=f"{client._address}/v1", api_key="secret", max_retries=0)
         (listed,) = asked.models.list().data
         assert listed.id == asked.models.retrieve("org/tiny").id == "org/tiny"
         common = {"model": listed.id, "temperature": 0}
@@ -520,8 +514,9 @@ def test_answers_name_a_model_of_the_hub_as_the_server_lists_it(hub):
         names |= {event.response.model for event in events if hasattr(event, "response")}
         assert names == {listed.id}
         ready = {"status": "ready", "model": "org/tiny", "cached": True}
-        assert client.stream("/load_model", model="org/tiny") == [ready]
-        assert client.refused("/v1/completions", prompt="word", model="org/tiny@dev")[1]["code"] == "model_not_found"
+        assert client.stream("/load_model", model="org/tiny", headers=key) == [ready]
+        _, error = client.refused("/v1/completions", prompt="word", model="org/tiny@dev", headers=key)
+        assert error["code"] == "model_not_found"
 
 
 def test_the_model_stays_after_a_reset(client, expected, asked):
