@@ -11,11 +11,9 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.error import HTTPError
@@ -429,34 +427,29 @@ def test_the_openai_client(client, expected, question):
     assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "prompt")
 
 
+def _occupied(client, most):
+    """Send as many requests as the server takes, with long prompts, and return their statuses as futures."""
+
+    def ask():
+        with pytest.raises(HTTPError) as refused:
+            client.post("/v1/completions", prompt="word " * 4000, max_tokens=50)
+        return refused.value.code
+
+    pool = ThreadPoolExecutor(most)
+    statuses = [pool.submit(ask) for _ in range(most)]
+    time.sleep(1)
+    assert client.refused("/v1/completions", prompt="word", max_tokens=2)[0] == 429
+    assert client.get("/health") == {"status": "ok"}
+    return statuses
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stop", "is_batched"),
-    sampled(
-        product((signal.SIGINT, signal.SIGTERM), (False, True)),
-        lambda stop, is_batched: is_batched == (stop is signal.SIGTERM),
-    ),
-)
-def test_the_server_stops_whatever_runs(folder, stop, is_batched):
-    """Within a long prompt, and with more requests waiting."""
-    batched = ("--continuous-batching", "--cache-gib", 0.1) if is_batched else ()
-    with _serving(*_arguments(folder, "+int4"), *batched, "--max-requests", 2, stop=stop) as client:
-        answers = []
-
-        def ask(stream):
-            with pytest.raises(HTTPError) as refused:
-                client.post("/v1/completions", prompt="word " * 4000, max_tokens=50)
-            answers.append(refused.value.code)
-
-        threads = [threading.Thread(target=ask, args=(stream,)) for stream in (True, False)]
-        for thread in threads:
-            thread.start()
-        time.sleep(1)
-        assert client.refused("/v1/completions", prompt="word", max_tokens=2)[0] == 429
-        assert client.get("/health") == {"status": "ok"}
-    for thread in threads:
-        thread.join(TIMEOUT)
-    assert answers == [503, 503]
+@pytest.mark.parametrize("stop", sampled([signal.SIGINT, signal.SIGTERM], signal.SIGINT.__eq__))
+def test_the_server_stops_whatever_runs(folder, stop):
+    """Within a long prompt, and with another request waiting."""
+    with _serving(*_arguments(folder, "+int4"), "--max-requests", 2, stop=stop) as client:
+        statuses = _occupied(client, 2)
+    assert [status.result(TIMEOUT) for status in statuses] == [503, 503]
 
 
 def test_responses(client, expected, question):
@@ -527,10 +520,13 @@ def test_the_model_stays_after_a_reset(client, expected, asked):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("suffix", sampled(["", "+int4"], "+int4".__eq__))
-def test_continuous_batching(suffix, folder, expected, question):
-    arguments = (*_arguments(folder, suffix), "--continuous-batching", "--cache-gib", 0.1)
-    with _serving(*arguments) as client, ThreadPoolExecutor() as pool:
+@pytest.mark.parametrize(
+    ("suffix", "end"), sampled([("+int4", signal.SIGTERM), ("", signal.SIGINT)], lambda suffix, end: suffix == "+int4")
+)
+def test_continuous_batching(suffix, end, folder, expected, question):
+    """It stops within long prompts, too."""
+    arguments = (*_arguments(folder, suffix), "--continuous-batching", "--cache-gib", 0.1, "--max-requests", 3)
+    with _serving(*arguments, stop=end) as client, ThreadPoolExecutor() as pool:
         body = {"prompt": question, "max_tokens": NEW_TOKENS, "temperature": 0}
         answers = list(pool.map(lambda _: client.post("/v1/completions", **body), range(3)))
         events = client.stream("/v1/completions", **body)
@@ -540,6 +536,8 @@ def test_continuous_batching(suffix, folder, expected, question):
         cold = client.post("/v1/completions", **body | {"temperature": 1e-300})["choices"][0]["text"]
         for field in ({"seed": 1, "temperature": 1}, {"logit_bias": {"5": 1}}, {"presence_penalty": 1}):
             assert client.refused("/v1/completions", **body | field)[1]["param"] == next(iter(field))
+        statuses = _occupied(client, 3)
+    assert [status.result(TIMEOUT) for status in statuses] == [503] * 3
     assert [answer["choices"][0]["text"] for answer in answers] == [expected[suffix]] * 3
     assert "".join(event["choices"][0]["text"] for event in events) == expected[suffix]
     assert (stopped["text"], stopped["finish_reason"]) == (expected[suffix].partition(stop)[0], "stop")
