@@ -96,9 +96,9 @@ def test_a_window_larger_than_the_sequence_masks_nothing(backend, length, window
 
 MASKS = {
     "broadcast": ((1, 1, -1, 1), None),
-    "keys": ((2, 1, 1, 420), [0, 0]),
+    "keys": ((2, 1, 1, 128), [100, 90]),  # in tile 1, too
     "heads": ((1, 4, -1, 300), [40, 90]),
-    "before and after": ((2, 1, -1, 900), [-200, -37]),
+    "before and after": ((2, 1, -1, 640), [-200, -37]),
     "no key": ((1, 1, 1, 50), [500, 600]),
 }
 
