@@ -37,7 +37,7 @@ if not torch.cuda.is_available():
 
 KEPT_TOGETHER = (
     *(f"tests/dma_eval/test_{name}.py" for name in ("serve", "serve_replicas", "runs", "hybrids", "bench")),
-    *("tests/dma_hf/test_parallel.py", "tests/test_hub_kernel.py"),
+    *("tests/dma_hf/test_parallel.py", "tests/test_hub_kernel.py", "tests/test_packaging.py"),
 )
 """Modules whose tests share processes, models or results that take long to make."""
 

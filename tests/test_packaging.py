@@ -14,7 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from dma_eval import entry
+from dma_eval import entry, names
+from dma_eval.load.backends import PAGED
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -108,9 +109,9 @@ def test_what_a_package_imports_is_a_requirement(folder, extras):
     assert {top for top in tops if not set(map(canonicalize_name, homes.get(top, [top]))) & known} == set()
 
 
-def test_importing_the_plugin_imports_nothing_of_the_evaluation():
-    """What Transformers imports by itself is its own."""
-    extra = [Requirement(each).name.lower().replace("-", "_") for each in PROJECT["optional-dependencies"]["eval"]]
+@pytest.fixture(scope="module")
+def imported():
+    """What a new process finds: modules that the plugin imports, and Transformers' implementations of attention."""
     done = _python(
         "import sys, torch, transformers\n"
         "from transformers import AttentionInterface, AttentionMaskInterface, Cache, GenerationMixin, PreTrainedModel\n"
@@ -123,12 +124,28 @@ def test_importing_the_plugin_imports_nothing_of_the_evaluation():
         "import importlib.metadata as metadata\n"
         "installed = any(each.metadata['Name'] == 'kernels' for each in metadata.distributions())\n"
         "assert installed or not is_kernels_available()\n"
+        "from dma_eval.load.backends import implementations\n"
+        "print(*implementations())\n"
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    added = set(done.stdout.split())
+    return [set(line.split()) for line in done.stdout.splitlines()]
+
+
+def test_importing_the_plugin_imports_nothing_of_the_evaluation(imported):
+    """What Transformers imports by itself is its own."""
+    extra = [Requirement(each).name.lower().replace("-", "_") for each in PROJECT["optional-dependencies"]["eval"]]
+    added, _ = imported
     assert {"dma_hf", "dma_kernels"} <= added
     assert not {name.partition(".")[0] for name in added} & {*extra, "dma_eval"}
     assert not added & {f"dma_hf.{name}" for name in LATER}
+
+
+def test_the_command_knows_the_implementations_of_transformers(imported):
+    """Without importing it, so that a wrong name is refused at once."""
+    _, found = imported
+    known = {name for name in found if not name.startswith(PAGED)}
+    assert known <= set(names.IMPLEMENTATIONS)
+    assert {"eager", "sdpa", "flash_attention_2", "dma_mxfp"} <= known
 
 
 PLUGIN = ROOT / "dma_hf"

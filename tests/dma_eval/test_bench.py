@@ -204,13 +204,8 @@ class TestFp8Weights:
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (
-            ["sdpa"],
-            "expected ATTENTION.CACHE with a cache of dynamic, static, int8, int4, got 'sdpa'",
-        ),
-        (["sdpa+quantized"], "got 'sdpa.quantized'"),
+        (["sdpa"], "expected ATTENTION.CACHE with a cache of dynamic, static, int8, int4, got 'sdpa'"),
         (["dma_mxfp+int8-static"], "got 'dma_mxfp.int8-static'"),
-        (["flash9+dynamic"], "unknown backend 'flash9'"),
         (["dma_mxfp:kv9+int8"], r"--run: unknown preset 'kv9'; .* or a TOML file \(dma_mxfp:FILE.toml\)"),
         (["sdpa+int4"], "unknown backend 'sdpa.int4'"),
         (["sdpa+static", "sdpa+static"], "sdpa.static is given more than once"),

@@ -20,11 +20,11 @@ Rows = list[list[int]]
 
 
 @pytest.fixture
-def measured(run: Run, bos_model: Path, text_file: Path, rows_read: Rows, tmp_path: Path) -> Run:
+def measured(run: Run, bos_folder: Path, text_file: Path, rows_read: Rows, tmp_path: Path) -> Run:
     """Run a command on a model whose tokenizer adds BOS; return its result and its report."""
 
     def invoke(command: str, *arguments: object, attn: tuple[str, ...] = ("sdpa", "dma_mxfp:balanced+int8")) -> Any:
-        common = ("-m", bos_model, "-d", text_file, "--device", "cpu", "--dtype", "float32", "--attn", *attn)
+        common = ("-m", bos_folder, "-d", text_file, "--device", "cpu", "--dtype", "float32", "--attn", *attn)
         result = run(command, *common, "--out", tmp_path / "run", *arguments)
         assert result.exit_code == 0, result.output
         assert rows_read
@@ -35,7 +35,7 @@ def measured(run: Run, bos_model: Path, text_file: Path, rows_read: Rows, tmp_pa
 
 
 @pytest.mark.parametrize("stride", [None, 96, 128])
-def test_perplexity(measured: Run, bos_model: Path, prose: str, stride: int | None) -> None:
+def test_perplexity(measured: Run, bos_folder: Path, prose: str, stride: int | None) -> None:
     _, report = measured("ppl", "-c", 128, *([] if stride is None else ["--stride", stride]), attn=("sdpa",))
     (section,) = report.perplexity
     assert (section.begins_with, section.context) == (["<s>"], 128)
@@ -43,7 +43,7 @@ def test_perplexity(measured: Run, bos_model: Path, prose: str, stride: int | No
     how = "stride 96" if stride == 96 else "non-overlapping"
     (page,) = section_pages(report)
     assert f"windows of 128 tokens ({how}, each beginning with `<s>`)" in page.notes[1]
-    loaded = load_model(str(bos_model), dtype="float32", device="cpu")
+    loaded = load_model(str(bos_folder), dtype="float32", device="cpu")
     ids, losses, step = tokenize(loaded.tokenizer, prose), [], min(stride or 127, 127)
     for begin in range(1, len(ids), step):
         window = torch.cat([ids[:1], ids[begin : begin + 127]])
@@ -82,14 +82,14 @@ def test_equalize(run: Run, bos_folder: Path, text_file: Path, rows_read: Rows, 
     assert "Ranges are measured over 1,536 tokens" in result.stdout
 
 
-def test_inputs_of_benchmarks(run: Run, bos_model: Path, text_file: Path, rows_read: Rows, tmp_path: Path) -> None:
+def test_inputs_of_benchmarks(run: Run, bos_folder: Path, text_file: Path, rows_read: Rows, tmp_path: Path) -> None:
     common = ["--data", text_file, "--batch", 2, "--device", "cpu"]
-    given = map(str, ["--inputs", bos_model, "--length", 140, "--dtype", "bfloat16", *common])
+    given = map(str, ["--inputs", bos_folder, "--length", 140, "--dtype", "bfloat16", *common])
     ((shape, _),) = prefill.model_inputs(prefill.make_options().parse_args([*given]))
     assert "prose.txt after <s>" in shape.family
     assert shape.inputs is not None
     assert shape.inputs.begins_with == ("<s>",)
-    arguments = ["--model", bos_model, "--context", 140, "--new-tokens", 8, "--run", "sdpa+dynamic"]
+    arguments = ["--model", bos_folder, "--context", 140, "--new-tokens", 8, "--run", "sdpa+dynamic"]
     result = run("bench", *arguments, *common, "--dtype", "float32", "--json", tmp_path / "generate.json")
     assert result.exit_code == 0, result.output
     assert json.loads((tmp_path / "generate.json").read_text())["begins_with"] == ["<s>"]

@@ -80,22 +80,3 @@ def test_an_import_cannot_swallow_an_interruption() -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT / "eval")}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (console.INTERRUPTED, "", "Error: interrupted\n")
-
-
-def test_libraries_draw_no_bars(model_folder: Path, prose: str, tmp_path: Path) -> None:
-    """A whole command, in a process of its own."""
-    text = tmp_path / "text.txt"
-    text.write_text(prose)
-    path = os.pathsep.join(str(ROOT / name) for name in (".", "kernels", "eval"))
-    variables = {name: value for name, value in os.environ.items() if "TQDM" not in name and "PROGRESS" not in name}
-    command = [sys.executable, "-m", "dma_eval", "ppl", "-m", model_folder, "--data", text, "--context", "64"]
-    done = subprocess.run(
-        [*map(str, command), "--attn", "sdpa", "--max-windows", "2"],
-        capture_output=True,
-        text=True,
-        env=variables | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "it/s" not in done.stderr
-    assert "100%" not in done.stderr

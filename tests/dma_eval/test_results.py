@@ -12,9 +12,13 @@ from typing import Any
 
 import pytest
 from dma_eval import environment
+from dma_eval.config import PerplexityPart
 from dma_eval.errors import UserError
 from dma_eval.files import write_json as write
-from dma_eval.load.models import LoadedModel
+from dma_eval.load.backends import parse_backends
+from dma_eval.load.data import load_text
+from dma_eval.load.models import load_model
+from dma_eval.measures.perplexity import measure_perplexity
 from dma_eval.names import PRESETS
 from dma_eval.results import (
     BackendResult,
@@ -24,6 +28,7 @@ from dma_eval.results import (
     here_and_now,
     read_report,
 )
+from dma_eval.session import Session
 from dma_eval.show import plots
 from dma_eval.show.pages import COLUMNS, format_kl, number, perplexity_page, warnings
 from dma_eval.show.plots import line_styles, plot_positions
@@ -33,13 +38,20 @@ from PIL import Image
 FAILED = BackendResult(label="broken", implementation="broken", config=None, failure="NaN | somewhere")
 
 
-@pytest.fixture
-def section(compared: Callable[..., PerplexitySection]) -> PerplexitySection:
-    return compared("sdpa", "dma_mxfp:balanced", "dma_mxfp:paper", context=128, max_windows=2)
+@pytest.fixture(scope="module")
+def session(model_folder: Path) -> Session:
+    loaded = load_model(str(model_folder), dtype="float32", device="cpu")
+    return Session(loaded, parse_backends(["sdpa", "dma_mxfp:balanced", "dma_mxfp:paper"]))
+
+
+@pytest.fixture(scope="module")
+def section(session: Session, text_file: Path) -> PerplexitySection:
+    """Measured once; no test changes it."""
+    return measure_perplexity(session, load_text(str(text_file)), PerplexityPart(max_windows=2), 128)
 
 
 @pytest.fixture
-def report(loaded: LoadedModel, section: PerplexitySection) -> Report:
+def report(session: Session, section: PerplexitySection) -> Report:
     generation = Generation(
         label="sdpa",
         prompt_tokens=3,
@@ -53,7 +65,7 @@ def report(loaded: LoadedModel, section: PerplexitySection) -> Report:
     return Report(
         **here_and_now() | {"command": "dma-hf ppl 'a|b'"},
         seed=7,
-        model=loaded.info,
+        model=session.loaded.info,
         perplexity=[section],
         generations=[generation],
     )

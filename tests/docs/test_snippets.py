@@ -163,26 +163,6 @@ def test_blocks_run(page, command, workspace, no_network, log_levels):
             block.note_variables(namespace)
 
 
-@pytest.mark.parametrize(
-    ("language", "source", "error"),
-    [
-        ("python", "x = = 1", SyntaxError),
-        ("sh", "if then", SyntaxError),
-        ("toml", "a b", ValueError),
-        ("json", "{", ValueError),
-        ("yaml", "a: b", ValueError),
-    ],
-)
-def test_wrong_syntax_is_found(language, source, error):
-    with pytest.raises(error):
-        Block("page.md", 0, language, source, None).parse()
-
-
-def test_a_failing_shell_block_fails():
-    with pytest.raises(AssertionError, match=r"page\.md:8: exit 3"):
-        Block("page.md", 7, "sh", "true | exit 3\ntrue\n", None).run({})
-
-
 def test_a_failing_command_in_a_shell_block_fails(tmp_path, monkeypatch, capsys, log_levels):
     monkeypatch.chdir(tmp_path)
     source = "NAME=absent\ntouch before\ndma-hf report $NAME \\\n    --out here\ntouch after\n"

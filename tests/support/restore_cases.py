@@ -11,13 +11,13 @@ from dma_kernels.testing import assert_bits_equal
 
 CASES = {
     "ragged": Case(kv_len=400, padding=(0, 130, 390, 420)),
-    "ring": Case(kv_len=900, window=200, padding=(0, 600)),
-    "no-band": Case(kv_len=400, diagonal_tiles=0, sink_tiles=0),
-    "head-dim-80-96": Case(kv_len=300, head_dim=80, value_dim=96),
-    "head-dim-96-40": Case(kv_len=600, head_dim=96, value_dim=40),
-    "head-dim-192-128": Case(kv_len=600, kv_heads=1, head_dim=192, value_dim=128),
-    "head-dim-256": Case(kv_len=600, kv_heads=1, head_dim=256),
-    "head-dim-8": Case(kv_len=600, head_dim=8),
+    "ring": Case(kv_len=900, kv_heads=1, window=200, padding=(0, 600)),
+    "no-band": Case(kv_len=400, kv_heads=1, diagonal_tiles=0, sink_tiles=0),
+    "head-dim-80-96": Case(kv_len=400, kv_heads=1, head_dim=80, value_dim=96),
+    "head-dim-96-40": Case(kv_len=400, kv_heads=1, head_dim=96, value_dim=40),
+    "head-dim-192-128": Case(kv_len=400, kv_heads=1, head_dim=192, value_dim=128),
+    "head-dim-256": Case(kv_len=400, kv_heads=1, head_dim=256),
+    "head-dim-8": Case(kv_len=400, kv_heads=1, head_dim=8),
 }
 
 

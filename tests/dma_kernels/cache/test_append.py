@@ -41,7 +41,8 @@ def test_stored_bits_equal_torch(format: str) -> None:
 @formats
 @pytest.mark.parametrize("dims", [(64, 128), (33, 65), (8, 20), (128, 256)], ids=str)
 def test_head_dims_equal_torch(format: str, dims: tuple[int, int]) -> None:
-    _append_both(Case(kv_len=270, head_dim=dims[0], value_dim=dims[1]), format, (100, 170), torch.bfloat16)
+    case = Case(kv_len=270, kv_heads=1, head_dim=dims[0], value_dim=dims[1])
+    _append_both(case, format, (100, 170), torch.bfloat16)
 
 
 @formats

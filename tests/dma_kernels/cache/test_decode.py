@@ -47,7 +47,7 @@ def test_matches_the_reference(format: str, case: str) -> None:
 @cases_of_formats(
     [
         *("one-query", "across-a-boundary", "no-band-across-a-boundary", "ragged", "nothing-visible", "window"),
-        *("one-key", "no-band"),
+        *("one-key", "no-band", "after-the-sinks"),
     ],
     ["ragged"],
 )
@@ -97,7 +97,7 @@ def test_value_channels_next_to_larger_ones_are_exact(q_len: int, ratio: float) 
 def test_pages_and_unquantized_rows_may_be_in_any_order(format: str, case: str, backend: str) -> None:
     """A chunk and a step that completes a tile give the same bits as with pages in order."""
     kv_len = 384
-    made = replace(CASES[case], kv_len=kv_len)
+    made = replace(CASES[case], kv_len=kv_len, padding=CASES[case].padding[:2])
     query, key, value = replace(made, q_len=41).inputs(torch.float16, "cpu")
     plain = made.storage(format, torch.float16, "cpu", is_filled=False)
     plain.append(key[:, :, : kv_len - 41], value[:, :, : kv_len - 41])
@@ -121,7 +121,7 @@ def test_pages_and_unquantized_rows_may_be_in_any_order(format: str, case: str, 
 )
 def test_residual_kv_needs_no_spare_tile(format: str, backend: str) -> None:
     """Single tokens, and chunks across tile boundaries, attend before their keys are stored."""
-    case = Case(kv_len=516, q_len=516, head_dim=16, q_heads=2, kv_heads=1, padding=(0, 130))
+    case = Case(kv_len=410, q_len=410, head_dim=16, q_heads=2, kv_heads=1, padding=(0,))
     query, key, value = case.inputs(torch.float16, "cpu")
     whole = case.storage(format, torch.float16, "cpu", is_filled=False)
     residual = {name: getattr(whole, name)[:, :, 128:].clone() for name in ("key_residual", "value_residual")}
@@ -130,7 +130,7 @@ def test_residual_kv_needs_no_spare_tile(format: str, backend: str) -> None:
     start = 250
     for storage in (short, whole):
         storage.append(key[:, :, :start], value[:, :, :start])
-    for end in (251, 260, 384, 385, 386, 500, 516):
+    for end in (251, 262, 390, 391, 410):
         new = [x[:, :, start:end] for x in (query, key, value)]
         out, expected = (cached_attention(*new, each, backend=backend) for each in (short, whole))
         torch.testing.assert_close(out, expected, atol=2e-3, rtol=0.0)
@@ -167,7 +167,7 @@ def test_a_nan_key_reaches_the_output(format: str) -> None:
     ("case", "sms"),
     sampled(
         product(("ragged", "many-columns", "window", "nothing-visible"), (1, 7, 60)),
-        lambda case, sms: (case, sms) in (("ragged", 1), ("ragged", 7), ("window", 7), ("nothing-visible", 60)),
+        lambda case, sms: (case, sms) in (("window", 1), ("ragged", 7), ("nothing-visible", 60)),
     ),
 )
 def test_any_number_of_ctas_splits_the_work(case: str, sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
