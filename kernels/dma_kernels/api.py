@@ -75,8 +75,8 @@ def attention(
             if it can run on CUDA and the reference otherwise.
 
     Returns:
-        ``[B, Hq, Tq, Dv]`` in the dtype of ``query``. Its ``.transpose(1, 2)`` is contiguous, unless it is the output of
-        PyTorch's attention, which keeps its strides. Rows that attend to no key are 0.
+        ``[B, Hq, Tq, Dv]`` in the dtype of ``query``. Its ``.transpose(1, 2)`` is contiguous, except that an output of
+        PyTorch's attention keeps its strides. Rows that attend to no key are 0.
 
     Raises:
         ValueError: A shape, a head dimension, an option or the backend's name is invalid.
