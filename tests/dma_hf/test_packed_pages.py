@@ -110,8 +110,8 @@ def test_prompts_are_not_padded_for_compiled_decode_steps(families, parts, monke
 
     monkeypatch.setattr(ModelRunner, "compute_batch", note)
     compiled = CompileConfig(backend="eager", fullgraph=False, mode=None)
-    options = {"decode_compile_config": compiled, "max_requests_per_batch": 8}
-    outputs = generate_batch(model, random_prompts((127, 9, 300)), 6, num_blocks=60, **options)
+    options = {"decode_compile_config": compiled, "max_requests_per_batch": 4}
+    outputs = generate_batch(model, random_prompts((127, 9, 17)), 3, num_blocks=60, **options)
     assert 3 in rows  # the prompts
     assert rows[-1] == 4  # decode steps, padded to a power of 2
     assert_as_alone(model, outputs, parts)
