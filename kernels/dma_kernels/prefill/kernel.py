@@ -410,7 +410,7 @@ def prefill_kernel(
     aligned_start = (k_start >> TILE_SHIFT) << TILE_SHIFT
     tile_start = (block_start >> TILE_SHIFT) << TILE_SHIFT
     sink_end = sink_tiles * TILE
-    band_start = first_band_tile(tile_start >> TILE_SHIFT, diagonal_tiles, exact_tiles) * TILE
+    band_start = first_band_tile(tile_start, diagonal_tiles * TILE, exact_tiles * TILE)
     band_end = tile_start + (diagonal_tiles + 1) * TILE
     q_rows = head_rows(query, i_b, i_h)
     mask_base = mask.ptr

@@ -133,12 +133,12 @@ SPILLS = {
     "int8:90:256:long": 18,
     "int8:90:256:long-mask": 6,
     "paper:90:256": 14,
-    "paper:90:128:long": 20,
+    "paper:90:128:long": 4,
     "fp4:90:256": 15,
     "int8:90:64:skip": 4,
     "int8:90:64:long-skip": 30,
     "int8:90:256:long-skip": 26,
-    "fp4:100:128:skip": 6,
+    "fp4:100:128:skip": 5,
 }
 """Most accesses to spilled registers in the loop over low tiles, for calls that have more than two.
 
@@ -149,9 +149,6 @@ SPILLS = {
   long there, and with a mask 4 times.
 - Skipping with 64 or 256 channels: the branch around a tile, in loops without a free register. With Triton 3.6 it costs
   8 accesses instead of 30, and up to 5 % of the time on inputs that skip nothing.
-- ``paper:90:128:long``: 16 of them came with ``exact_until``, whose value takes a register. The time is as before: from
-  8K to 32K, `paper` has 0.83 to 0.90 of the speed of `balanced` (``benchmarks/prefill-to-32k-h100.json``), and had 0.83
-  to 0.88.
 - ``fp4:100:128:skip`` depends on the order of the kernel's parameters. It has not run on a chip.
 """
 

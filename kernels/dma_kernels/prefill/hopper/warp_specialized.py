@@ -209,9 +209,9 @@ class _Queries:
 
     start: Any  # position of the first query
     first: Any  # its index; may be negative
-    band_tile: Any  # first tile of the band
-    last_band_tile: Any  # its last tile
+    tile: Any  # its tile
     are_present: Any  # whether the call holds one of the queries
+    reach: Any  # high tiles after a query's own
     mask: Mask  # masks of the queries
     kv_start: Any  # union range: keys that some query attends to
     kv_stop: Any
@@ -232,12 +232,12 @@ class _LowRange:
 @gluon.jit
 def _low_ranges(params, queries, tiles):
     """Return the low tiles of a warpgroup before the band and after it, of the ``tiles`` that the CTA loads."""
-    stop = gl.where(
-        queries.are_present, gl.maximum(gl.minimum(tiles.stop, queries.band_tile), tiles.start), tiles.start
-    )
+    block = params.block
+    band_tile = first_band_tile(queries.tile, block.diagonal_tiles, block.exact_tiles)
+    stop = gl.where(queries.are_present, gl.maximum(gl.minimum(tiles.stop, band_tile), tiles.start), tiles.start)
     start_2 = gl.where(
         queries.are_present,
-        gl.minimum(gl.maximum(tiles.start_2, queries.last_band_tile + 1), tiles.stop_2), tiles.stop_2,
+        gl.minimum(gl.maximum(tiles.start_2, queries.tile + queries.reach + 1), tiles.stop_2), tiles.stop_2,
     )  # fmt: skip
     before = _LowRange(start=tiles.start, full_start=tiles.start, full_stop=stop, stop=stop)
     after = _LowRange(start=start_2, full_start=start_2, full_stop=tiles.stop_2, stop=tiles.stop_2)
@@ -273,7 +273,8 @@ def _attend_to_high(params, queries, high, softmax, acc):
         i_block = blocks.at(t)
         i_tile = i_block >> 1
         k_start = i_block * BLOCK
-        is_band = (i_tile >= queries.band_tile) & (i_tile <= queries.last_band_tile)
+        band_tile = first_band_tile(queries.tile, block.diagonal_tiles, block.exact_tiles)
+        is_band = (i_tile >= band_tile) & (i_tile <= queries.tile + queries.reach)
         pipe.wait(stage)
         is_near = k_start < queries.kv_stop
         if mask.window is not None:
@@ -387,9 +388,9 @@ def _consume(params, G: gl.constexpr):
         WORDS: gl.constexpr = softmax.row_sum.type.layout
         mask = mask.with_bitmask(bitmask_pointers(mask.bitmask_ptr, first, seq.q_len, params.storage_tiles, WORDS))
     queries = _Queries(
-        start=start, first=first, band_tile=first_band_tile(q_tile, block.diagonal_tiles, block.exact_tiles),
-        last_band_tile=q_tile if block.IS_CAUSAL else q_tile + block.diagonal_tiles, are_present=are_present,
-        mask=mask, kv_start=kv_start, kv_stop=kv_stop, full_start=full_start, full_stop=full_stop,
+        start=start, first=first, tile=q_tile, are_present=are_present,
+        reach=0 if block.IS_CAUSAL else block.diagonal_tiles, mask=mask, kv_start=kv_start, kv_stop=kv_stop,
+        full_start=full_start, full_stop=full_stop,
     )  # fmt: skip
     acc = gl.zeros([ROWS, DV], gl.float32, O_HIGH_LAYOUT)
     mbarrier.wait(params.q_full, 0)
