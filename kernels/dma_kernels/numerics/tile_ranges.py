@@ -33,7 +33,7 @@ def first_band_tile(q_tile, diagonal_tiles, exact_tiles):
     # type: (int, int, int) -> int
     """Return the first tile of a query tile's band: 0 for the ``exact_tiles`` at the start, which have no low tiles.
 
-    Tiles before 0 are sinks. The portable kernel gives positions in place of tiles, and gets one.
+    Tiles before 0 are sinks. The portable kernel passes positions in place of tiles, and gets a position.
     """
     return (q_tile - diagonal_tiles) * (q_tile >= exact_tiles)
 

@@ -273,6 +273,7 @@ def _attend_to_high(params, queries, high, softmax, acc):
         i_block = blocks.at(t)
         i_tile = i_block >> 1
         k_start = i_block * BLOCK
+        # Computed here: a value that lives across the loop is spilled.
         band_tile = first_band_tile(queries.tile, block.diagonal_tiles, block.exact_tiles)
         is_band = (i_tile >= band_tile) & (i_tile <= queries.tile + queries.reach)
         pipe.wait(stage)
