@@ -106,14 +106,14 @@ def prepare_cache(
     given = (generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
     if not is_ours(model):
         return method(model, *given)
-    cache = _cache_in(model_kwargs)
-    is_new = cache is None and cache_of(model) is not None
+    cache, is_configured = _cache_in(model_kwargs), cache_of(model) is not None
+    is_new = cache is None and is_configured
     is_new = is_new and generation_config.use_cache is not False and generation_config.cache_implementation in OPEN
     if is_new:
         cache = _new_cache(model, generation_config, max_cache_length)
         is_new = cache is not None
     packed = packed_cache(cache)
-    if cache_of(model) is not None:
+    if is_configured:
         expect_other_cache(model, packed is None)
     if packed is not None:
         if generation_config.use_cache is False:
@@ -216,7 +216,7 @@ def decodes_by_compiled_call(
     generation_config: GenerationConfig,
 ) -> bool:
     """Return whether decoding steps call what ``get_compiled_call`` returns: also over a growing ``DMACache``."""
-    if is_ours(model) and generation_config.compile_config is None and decodes_by_graphs(_cache_in(model_kwargs)):
+    if generation_config.compile_config is None and decodes_by_graphs(_cache_in(model_kwargs)) and is_ours(model):
         return not generation_config.disable_compile and _is_on_gpu(model)
     return bool(method(model, model_kwargs, generation_config))
 
