@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from dma_kernels import Recipe, attention
+from dma_kernels import attention
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
@@ -36,10 +36,11 @@ _OF_THE_BATCH = frozenset(
 
 
 class _Running(threading.local):
-    """The arguments of the forward pass that this thread computes."""
+    """The arguments of the forward pass that this thread computes, and its requests by kind of layer."""
 
     def __init__(self) -> None:
         self.batch: dict[str, Any] = {}
+        self.requests: dict[str, _Requests] = {}
 
 
 _running = _Running()
@@ -53,7 +54,7 @@ def _note_batch(model: PreTrainedModel, arguments: tuple[Any, ...], options: dic
             f"the attention of {type(model).__name__} was changed to {name!r} while a manager of {NAME} runs it; stop "
             "the manager first"
         )
-    _running.batch = options
+    _running.batch, _running.requests = options, {}
 
 
 def name_for_batching(name: Any) -> Any:
@@ -153,10 +154,7 @@ def dma_paged_attention_forward(
             "dma_mxfp attention over 16-bit pages reads the lengths of the requests on the host, which a CUDA graph "
             "does not allow; pass continuous_batching_config=ContinuousBatchingConfig(use_cuda_graph=False)"
         )
-    starts = batch["cu_seq_lens_k"]
-    if isinstance(starts, dict):
-        starts = starts[_kind_of(module, pages, list(starts))]
-    requests = (module, call, (query, key, value), starts, batch, options)
+    requests = (module, call, (query, key, value), _requests_of(module, batch), options)
     return counted(module, call.settings.name, "pages", _attend_requests, *requests)[0], None
 
 
@@ -179,38 +177,86 @@ def _kind_of(module: nn.Module, pages: Any, kinds: list[str]) -> str:
     return kind
 
 
+@dataclass(frozen=True, eq=False)
+class _Requests:
+    """The requests of a forward pass over 16-bit pages.
+
+    Attributes:
+        keys: Number of keys of all requests.
+        alone: Requests that are computed one by one: their tokens, their keys, and positions of the first of both.
+        rows: Tokens of those that are computed together, integer ``[requests]``, each with one new token.
+        chosen: Keys of these, integer ``[requests, keys]``, of which ``seen`` hides some.
+        seen: The arguments of :func:`dma_kernels.attention` that say which keys they see.
+    """
+
+    keys: int
+    alone: list[tuple[slice, slice, int, int]]
+    rows: Tensor | None = None
+    chosen: Tensor | None = None
+    seen: dict[str, Any] = field(default_factory=dict)
+
+
+def _requests_of(module: nn.Module, batch: dict[str, Any]) -> _Requests:
+    """Return the requests as a layer sees them. The first layer of its kind reads them from the device."""
+    starts, kind = batch["cu_seq_lens_k"], ""
+    if isinstance(starts, dict):
+        kind = _kind_of(module, batch["cache"], list(starts))
+        starts = starts[kind]
+    found = _running.requests.get(kind)
+    if found is None:
+        found = _running.requests[kind] = _read_requests(batch["cu_seq_lens_q"], starts, batch["position_ids"])
+    return found
+
+
+def _read_requests(query_starts: Tensor, key_starts: Tensor, position_ids: Tensor) -> _Requests:
+    """Read the requests from the offsets of their tokens and keys, and the positions of all tokens."""
+    ends = position_ids.reshape(-1)[(query_starts[1:].long() - 1).clamp(min=0)] + 1  # tokens of each request so far
+    table = torch.stack((query_starts[:-1], query_starts[1:], key_starts[:-1], key_starts[1:], ends)).T.tolist()
+    decoding = [request for request in table if request[1] - request[0] == 1]
+    alone = [
+        (slice(start, stop), slice(key_start, key_stop), end - (stop - start), end - (key_stop - key_start))
+        for start, stop, key_start, key_stop, end in table
+        if stop - start > 1 or len(decoding) == 1
+    ]
+    total = table[-1][3]
+    if len(decoding) < 2:
+        return _Requests(total, alone)
+    rows, _, key_start, key_stop, end = torch.tensor(decoding, device=query_starts.device).unbind(-1)
+    lengths = key_stop - key_start
+    index = torch.arange(max(stop - start for _, _, start, stop, _ in decoding), device=rows.device)
+    chosen = (key_start[:, None] + index).clamp(max=total - 1)  # any key, where a request has no more
+    kv_range = torch.stack((torch.zeros_like(lengths), lengths), dim=-1)
+    seen = {"q_offset": end - 1, "kv_offset": end - lengths, "kv_range": kv_range}
+    return _Requests(total, alone, rows, chosen, seen)
+
+
 def _attend_requests(
     module: nn.Module,
     call: Call,
     states: tuple[Tensor, Tensor, Tensor],
-    key_starts: Tensor,
-    batch: dict[str, Any],
+    requests: _Requests,
     options: dict[str, Any],
 ) -> Tensor:
     """Compute the attention of every request, ``[1, tokens, Hq, Dv]``, over unpacked keys."""
     query, key, value = states
-    recipe, cu_seq_lens_q = call.settings.recipe, batch["cu_seq_lens_q"]
-    out = query.new_zeros((1, query.shape[2], query.shape[1], value.shape[-1]))
-    last = cu_seq_lens_q[1:].long() - 1
-    ends = batch["position_ids"].reshape(-1)[last.clamp(min=0)] + 1  # tokens of each request so far
-    requests = torch.stack((cu_seq_lens_q[:-1], cu_seq_lens_q[1:], key_starts[:-1], key_starts[1:], ends)).T.tolist()
-    if key.shape[2] < requests[-1][3]:
+    recipe = call.settings.recipe
+    if key.shape[2] < requests.keys:
         raise ValueError(
-            f"the requests have {requests[-1][3]} keys, but attention got {key.shape[2]}; this layer does not attend "
+            f"the requests have {requests.keys} keys, but attention got {key.shape[2]}; this layer does not attend "
             "to what the paged cache returned, so generate_batch cannot run this model"
         )
-    decoding = [request for request in requests if request[1] - request[0] == 1]
-    for start, stop, key_start, key_stop, end in requests:
-        if stop - start > 1:
-            new, seen, first = slice(start, stop), slice(key_start, key_stop), end - (key_stop - key_start)
-            request = query[:, :, new], key[:, :, seen], value[:, :, seen]
-            if first == 0:
-                check_first_prompt(module, call, *request[:2])
-            part = attention(*request, recipe, q_offset=end - (stop - start), kv_offset=first, **options)
-            out[:, new] = part.transpose(1, 2)
-    if decoding:
-        rows = [start for start, *_ in decoding]
-        out[0, rows] = _decode(query, key, value, torch.tensor(decoding, device=query.device), recipe, options)
+    out = query.new_zeros((1, query.shape[2], query.shape[1], value.shape[-1]))
+    for new, seen, q_offset, kv_offset in requests.alone:
+        request = query[:, :, new], key[:, :, seen], value[:, :, seen]
+        if kv_offset == 0:
+            check_first_prompt(module, call, *request[:2])
+        part = attention(*request, recipe, q_offset=q_offset, kv_offset=kv_offset, **options)
+        out[:, new] = part.transpose(1, 2)
+    if requests.rows is not None:
+        queries = query[0, :, requests.rows].transpose(0, 1)[:, :, None]
+        keys, values = (states[0, :, requests.chosen].transpose(0, 1) for states in (key, value))
+        part = attention(queries, keys, values, recipe, **requests.seen, **options)
+        out[0, requests.rows] = part[:, :, 0]
     return out
 
 
@@ -221,28 +267,3 @@ def _update(cache: Any, module: nn.Module, key: Tensor, value: Tensor, kwargs: d
         return tuple(states.transpose(0, 1)[None] for states in cache.update(key, value, module.layer_idx, *indices))
     updated: tuple[Tensor, Tensor] = cache.update(key, value, module.layer_idx, kwargs)
     return updated
-
-
-def _decode(
-    query: Tensor, key: Tensor, value: Tensor, requests: Tensor, recipe: Recipe, options: dict[str, Any]
-) -> Tensor:
-    """Compute all requests with one query as a batch, ``[requests, Hq, Dv]``.
-
-    ``requests``, integer ``[requests, 5]``, has start and end of the query, start and end of the keys, and the tokens
-    so far.
-    """
-    start, _, key_start, key_stop, end = requests.unbind(-1)
-    lengths = key_stop - key_start
-    index = torch.arange(int(lengths.max()), device=query.device)
-    chosen = (key_start[:, None] + index).clamp(max=key.shape[2] - 1)  # [requests, keys]; any index beyond the range
-    out: Tensor = attention(
-        query[0, :, start].transpose(0, 1)[:, :, None],
-        key[0, :, chosen].transpose(0, 1),
-        value[0, :, chosen].transpose(0, 1),
-        recipe,
-        q_offset=end - 1,
-        kv_offset=end - lengths,
-        kv_range=torch.stack((torch.zeros_like(lengths), lengths), dim=-1),
-        **options,
-    )
-    return out[:, :, 0]

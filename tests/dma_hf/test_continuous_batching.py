@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 
 import dma_hf
 from dma_hf.config import PAGED_NAME, settings_of
-from dma_hf.integrations import internals
+from dma_hf.integrations import internals, paged_attention
 
 NEW_TOKENS = 4
 LENGTHS = (5, 300, 17, 140)  # less than a tile, more than two
@@ -59,6 +59,19 @@ def test_prompts_in_chunks_equal_isolated_ones(name, families, prompts):
     model = families[name].build(dma_hf.NAME)
     dma_hf.configure(model, "paper")
     _check(model, prompts, _generate_batch(model, prompts, max_batch_tokens=64))
+
+
+@pytest.mark.parametrize(("name", "kinds"), [("llama", 1), ("gemma3", 2)])
+def test_layers_of_a_kind_read_the_requests_of_a_step_once(name, kinds, families, prompts, monkeypatch):
+    """Reading them waits for the device."""
+    reads, passes = [], []
+    read, note = paged_attention._read_requests, paged_attention._note_batch
+    monkeypatch.setattr(paged_attention, "_read_requests", lambda *given: reads.append(given) or read(*given))
+    monkeypatch.setattr(paged_attention, "_note_batch", lambda *given: passes.append(given) or note(*given))
+    model = families[name].build(dma_hf.NAME)
+    _generate_batch(model, prompts)
+    assert model.config.num_hidden_layers > 1
+    assert len(reads) == kinds * len(passes) > 0
 
 
 def test_requests_with_a_shared_prefix_equal_isolated_ones(families, prompts):
