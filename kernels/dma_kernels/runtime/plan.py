@@ -21,6 +21,7 @@ from ..numerics.layout import TensorLayout, layout_of
 from .launch import (
     DirectLaunch,
     KernelLaunch,
+    compile_together,
     current_stream,
     direct_launch,
     launch_by_triton,
@@ -270,9 +271,10 @@ class LaunchPlan:
             given.append(workspace[offset : offset + planned.nbytes].view(planned.dtype))
         by_slot, compiled_under = dict(zip(self._slots, given, strict=True)), settings()
         index = {slot: i for i, slot in enumerate(self._slots)}
+        launches = [(launch, _with_tensors(launch.arguments, by_slot)) for launch in self.launches]
+        compile_together(launches)
         found = []
-        for launch in self.launches:
-            arguments = _with_tensors(launch.arguments, by_slot)
+        for launch, arguments in launches:
             direct = direct_launch(launch, launch_by_triton(launch, arguments))
             if direct is not None:
                 found.append((_filler((*launch.arguments, *launch.constants), index, direct), direct.run))

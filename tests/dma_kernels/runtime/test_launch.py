@@ -61,6 +61,31 @@ def test_a_launch_with_tensors_uses_tritons_launch(monkeypatch: pytest.MonkeyPat
     assert calls == [{"grid": GRID, "arguments": arguments, "num_warps": 8, "enable_fp_fusion": True, **CONSTANTS}]
 
 
+def test_new_kernels_of_a_plan_are_compiled_together_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[Any] = []
+
+    @contextmanager
+    def together(executor: Any) -> Iterator[None]:
+        events.append("begin")
+        yield
+        events.append("end")
+
+    monkeypatch.setattr(triton, "AsyncCompileMode", together)
+    monkeypatch.setattr(JITFunction, "warmup", lambda self, *arguments, grid, **options: events.append(arguments))
+    kernels = [JITFunction(_add) for _ in range(3)]
+    launches = [
+        (launch.KernelLaunch(kernel, GRID, (), (4, sign), CONSTANTS), (index,))
+        for index, (kernel, sign) in enumerate((kernel, sign) for kernel in kernels for sign in (1, -1))
+    ]
+    launch.compile_together(launches[:1])  # a kernel alone compiles when it is launched
+    assert events == []
+    launch.compile_together(launches[:4])
+    assert events == ["begin", (1,), (2,), (3,), "end"]
+    launch.compile_together(launches[:4])
+    launch.compile_together([(launch.KernelLaunch(add, GRID, (), (4, 1), CONSTANTS), (6,)), *launches[3:5]])
+    assert events == ["begin", (1,), (2,), (3,), "end"]  # the interpreter compiles nothing
+
+
 def test_the_supported_range_of_triton_is_the_tested_one() -> None:
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     (needed,) = [each for each in map(Requirement, project["dependencies"]) if each.name == "triton"]
