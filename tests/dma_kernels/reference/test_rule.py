@@ -314,10 +314,9 @@ class TestErrorAgainstFp64:
         assert relative_error(attention(*qkv, recipe), exact) < (1e-3 if dtype == torch.float32 else 3e-2)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak memory as Linux reports it")
 def test_memory_is_linear_in_the_prompt_length() -> None:
-    """A causal prompt of 32K tokens and one head takes less than 1 GiB; its scores would take 4 GiB."""
+    """A causal prompt of 16K tokens and one head takes less than 512 MiB; its scores would take 1 GiB."""
     script = """
         import re, torch
         from pathlib import Path
@@ -328,7 +327,7 @@ def test_memory_is_linear_in_the_prompt_length() -> None:
             return int(re.search(field + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
 
         torch.set_num_threads(1)
-        qkv = random_qkv(q_heads=1, q_len=32768, kv_len=32768)
+        qkv = random_qkv(q_heads=1, q_len=16384, kv_len=16384)
         before = memory("VmRSS")
         assert attention(*qkv, RECIPES["mxfp8-row"]).isfinite().all()
         print(memory("VmHWM") - before)
@@ -337,4 +336,4 @@ def test_memory_is_linear_in_the_prompt_length() -> None:
     command = [sys.executable, "-c", textwrap.dedent(script)]
     result = subprocess.run(command, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert 0 < int(result.stdout) < 1 << 20  # kB
+    assert 0 < int(result.stdout) < 1 << 19  # kB
