@@ -10,6 +10,7 @@ from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConf
 
 import dma_hf
 from dma_hf.decoding import EAGER_STEPS
+from dma_hf.integrations.internals import CACHE_ARGUMENT
 
 pytestmark = pytest.mark.gpu
 
@@ -134,3 +135,45 @@ def test_keys_that_4_bits_cannot_represent_are_warned_of(preset):
     dma_hf.configure(model, preset, exact_until=0)
     with pytest.warns(UserWarning, match="cannot represent the keys of this model in 4 bits"):
         model(_ids(1, LENGTH))
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral"])
+def test_padded_rows_equal_isolated_prompts(name):
+    """Over a packed cache, with sliding windows that have dropped keys: a prompt, then single tokens."""
+    model = _model(name)
+    lengths, steps = (LENGTH, 70), 8
+    ids = _ids(2, LENGTH + steps)
+    mask = torch.ones_like(ids)
+    mask[1, : LENGTH - lengths[1]] = 0
+
+    def logits(ids, mask):
+        cache, start = dma_hf.DMACache(model.config, "int8"), ids.shape[1] - steps
+        chunks = [slice(0, start), *(slice(i, i + 1) for i in range(start, ids.shape[1]))]
+        each = [
+            model(ids[:, chunk], attention_mask=mask[:, : chunk.stop], **{CACHE_ARGUMENT: cache}).logits[:, -1]
+            for chunk in chunks
+        ]
+        return torch.stack(each, 1).float()
+
+    batched = logits(ids, mask)
+    for row, length in enumerate(lengths):
+        own = slice(LENGTH - length, None)
+        alone = logits(ids[row : row + 1, own], mask[row : row + 1, own])
+        assert (batched[row] - alone[0]).norm() < 0.02 * alone.norm()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_checkpoints_change_no_gradient(name, reentrant):
+    gradients = []
+    for checkpoints in (False, True):
+        model = _model(name).train()
+        if checkpoints:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        ids = _ids(2, LENGTH)
+        with torch.enable_grad():
+            model(ids, labels=ids, use_cache=False).loss.backward()
+        gradients.append([parameter.grad.float() for parameter in model.parameters()])
+    for plain, checkpointed in zip(*gradients, strict=True):
+        assert plain.norm() > 0
+        assert (checkpointed - plain).norm() <= 0.02 * plain.norm()
