@@ -11,9 +11,11 @@ needs only the mask. So a hook on the model notes it before each forward pass.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -260,9 +262,14 @@ def _attend_requests(
     return out
 
 
+@functools.cache
+def _takes_indices(update: Callable[..., Any]) -> bool:
+    return "read_index" in inspect.signature(update).parameters
+
+
 def _update(cache: Any, module: nn.Module, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Store keys and values, and return those of all requests. Layers of Transformers 5.24 do so themselves."""
-    if "read_index" in inspect.signature(cache.update).parameters:  # older ones return them without a batch axis
+    if _takes_indices(type(cache).update):  # older ones return them without a batch axis
         indices = kwargs["read_index"], kwargs["write_index"]
         return tuple(states.transpose(0, 1)[None] for states in cache.update(key, value, module.layer_idx, *indices))
     updated: tuple[Tensor, Tensor] = cache.update(key, value, module.layer_idx, kwargs)
