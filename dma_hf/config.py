@@ -181,10 +181,9 @@ FIELDS = tuple(field.name for field in fields(DMAConfig))
 
 PRESETS: Mapping[str, DMAConfig] = MappingProxyType(
     {
-        # Rotated: without it, outlier key channels cost more (benchmarks/README.md).
+        # Rotated: without it, outlier key channels cost more (benchmarks/quality.md, "Variants of balanced").
         "balanced": DMAConfig(),
-        # Searched scales and 16-bit high tiles: benchmarks/README.md has the results without each of them.
-        # Layer 0 of Qwen2.5 has key biases that 4 bits cannot represent: benchmarks/quality.md.
+        # Layer 0 of Qwen2.5 has key biases that 4 bits cannot represent (benchmarks/quality.md, "Models").
         "fp4": DMAConfig(low="nvfp4", scale_rounding="search", shared_scale="block", high_layers=(0,)),
         "paper": DMAConfig(
             low="mxfp4",
