@@ -215,10 +215,11 @@ def _read_requests(query_starts: Tensor, key_starts: Tensor, position_ids: Tenso
     ends = position_ids.reshape(-1)[(query_starts[1:].long() - 1).clamp(min=0)] + 1  # tokens of each request so far
     table = torch.stack((query_starts[:-1], query_starts[1:], key_starts[:-1], key_starts[1:], ends)).T.tolist()
     decoding = [request for request in table if request[1] - request[0] == 1]
+    fewest = 1 if len(decoding) == 1 else 2  # new tokens of a request that is computed alone; padding has none
     alone = [
         (slice(start, stop), slice(key_start, key_stop), end - (stop - start), end - (key_stop - key_start))
         for start, stop, key_start, key_stop, end in table
-        if stop - start > 1 or len(decoding) == 1
+        if stop - start >= fewest
     ]
     total = table[-1][3]
     if len(decoding) < 2:

@@ -74,6 +74,17 @@ def test_layers_of_a_kind_read_the_requests_of_a_step_once(name, kinds, families
     assert len(reads) == kinds * len(passes) > 0
 
 
+@pytest.mark.parametrize(("decoding", "alone"), [(1, [(0, 3), (3, 4)]), (2, [(0, 3)])])
+def test_padding_of_a_batch_is_no_request(decoding, alone):
+    """A prompt of three tokens, requests with one new token, and two empty ones."""
+    tokens = torch.tensor([0, 3, *range(4, 4 + decoding), 3 + decoding, 3 + decoding])
+    keys = torch.tensor([0, 3, *range(13, 13 + 10 * decoding, 10), 3 + 10 * decoding, 3 + 10 * decoding])
+    read = paged_attention._read_requests(tokens, keys, torch.tensor([0, 1, 2, *[9] * decoding, 0, 0]))
+    assert [(new.start, new.stop) for new, *_ in read.alone] == alone
+    assert (read.rows is None) == (decoding == 1)
+    assert read.keys == 3 + 10 * decoding
+
+
 def test_requests_with_a_shared_prefix_equal_isolated_ones(families, prompts):
     model = families["llama"].build(dma_hf.NAME)
     dma_hf.configure(model, "paper")
