@@ -93,7 +93,7 @@ def test_padded_batches_equal_isolated_requests(families, parts):
     model = families["llama"].build(dma_hf.NAME, num_hidden_layers=1)
     dma_hf.configure(model, "balanced", cache="int4")
     compiled = CompileConfig(backend="eager", fullgraph=False, mode=None)
-    options = {"varlen_compile_config": compiled, "max_requests_per_batch": 4}
+    options = {"varlen_compile_config": compiled, "decode_compile_config": compiled, "max_requests_per_batch": 4}
     outputs = generate_batch(model, random_prompts((127, 9, 300)), 6, num_blocks=60, **options)
     assert_as_alone(model, outputs, parts)
 

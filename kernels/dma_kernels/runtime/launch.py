@@ -97,11 +97,14 @@ def launch_by_triton(launch: KernelLaunch, arguments: Sequence[Any] | None = Non
 
 
 _compiled: set[tuple[Any, ...]] = set()
-"""Kernels that :func:`compile_together` has compiled, with their constants."""
+"""Kernels that :func:`compile_together` knows, with their constants."""
 
 
 def compile_together(launches: Sequence[tuple[KernelLaunch, Sequence[Any]]]) -> None:
-    """Compile the kernels of launches, each given with its arguments, in as many threads; they launch faster then."""
+    """Compile the new kernels of launches at the same time. One alone compiles when it is launched.
+
+    Each launch comes with its arguments.
+    """
     new = {(launch.kernel, launch.constants): (launch, arguments) for launch, arguments in launches}
     new = {key: each for key, each in new.items() if key not in _compiled and isinstance(key[0], JITFunction)}
     if len(new) > 1:
