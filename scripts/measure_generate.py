@@ -9,7 +9,7 @@ weights, and each has a separate model object, so that settings, caches and grap
 turns. Untimed calls come first: they compile, capture, and build cuDNN's plans.
 
 A step is the difference between calls with 66 and with 2 tokens, over 64. An eager step at batch 1
-takes as long as the host needs.
+takes as long as the host needs. Ratios to the first run are of the same round, so they vary less than the times do.
 """
 
 from __future__ import annotations
@@ -88,13 +88,19 @@ class Run:
         return dict(ranked[:KERNELS]) | {"others": round(sum(each for _, each in ranked[KERNELS:]), 1)}
 
 
-def spread(times: list[float]) -> list[float]:
-    """Return quartiles of times in seconds, as milliseconds."""
-    return [round(1e3 * each, 3) for each in statistics.quantiles(times, method="inclusive")]
+def quartiles(values: list[float]) -> list[float]:
+    """Return quartiles, rounded."""
+    return [round(each, 3) for each in statistics.quantiles(values, method="inclusive")]
+
+
+def spread(times: list[float], first: list[float], what: str) -> dict[str, list[float]]:
+    """Return quartiles of times in seconds, as milliseconds, and of their ratios to those of the first run."""
+    ratios = [own / other for own, other in zip(times, first, strict=True)]
+    return {f"{what}_ms": quartiles([1e3 * each for each in times]), f"{what}_over_first_run": quartiles(ratios)}
 
 
 def measure(runs: dict[str, Run], prompt: Tensor, first_tokens: int, rounds: int, profiled: bool) -> dict[str, Any]:
-    """Return quartiles of first tokens and steps in milliseconds by run; those that cannot run are left out."""
+    """Return quartiles of first tokens and steps by run; those that cannot run are left out."""
     results: dict[str, dict[str, Any]] = {}
     for name, run in runs.items():
         try:
@@ -113,11 +119,12 @@ def measure(runs: dict[str, Run], prompt: Tensor, first_tokens: int, rounds: int
         for name in results:
             few, many = (runs[name].seconds(prompt, tokens) for tokens in (FEW_TOKENS, NEW_TOKENS))
             steps[name].append((many - few) / (NEW_TOKENS - FEW_TOKENS))
+    first = next(iter(results), "")
     for name, result in results.items():
         if first_tokens > 1:
-            result["first_token_ms"] = spread(firsts[name])
+            result |= spread(firsts[name], firsts[first], "first_token")
         if rounds > 1:
-            result["step_ms"] = spread(steps[name])
+            result |= spread(steps[name], steps[first], "step")
         result["replayed_steps"] = dma_hf.stats(runs[name].model).replays
         if profiled:
             result["kernel_us_of_a_step"] = runs[name].kernel_microseconds(prompt)

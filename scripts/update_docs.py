@@ -258,12 +258,17 @@ def interleaved(values: str, *files: str) -> pd.DataFrame:
     return named(pd.DataFrame(cells))
 
 
+SERVER_OPTIONS = ("--compile", "--kv-cache-dtype fp8")
+"""Options by which servers of the same attention differ in the table of :func:`under_load`."""
+
+
 def under_load(*files: str) -> pd.DataFrame:
     """What ``benchmarks/serving.py`` measured of each server, by load. Other tables call attention the same."""
     frames = []
     for report in (read(f"{file}.json") for file in files):
         attention = re.search(r"--attn (\S+)", report["server"])
         server = name(attention[1]) if attention else f"`{report['server'].split(' serve ')[0]} serve`"
+        server = ", ".join((server, *(f"`{each}`" for each in SERVER_OPTIONS if each in report["server"])))
         frames.append(pd.DataFrame(report["results"]).assign(server=server))
     frame = pd.concat(frames).sort_values(["prefix_tokens", "streams"], kind="stable").set_index("server")
     prefix = show(frame["prefix_tokens"], ",.0f", " shared + ").where(frame["prefix_tokens"] > 0, "")

@@ -232,8 +232,7 @@ class Batched(Engine):
         self._manager = model.init_continuous_batching(generation_config=config, continuous_batching_config=batches)
         self._manager.logit_processor.logits_processor.insert(0, _BreakTies())
         self._names = (f"request-{number}" for number in count())
-        if batches.varlen_compile_config is not None:
-            self._manager.warmup()  # otherwise the first request would wait for the compiler
+        self._manager.warmup()  # otherwise the first requests would wait for captured graphs and compilers
         self._manager.start()
         while self._manager.batch_processor is None and self._manager.is_running():
             time.sleep(0.01)

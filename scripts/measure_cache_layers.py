@@ -1,0 +1,81 @@
+"""Measure which layers cause the loss of an ``int4`` cache, and what it is with the worst ones in ``int8``.
+
+    python scripts/measure_cache_layers.py --model SmolLM2-135M-Instruct.Q4_1.gguf --data wiki.test.raw --out FILE
+
+The model reads windows through the cache, 128 tokens at a time, in fp32. KL is the mean over tokens, from SDPA. First
+one layer alone is in ``int4``, and the others in ``int8``. Then layers are in ``int8`` from the one with the highest KL
+down, and the others in ``int4``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from dma_eval.config import PerplexityPart
+from dma_eval.load.backends import activate, parse_backends
+from dma_eval.load.data import load_text
+from dma_eval.load.models import load_model
+from dma_eval.load.reading import read
+from dma_eval.measures.perplexity import cut, score
+from dma_kernels.numerics.formats import TILE
+from measure_host_time import write
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import dma_hf
+from dma_hf.integrations.internals import CACHE_ARGUMENT
+
+IN_INT8 = (0, 1, 2, 3, 5)
+"""Numbers of layers in ``int8``, of which the others are in ``int4``."""
+
+
+@torch.inference_mode()
+def read_packed(model: PreTrainedModel, ids: Tensor, formats: list[str]) -> Tensor:
+    """Return the logits ``[B, T, V]`` of ``ids`` ``[B, T]``, read through a cache with a format for each layer."""
+    cache = dma_hf.DMACache(model.config, formats)
+    return torch.cat([model(chunk, **{CACHE_ARGUMENT: cache}).logits for chunk in torch.split(ids, TILE, 1)], 1)
+
+
+def main(
+    model: Annotated[str, typer.Option(help="Hub name, local folder, or GGUF file.")],
+    data: Annotated[str, typer.Option(help="Text file.")],
+    out: Annotated[Path, typer.Option(help="JSON file of the results.")],
+    context: Annotated[int, typer.Option(help="Tokens of a window.")] = 4096,
+    max_windows: Annotated[int, typer.Option(help="Windows, read at the same time.")] = 2,
+) -> None:
+    """Measure every layer, then the worst ones together."""
+    loaded = load_model(model, dtype="float32")
+    sdpa, packed = parse_backends(["sdpa", "dma_mxfp:balanced+int4"])
+    reading = cut(loaded, load_text(data), PerplexityPart(max_windows=max_windows), context)
+    ids = torch.stack([window.of(reading.input_ids) for window in reading.windows]).to(loaded.model.device)
+    activate(loaded.model, sdpa)
+    expected = torch.cat([read(loaded.model, sdpa, row[None]) for row in ids])
+    activate(loaded.model, packed)
+    layers = len(dma_hf.DMACache(loaded.model.config, "int8").layers)
+    results: list[dict[str, Any]] = []
+
+    def divergence(in_int4: set[int]) -> float:
+        formats = ["int4" if layer in in_int4 else "int8" for layer in range(layers)]
+        found = read_packed(loaded.model, ids, formats)
+        rows = zip(found, ids, reading.windows, expected, strict=True)
+        scores = [score(logits, tokens, window, reference) for logits, tokens, window, reference in rows]
+        return sum(float(each.kl.sum()) for each in scores) / sum(each.kl.size for each in scores)
+
+    alone = {layer: divergence({layer}) for layer in range(layers)}
+    worst = sorted(alone, key=lambda layer: alone[layer], reverse=True)
+    facts = {"model": Path(model).name, "data": Path(data).name, "context": context, "windows": len(ids)}
+    for count in (*IN_INT8, layers):
+        in_int8 = sorted(worst[:count])
+        kl = divergence(set(range(layers)) - set(in_int8))
+        results.append(facts | {"in_int8": in_int8, "kl": kl})
+        write(results, out)
+    first = divergence(set(range(1, layers)))
+    results += [facts | {"in_int8": [0], "kl": first}, facts | {"kl_of_one_layer_in_int4": list(alone.values())}]
+    write(results, out)
+
+
+if __name__ == "__main__":
+    typer.run(main)
