@@ -19,7 +19,7 @@ from dma_eval.load.backends import activate, parse_backends
 from dma_eval.load.data import load_text
 from dma_eval.load.models import load_model
 from dma_eval.load.reading import read
-from dma_eval.measures.perplexity import cut, score
+from dma_eval.measures.perplexity import cut
 from dma_kernels.numerics.formats import TILE
 from measure_host_time import write
 from torch import Tensor
@@ -33,18 +33,24 @@ IN_INT8 = (0, 1, 2, 3, 5)
 
 
 @torch.inference_mode()
-def read_packed(model: PreTrainedModel, ids: Tensor, formats: list[str]) -> Tensor:
-    """Return the logits ``[B, T, V]`` of ``ids`` ``[B, T]``, read through a cache with a format for each layer."""
-    cache = dma_hf.DMACache(model.config, formats)
-    return torch.cat([model(chunk, **{CACHE_ARGUMENT: cache}).logits for chunk in torch.split(ids, TILE, 1)], 1)
+def divergence(model: PreTrainedModel, ids: Tensor, expected: Tensor, formats: list[str]) -> float:
+    """Return the mean KL of a model that reads ``ids`` ``[B, T]`` through a cache with a format for each layer.
+
+    ``expected`` has the log-probabilities of SDPA, ``[B, T, V]``.
+    """
+    cache, total = dma_hf.DMACache(model.config, formats), 0.0
+    for chunk, wanted in zip(torch.split(ids, TILE, 1), torch.split(expected, TILE, 1), strict=True):
+        log_probs = model(chunk, **{CACHE_ARGUMENT: cache}).logits.float().log_softmax(-1)
+        total += float((wanted.exp() * (wanted - log_probs)).sum())
+    return total / ids.numel()
 
 
 def main(
     model: Annotated[str, typer.Option(help="Hub name, local folder, or GGUF file.")],
     data: Annotated[str, typer.Option(help="Text file.")],
     out: Annotated[Path, typer.Option(help="JSON file of the results.")],
-    context: Annotated[int, typer.Option(help="Tokens of a window.")] = 4096,
-    max_windows: Annotated[int, typer.Option(help="Windows, read at the same time.")] = 2,
+    context: Annotated[int, typer.Option(help="Tokens of a window.")] = 2048,
+    max_windows: Annotated[int, typer.Option(help="Windows, read at the same time.")] = 4,
 ) -> None:
     """Measure every layer, then the worst ones together."""
     loaded = load_model(model, dtype="float32")
@@ -52,28 +58,26 @@ def main(
     reading = cut(loaded, load_text(data), PerplexityPart(max_windows=max_windows), context)
     ids = torch.stack([window.of(reading.input_ids) for window in reading.windows]).to(loaded.model.device)
     activate(loaded.model, sdpa)
-    expected = torch.cat([read(loaded.model, sdpa, row[None]) for row in ids])
+    expected = torch.cat([read(loaded.model, sdpa, row[None]).float().log_softmax(-1) for row in ids])
     activate(loaded.model, packed)
     layers = len(dma_hf.DMACache(loaded.model.config, "int8").layers)
     results: list[dict[str, Any]] = []
 
-    def divergence(in_int4: set[int]) -> float:
+    def kl(in_int4: set[int]) -> float:
         formats = ["int4" if layer in in_int4 else "int8" for layer in range(layers)]
-        found = read_packed(loaded.model, ids, formats)
-        rows = zip(found, ids, reading.windows, expected, strict=True)
-        scores = [score(logits, tokens, window, reference) for logits, tokens, window, reference in rows]
-        return sum(float(each.kl.sum()) for each in scores) / sum(each.kl.size for each in scores)
+        return divergence(loaded.model, ids, expected, formats)
 
-    alone = {layer: divergence({layer}) for layer in range(layers)}
+    alone = {layer: kl({layer}) for layer in range(layers)}
     worst = sorted(alone, key=lambda layer: alone[layer], reverse=True)
     facts = {"model": Path(model).name, "data": Path(data).name, "context": context, "windows": len(ids)}
     for count in (*IN_INT8, layers):
         in_int8 = sorted(worst[:count])
-        kl = divergence(set(range(layers)) - set(in_int8))
-        results.append(facts | {"in_int8": in_int8, "kl": kl})
+        results.append(facts | {"in_int8": in_int8, "kl": kl(set(range(layers)) - set(in_int8))})
         write(results, out)
-    first = divergence(set(range(1, layers)))
-    results += [facts | {"in_int8": [0], "kl": first}, facts | {"kl_of_one_layer_in_int4": list(alone.values())}]
+    results += [
+        facts | {"in_int8": [0], "kl": kl(set(range(1, layers)))},
+        facts | {"kl_of_one_layer_in_int4": list(alone.values())},
+    ]
     write(results, out)
 
 
