@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -69,20 +72,18 @@ class DMACache(DynamicCache):  # type: ignore[misc]
         decoder = config.get_text_config(decoder=True)
         settings = settings_of(decoder)
         cache = settings.config.cache or DEFAULT_FORMAT if cache is None else cache
-        upstream = DynamicCache(config=config) if max_cache_len is None else StaticCache(config, max_cache_len)
+        static = None if max_cache_len is None else StaticCache(config, max_cache_len)
+        upstream = _dynamic_layers(config, decoder) if static is None else static.layers
         given = tuple(cache) if isinstance(cache, list | tuple) else str(cache)
-        names = given if isinstance(given, tuple) else (given,) * len(upstream.layers)
-        if len(names) != len(upstream.layers):
+        names = given if isinstance(given, tuple) else (given,) * len(upstream)
+        if len(names) != len(upstream):
             raise ValueError(
-                f"cache must name one format, or one for each of the model's {len(upstream.layers)} layers; "
-                f"got {len(names)}"
+                f"cache must name one format, or one for each of the model's {len(upstream)} layers; got {len(names)}"
             )
         for name in dict.fromkeys(names):
             cache_format_of(decoder, name)
         owner = Owner(decoder, given, settings.recipe.diagonal_tiles, settings.recipe.sink_tiles)
-        layers = [
-            _own_layer(layer, owner, name, max_cache_len) for layer, name in zip(upstream.layers, names, strict=True)
-        ]
+        layers = [_own_layer(layer, owner, name, max_cache_len) for layer, name in zip(upstream, names, strict=True)]
         for layer in [layer for layer in layers if isinstance(layer, DMALayer)][1:]:
             layer.checks_steps = False
         Cache.__init__(self, layers=layers, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding)
@@ -190,6 +191,34 @@ class DMACache(DynamicCache):  # type: ignore[misc]
         if self.offloading:
             for device in {layer.device for layer in self.layers if getattr(layer, "device", None) is not None}:
                 torch.cuda.synchronize(device)
+
+
+@dataclass(frozen=True, eq=False)
+class _Known:
+    """The layers of Transformers' growing cache for a decoder's configuration. They hold nothing."""
+
+    config: weakref.ref[PreTrainedConfig]
+    fields: dict[str, Any]  # of the configuration then
+    layers: list[CacheLayerMixin]
+
+
+_known: _Known | None = None
+
+
+def _dynamic_layers(config: PreTrainedConfig, decoder: PreTrainedConfig) -> list[CacheLayerMixin]:
+    """Return the layers of Transformers' growing cache. Making them takes up to a millisecond, so they are remembered.
+
+    The layers of hybrid models, which hold states, are made anew.
+    """
+    global _known
+    if _known is not None and _known.config() is decoder and _known.fields == vars(decoder):
+        return _known.layers
+    layers: list[CacheLayerMixin] = DynamicCache(config=config).layers
+    if all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers):
+        values = vars(decoder).items()
+        fields = {name: copy(value) if isinstance(value, list | dict) else value for name, value in values}
+        _known = _Known(weakref.ref(decoder), fields, layers)
+    return layers
 
 
 def _own_layer(layer: Any, owner: Owner, cache: str, max_cache_len: Any) -> Any:

@@ -346,12 +346,15 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_empty, self.is_initialized, self.is_settled = True, False, False
 
     def clear(self, batch: int, dtype: torch.dtype, device: torch.device) -> bool:
-        """Remove all tokens and keep the storage. Returns whether it is for ``batch`` rows of a dtype on a device."""
+        """Remove all tokens and keep the storage, whose lengths the caller sets to 0.
+
+        Returns whether the storage is for ``batch`` rows of a dtype on a device.
+        """
         self.pending = None
         if self.is_initialized:
             if (len(self.storage.lengths), self.storage.key_residual.dtype, self.device) != (batch, dtype, device):
                 return False
-            self._start_anew()
+            self._reset_counters()
         return True
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -380,13 +383,17 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
         self.storage = storage
 
     def _start_anew(self) -> None:
-        """Reset the counters, the padding of the rows and the length of the prompt."""
+        """Remove all tokens."""
+        self._reset_counters()
+        self.storage.lengths.zero_()
+
+    def _reset_counters(self) -> None:
+        """Reset the counters, the padding of the rows and the length of the prompt, but not the storage's lengths."""
         if isinstance(self.tokens, Tensor):
             self.tokens.zero_()
         else:
             self.tokens = 0
         self.owner.prompt_length = None
-        self.storage.lengths.zero_()
         self.storage.appended = 0
         self.is_empty, self.is_settled = True, False
 

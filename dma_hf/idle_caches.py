@@ -34,6 +34,9 @@ def lend(model: PreTrainedModel, cache: Cache, batch: int) -> None:
     if is_alike and len(layers) == len(cache.layers):
         pairs, kind = zip(layers, cache.layers, strict=True), (batch, model.dtype, model.device)
         if all(_is_cleared(layer, new, *kind) for layer, new in pairs):
+            used = [layer for layer in layers if isinstance(layer, DMALayer) and layer.is_initialized]
+            if used:
+                torch._foreach_zero_([layer.storage.lengths for layer in used])  # one launch for all layers
             cache.layers = layers
             if owner is not None:
                 owner.plain = owner.prompt_length = None
@@ -42,8 +45,9 @@ def lend(model: PreTrainedModel, cache: Cache, batch: int) -> None:
 
 
 def _is_cleared(layer: Any, new: Any, batch: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Remove all tokens of a layer. Returns whether it is what a new layer becomes with its first keys.
+    """Remove all tokens of a layer, whose lengths on the device the caller sets to 0.
 
+    Returns whether it is what a new layer becomes with its first keys.
     Layers that hold other states (Mamba, linear attention) never are.
     """
     if type(layer) is not type(new) or getattr(layer, "max_cache_len", None) != getattr(new, "max_cache_len", None):

@@ -33,6 +33,7 @@ from ..cache_layers import DMALayer
 from ..config import NAME, cache_of, is_dma, is_ours
 from ..decoding import DecodingSteps, StaticSteps, decodes_by_graphs
 from ..idle_caches import lend, release
+from ..masks.geometry import tell
 from ..stats import count_eager_decoding
 from ..support import expect_other_cache, shares_keys
 from .internals import CACHE_ARGUMENT, CACHE_ARGUMENTS, check_version, decoder_attention, private_imports
@@ -58,6 +59,7 @@ def wrap_generation() -> None:
     with private_imports():
         from transformers.generation.utils import DeferredStopCheck
     _wrap(GenerationMixin, "_prepare_cache_for_generation", prepare_cache)
+    _wrap(GenerationMixin, "_prepare_position_ids_for_generation", prepare_positions)
     _wrap(GenerationMixin, "_assisted_decoding", assisted_decoding)
     _wrap(GenerationMixin, "_valid_auto_compile_criteria", decodes_by_compiled_call)
     _wrap(PreTrainedModel, "get_compiled_call", compiled_call)
@@ -192,6 +194,16 @@ def _cache_in(model_kwargs: Mapping[str, Any]) -> Any:
 
 def _is_on_gpu(model: PreTrainedModel) -> bool:
     return bool(model.device.type == "cuda")
+
+
+def prepare_positions(
+    method: Callable[..., Tensor], model: PreTrainedModel, inputs: Tensor, model_kwargs: Mapping[str, Any]
+) -> Tensor:
+    """Return the positions that ``generate`` makes itself. They do not restart, so no layer waits to read them."""
+    positions = method(model, inputs, model_kwargs)
+    if is_ours(model):
+        tell(positions, None)
+    return positions
 
 
 def assisted_decoding(method: Callable[..., Any], model: PreTrainedModel, input_ids: Tensor, **options: Any) -> Any:

@@ -156,6 +156,11 @@ def read_once(tensor: Tensor, layer: object, read: Callable[[], T]) -> T:
     return known[1]
 
 
+def tell(tensor: Tensor, value: object) -> None:
+    """Let :func:`read_once` return a value for a tensor without reading it, in one forward pass."""
+    setattr(tensor, _READ, (None if tensor.is_inference() else tensor._version, value, set()))
+
+
 def documents_starting_at(is_start: Tensor) -> Tensor:
     """Return ``MaskGeometry.documents``, on the CPU.
 

@@ -55,6 +55,22 @@ def _new(batch=1, heads=2, length=5, dim=16, dtype=torch.float32):
     return torch.ones(batch, heads, length, dim, dtype=dtype)
 
 
+def test_layers_follow_changes_of_the_configuration(build):
+    config = copy.deepcopy(build("gemma3").config)
+    before = [layer.window for layer in DMACache(config).layers]
+    assert before == [layer.window for layer in DMACache(config).layers]
+    config.sliding_window += 1
+    assert [layer.window for layer in DMACache(config).layers] == [window and window + 1 for window in before]
+    config.layer_types[:] = ["full_attention"] * len(before)
+    assert not any(layer.window for layer in DMACache(config).layers)
+
+
+def test_caches_share_no_layer(build):
+    config = build().config
+    first, second = DMACache(config), DMACache(config)
+    assert not {id(layer) for layer in first.layers} & {id(layer) for layer in second.layers}
+
+
 class TestBookkeeping:
     @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
     def test_mask_sizes_equal_those_of_a_dynamic_cache(self, name, build, token_ids):

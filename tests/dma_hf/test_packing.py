@@ -216,7 +216,11 @@ class TestReading:
     @pytest.mark.parametrize("cache", ["dynamic", "static"])
     def test_decoding_steps_read_nothing(self, cache, llama, token_ids, reads):
         llama.generate(token_ids(2, 20), max_new_tokens=5, do_sample=False, cache_implementation=cache)
-        assert reads in ([], [None])  # the prompt at most
+        assert reads == []
+
+    def test_positions_given_to_generate_are_read(self, llama, token_ids, reads):
+        llama.generate(token_ids(1, 60), position_ids=_positions(SHORT), max_new_tokens=1)
+        assert [read.tolist() for read in reads] == [[0, 17, 50, 60]]
 
     def test_a_compiled_model_reads_nothing(self, llama, token_ids, reads):
         torch._dynamo.reset()
