@@ -38,7 +38,8 @@ class RepeatedCall:
         high_layers: The setting :attr:`dma_hf.DMAConfig.high_layers`.
         is_high: Whether the layer is one of them.
         is_causal: The argument of :func:`dma_hf.attention.dma_attention_forward`.
-        kinds: Shape, dtype and device of queries, and of plain keys and values. A cache compares its own.
+        kinds: Shape and dtype of queries, and of plain keys and values. A cache compares its own.
+        device: Device of the queries.
         kv_len: Keys that the mask covers.
         names: Names of all keyword arguments of the call.
         arguments: Those that may change its result.
@@ -50,7 +51,8 @@ class RepeatedCall:
     high_layers: tuple[int, ...]
     is_high: bool
     is_causal: bool | None
-    kinds: tuple[Any, ...]
+    kinds: tuple[tuple[torch.Size, torch.dtype], ...]
+    device: torch.device
     kv_len: int
     names: Set[str]
     arguments: Mapping[str, Any]
@@ -72,26 +74,28 @@ class RepeatedCall:
             and (not self.high_layers or (getattr(module, "layer_idx", None) in self.high_layers) is self.is_high)
             and is_causal is self.is_causal
             and arguments.keys() == self.names
+            and states[0].device == self.device
         ):
             return False
-        for state, (shape, dtype, device) in zip(states, self.kinds, strict=True):
-            if state.shape != shape or state.dtype != dtype or state.device != device:
+        for state, (shape, dtype) in zip(states, self.kinds, strict=True):
+            if state.dtype is not dtype or state.shape != shape:
                 return False
         for name, value in self.arguments.items():
             other = arguments[name]
-            if other is not value and not _is_alike(value, other):
+            is_same = other is value or (type(other) is type(value) is float and other == value)
+            if not is_same and not _is_alike(value, other):
                 return False
         return True
 
 
-def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.dtype, tensor.device
+def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
 
 
 def _is_alike(known: Any, value: Any) -> bool:
     """Return whether arguments are the same number, or tensors (sink logits) of the same shape."""
     if isinstance(known, Tensor):
-        return isinstance(value, Tensor) and _kind(value) == _kind(known)
+        return isinstance(value, Tensor) and _kind(value) == _kind(known) and value.device == known.device
     return isinstance(value, (int, float)) and bool(value == known)
 
 
@@ -161,7 +165,7 @@ def let_repeat(
     kind = sliding_window, update is None
     first = mask.dma_calls[kind].first if kind in mask.dma_calls else module
     mask.dma_calls[kind] = RepeatedCall(
-        module.config, high_layers, is_high, is_causal, kinds, kv_len, names, others, compute, first
+        module.config, high_layers, is_high, is_causal, kinds, query.device, kv_len, names, others, compute, first
     )
 
 
@@ -188,12 +192,13 @@ def prompt(call: Call, query: Tensor, key: Tensor, value: Tensor, recipe: Recipe
     prepared = PreparedAttention.of(query, key, value, recipe, **options, **call.options)
     if prepared is None:
         return None
+    use = Use(prepared.kernel, settings.name, "none")
 
     def compute(module: Any, layer: Any, step: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Any) -> Tensor:
         if layer is not None:
             layer.pending = None
         out = prepared(query, key, value, sinks)
-        count_use(module, Use(prepared.kernel, settings.name, "none" if layer is None else layer.cache))
+        count_use(module, use if layer is None else use._replace(cache=layer.cache))
         if layer is not None:
             layer.is_settled, layer.is_padded = True, False
             layer.store_later(step)
