@@ -75,7 +75,8 @@ def test_a_table_of_servers_under_load_is_sorted_by_load(script, monkeypatch):
     }
     monkeypatch.setattr(script, "read", servers.get)
     table = script.under_load("a", "b")
-    assert table.index.tolist() == ["`balanced+int4`", "`transformers serve`", "`balanced+int4`", "`balanced+int4`"]
+    ours = "`balanced+int4`, `--compile`"
+    assert table.index.tolist() == [ours, "`transformers serve`", ours, ours]
     assert table["prompt"].tolist() == ["1,024", "1,024", "1,024", "3,072 shared + 256"]
     assert table.iloc[2].tolist() == ["32", "1,024", "1,234", "12 ms (46 ms)", "8.0 ms (–)", "1.0"]
 
