@@ -211,8 +211,9 @@ def _dynamic_layers(config: PreTrainedConfig, decoder: PreTrainedConfig) -> list
     The layers of hybrid models, which hold states, are made anew.
     """
     global _known
-    if _known is not None and _known.config() is decoder and _known.fields == vars(decoder):
-        return _known.layers
+    known = _known  # another thread may replace it
+    if known is not None and known.config() is decoder and known.fields == vars(decoder):
+        return known.layers
     layers: list[CacheLayerMixin] = DynamicCache(config=config).layers
     if all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers):
         values = vars(decoder).items()

@@ -192,13 +192,12 @@ def prompt(call: Call, query: Tensor, key: Tensor, value: Tensor, recipe: Recipe
     prepared = PreparedAttention.of(query, key, value, recipe, **options, **call.options)
     if prepared is None:
         return None
-    use = Use(prepared.kernel, settings.name, "none")
 
     def compute(module: Any, layer: Any, step: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Any) -> Tensor:
         if layer is not None:
             layer.pending = None
         out = prepared(query, key, value, sinks)
-        count_use(module, use if layer is None else use._replace(cache=layer.cache))
+        count_use(module, Use(prepared.kernel, settings.name, "none" if layer is None else layer.cache))
         if layer is not None:
             layer.is_settled, layer.is_padded = True, False
             layer.store_later(step)
