@@ -48,7 +48,8 @@ MODELS = {
 """Models that are compared, and how the folders of their runs begin."""
 MODEL_RUNS = (
     *(f"{folder}-4096-thresholds-fp32" for folder in MODELS.values()),
-    *("smollm2-4096-more-fp32", "gemma3-270m-4096-more-cpu-fp32", "qwen2.5-coder-0.5b-4096-more-fp32"),
+    *("smollm2-4096-more-fp32", "gemma3-270m-4096-more-cpu-fp32"),
+    *("qwen2.5-coder-0.5b-4096-more-fp32", "qwen2.5-coder-1.5b-4096-more-cpu-fp32"),
 )
 """The runs that the README shows."""
 FP4, LOW_FP4 = "dma_mxfp:fp4", "dma_mxfp:all-low"
