@@ -355,6 +355,20 @@ def quality_twins(*folders: str) -> pd.DataFrame:
     return of_backends(frame[frame["kl"] != ""], "kl", "twin")
 
 
+def cache_layers(*files: str) -> pd.DataFrame:
+    """KL per token of a packed cache with some layers in ``int8``, which are named, and the others in ``int4``."""
+    rows = {}
+    for file in files:
+        *found, _ = read(f"{file}.json")["results"]
+        model = next(model for model, prefix in MODELS.items() if f"-{prefix}-" in file)
+        none, *worst, every, first = ((format_kl(each["kl"]), ", ".join(map(str, each["in_int8"]))) for each in found)
+        cells = {"all in `int4`": none[0], "layer 0 in `int8`": first[0]}
+        for (kl, layers), count in zip(worst, ("the worst", "two", "three", "five"), strict=True):
+            cells[f"{count} in `int8`"] = f"{kl} ({layers})"
+        rows[model] = cells | {"all in `int8`": every[0]}
+    return pd.DataFrame(rows).T
+
+
 def accuracies(*folders: str) -> pd.DataFrame:
     """Score of each task, and the right answers that backends after the first lose and gain against it."""
     rows: dict[str, dict[str, str]] = {}
@@ -437,7 +451,7 @@ def retired_at(command: str) -> str | None:
     return next((commit for commit, gone in RETIRED.items() if command.startswith(gone)), None)
 
 
-QUALITY = (quality_runs, quality_twins, accuracies, continuations)
+QUALITY = (quality_runs, quality_twins, cache_layers, accuracies, continuations)
 SPEED = (
     *(prefill, prefill_errors, prefill_real, decode, triton_versions),
     *(generate, first_token, interleaved, under_load),
