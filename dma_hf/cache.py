@@ -6,8 +6,7 @@ import operator
 import weakref
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from dma_kernels.cache.storage import LayerStorage
@@ -72,8 +71,10 @@ class DMACache(DynamicCache):  # type: ignore[misc]
         decoder = config.get_text_config(decoder=True)
         settings = settings_of(decoder)
         cache = settings.config.cache or DEFAULT_FORMAT if cache is None else cache
-        static = None if max_cache_len is None else StaticCache(config, max_cache_len)
-        upstream = _dynamic_layers(config, decoder) if static is None else static.layers
+        if max_cache_len is None:
+            upstream = _growing_layers(config, decoder)
+        else:
+            upstream = StaticCache(config, max_cache_len).layers
         given = tuple(cache) if isinstance(cache, list | tuple) else str(cache)
         names = given if isinstance(given, tuple) else (given,) * len(upstream)
         if len(names) != len(upstream):
@@ -193,8 +194,7 @@ class DMACache(DynamicCache):  # type: ignore[misc]
                 torch.cuda.synchronize(device)
 
 
-@dataclass(frozen=True, eq=False)
-class _Known:
+class _GrowingLayers(NamedTuple):
     """The layers of Transformers' growing cache for a decoder's configuration. They hold nothing."""
 
     config: weakref.ref[PreTrainedConfig]
@@ -202,23 +202,24 @@ class _Known:
     layers: list[CacheLayerMixin]
 
 
-_known: _Known | None = None
+_last: _GrowingLayers | None = None
+"""Those of the last configuration."""
 
 
-def _dynamic_layers(config: PreTrainedConfig, decoder: PreTrainedConfig) -> list[CacheLayerMixin]:
+def _growing_layers(config: PreTrainedConfig, decoder: PreTrainedConfig) -> list[CacheLayerMixin]:
     """Return the layers of Transformers' growing cache. Making them takes up to a millisecond, so they are remembered.
 
     The layers of hybrid models, which hold states, are made anew.
     """
-    global _known
-    known = _known  # another thread may replace it
-    if known is not None and known.config() is decoder and known.fields == vars(decoder):
-        return known.layers
+    global _last
+    last = _last  # another thread may replace it
+    if last is not None and last.config() is decoder and last.fields == vars(decoder):
+        return last.layers
     layers: list[CacheLayerMixin] = DynamicCache(config=config).layers
     if all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers):
         values = vars(decoder).items()
         fields = {name: copy(value) if isinstance(value, list | dict) else value for name, value in values}
-        _known = _Known(weakref.ref(decoder), fields, layers)
+        _last = _GrowingLayers(weakref.ref(decoder), fields, layers)
     return layers
 
 

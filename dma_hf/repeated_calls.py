@@ -38,8 +38,7 @@ class RepeatedCall:
         high_layers: The setting :attr:`dma_hf.DMAConfig.high_layers`.
         is_high: Whether the layer is one of them.
         is_causal: The argument of :func:`dma_hf.attention.dma_attention_forward`.
-        kinds: Shape and dtype of queries, and of plain keys and values. A cache compares its own.
-        device: Device of the queries.
+        kinds: Shape, dtype and device of queries, and of plain keys and values. A cache compares its own.
         kv_len: Keys that the mask covers.
         names: Names of all keyword arguments of the call.
         arguments: Those that may change its result.
@@ -51,8 +50,7 @@ class RepeatedCall:
     high_layers: tuple[int, ...]
     is_high: bool
     is_causal: bool | None
-    kinds: tuple[tuple[torch.Size, torch.dtype], ...]
-    device: torch.device
+    kinds: tuple[Any, ...]
     kv_len: int
     names: Set[str]
     arguments: Mapping[str, Any]
@@ -74,28 +72,26 @@ class RepeatedCall:
             and (not self.high_layers or (getattr(module, "layer_idx", None) in self.high_layers) is self.is_high)
             and is_causal is self.is_causal
             and arguments.keys() == self.names
-            and states[0].device == self.device
         ):
             return False
-        for state, (shape, dtype) in zip(states, self.kinds, strict=True):
-            if state.dtype is not dtype or state.shape != shape:
+        for state, (shape, dtype, device) in zip(states, self.kinds, strict=True):
+            if state.shape != shape or state.dtype != dtype or state.device != device:
                 return False
         for name, value in self.arguments.items():
             other = arguments[name]
-            is_same = other is value or (type(other) is type(value) is float and other == value)
-            if not is_same and not _is_alike(value, other):
+            if other is not value and not _is_alike(value, other):
                 return False
         return True
 
 
-def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
-    return tensor.shape, tensor.dtype
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 def _is_alike(known: Any, value: Any) -> bool:
     """Return whether arguments are the same number, or tensors (sink logits) of the same shape."""
     if isinstance(known, Tensor):
-        return isinstance(value, Tensor) and _kind(value) == _kind(known) and value.device == known.device
+        return isinstance(value, Tensor) and _kind(value) == _kind(known)
     return isinstance(value, (int, float)) and bool(value == known)
 
 
@@ -165,7 +161,7 @@ def let_repeat(
     kind = sliding_window, update is None
     first = mask.dma_calls[kind].first if kind in mask.dma_calls else module
     mask.dma_calls[kind] = RepeatedCall(
-        module.config, high_layers, is_high, is_causal, kinds, query.device, kv_len, names, others, compute, first
+        module.config, high_layers, is_high, is_causal, kinds, kv_len, names, others, compute, first
     )
 
 

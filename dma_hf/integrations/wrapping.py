@@ -33,7 +33,7 @@ from ..cache_layers import DMALayer
 from ..config import NAME, cache_of, is_dma, is_ours
 from ..decoding import DecodingSteps, StaticSteps, decodes_by_graphs
 from ..idle_caches import lend, release
-from ..masks.geometry import tell
+from ..masks.geometry import remember
 from ..stats import count_eager_decoding
 from ..support import expect_other_cache, shares_keys
 from .internals import CACHE_ARGUMENT, CACHE_ARGUMENTS, check_version, decoder_attention, private_imports
@@ -202,7 +202,7 @@ def prepare_positions(
     """Return the positions that ``generate`` makes itself. They do not restart, so no layer waits to read them."""
     positions = method(model, inputs, model_kwargs)
     if is_ours(model):
-        tell(positions, None)
+        remember(positions, None)  # what reading them would find
     return positions
 
 

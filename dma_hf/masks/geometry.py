@@ -147,18 +147,25 @@ def read_once(tensor: Tensor, layer: object, read: Callable[[], T]) -> T:
     """
     if has_no_values(tensor):
         return read()
-    version = None if tensor.is_inference() else tensor._version
     known: tuple[int | None, T, set[int]] | None = getattr(tensor, _READ, None)
-    if known is None or known[0] != version or id(layer) in known[2]:
-        known = version, read(), set()
-        setattr(tensor, _READ, known)
+    if known is None or known[0] != _version_of(tensor) or id(layer) in known[2]:
+        known = remember(tensor, read())
     known[2].add(id(layer))
     return known[1]
 
 
-def tell(tensor: Tensor, value: object) -> None:
-    """Let :func:`read_once` return a value for a tensor without reading it, in one forward pass."""
-    setattr(tensor, _READ, (None if tensor.is_inference() else tensor._version, value, set()))
+def remember(tensor: Tensor, value: T) -> tuple[int | None, T, set[int]]:
+    """Let :func:`read_once` return a value for a tensor without reading it, in one forward pass.
+
+    Returns the version of the tensor, the value, and the layers that have asked.
+    """
+    known = _version_of(tensor), value, set[int]()
+    setattr(tensor, _READ, known)
+    return known
+
+
+def _version_of(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
 
 
 def documents_starting_at(is_start: Tensor) -> Tensor:

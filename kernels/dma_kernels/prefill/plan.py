@@ -81,12 +81,12 @@ def _run_reference(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
 
 
 def _run_sdpa(call: AttentionCall) -> tuple[Tensor, None]:
-    report("sdpa")
     return sdpa(call.query, call.key, call.value, call.scale), None
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
     """Compute an exact causal call by PyTorch's attention: a prompt, or one query over all keys. Any strides."""
+    report("sdpa")
     return scaled_dot_product_attention(
         query, key, value, is_causal=query.shape[2] > 1, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
     )
