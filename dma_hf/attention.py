@@ -112,7 +112,7 @@ def dma_attention_forward(
         out, compute = _attend_cached(module, call, query, update, geometry, may_repeat)
     if compute is not None:
         let_repeat(module, call, *states, update, attention_mask, is_causal, sliding_window, kwargs, compute)
-    return out.transpose(1, 2).contiguous(), None
+    return out, None
 
 
 States = tuple[Tensor, Tensor, Tensor]
@@ -135,7 +135,7 @@ def _fall_back(
 def _attend_plain(
     module: nn.Module, call: Call, states: States, geometry: MaskGeometry, may_repeat: bool
 ) -> tuple[Tensor, Compute | None]:
-    """Compute a call over plain keys and values. Returns ``[B, Hq, T, Dv]``, and what repeats the call, if anything."""
+    """Compute a call over plain keys and values. Returns ``[B, T, Hq, Dv]``, and what repeats the call, if anything."""
     settings = call.settings
     if settings.config.cache is not None and geometry.is_causal and geometry.q_len == 1 < geometry.kv_len:
         note_other_cache(module, settings.config.cache)
@@ -143,30 +143,38 @@ def _attend_plain(
     seen: dict[str, Any] = {"is_causal": geometry.is_causal, "window": geometry.window}
     seen |= {"q_offset": geometry.q_offset, "kv_offset": geometry.kv_offset}
     counts = tile_counts_of(module, states[0], recipe)
+    if may_repeat and counts is None:
+        compute = prompt(call, *states, recipe, **seen)
+        if compute is not None:
+            return compute(module, None, None, *states, call.sinks), compute
     hidden = {"kv_range": geometry.kv_range, "mask": geometry.pattern, "tile_counts": counts}
     named = seen | hidden | call.options
     out, _ = counted(module, settings.name, "none", attention, *states, recipe, **named)
-    return out, prompt(call, *states, recipe, **seen) if may_repeat and counts is None else None
+    return out.transpose(1, 2).contiguous(), None
 
 
 def _attend_cached(
     module: nn.Module, call: Call, query: Tensor, update: Update, geometry: MaskGeometry, may_repeat: bool
 ) -> tuple[Tensor, Compute | None]:
-    """Compute a call over a cache layer. Returns ``[B, Hq, T, Dv]``, and what repeats the call, if anything."""
-    (layer, step), recipe = update, call.settings.recipe
+    """Compute a call over a cache layer. Returns ``[B, T, Hq, Dv]``, and what repeats the call, if anything."""
+    (layer, step), recipe, window = update, call.settings.recipe, geometry.window
+    layer.pending = None  # also if the call fails
     counts = tile_counts_of(module, query, recipe)
+    may_repeat = may_repeat and counts is None
+    if may_repeat and step.is_first and not step.is_stored and layer.owner.prompt_length is None:
+        offset, states = geometry.kv_offset, (query, step.key, step.value)
+        compute = prompt(
+            call, *states, recipe, is_causal=geometry.is_causal, window=window, q_offset=offset, kv_offset=offset
+        )
+        if compute is not None:
+            return compute(module, layer, step, *states, call.sinks), compute
     stored = (layer, step, query, geometry, recipe, counts)
     out, kernel = counted(module, call.settings.name, layer.cache, attend, *stored, **call.options)
-    if not may_repeat or counts is not None:
-        return out, None
-    window = geometry.window
-    if not step.is_first:  # a later chunk of a prompt may wait for the device
-        is_step = step.key.shape[2] <= DECODED_AT_ONCE
-        return out, cached_step(call, kernel, query, window or layer.window) if is_step else None
-    if layer.owner.prompt_length is not None:
-        return out, None
-    seen = {"is_causal": geometry.is_causal, "window": window, "q_offset": geometry.kv_offset}
-    return out, prompt(call, query, step.key, step.value, recipe, kv_offset=geometry.kv_offset, **seen)
+    repeated = None
+    # A later chunk of a prompt may wait for the device.
+    if may_repeat and not step.is_first and step.key.shape[2] <= DECODED_AT_ONCE:
+        repeated = cached_step(call, kernel, query, window or layer.window)
+    return out.transpose(1, 2).contiguous(), repeated
 
 
 def _attend_documents(module: nn.Module, call: Call, states: States, geometry: MaskGeometry) -> Tensor:

@@ -107,5 +107,6 @@ class CachedStates(Deferred):
 
 def update_of(key: Tensor, value: Tensor) -> Update | None:
     """Return the layer and the update that keys and values come from, or ``None`` if they are plain tensors."""
-    update: Update | None = getattr(key, "dma_update", None)
-    return update if update is not None and getattr(value, "dma_update", None) is update else None
+    if not (isinstance(key, CachedStates) and isinstance(value, CachedStates)):
+        return None
+    return key.dma_update if key.dma_update is value.dma_update else None

@@ -9,7 +9,7 @@ Only masks that are causal, perhaps with a sliding window, are kept. Padding and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,9 @@ from .masks.geometry import CompactMask, MaskGeometry
 from .stats import Use, count_use
 from .support import HARMLESS, OF_GENERATION, Call
 
+_OTHERWISE_COMPARED = HARMLESS | OF_GENERATION | {"s_aux"}
+"""Keyword arguments that change no result, and sink logits."""
+
 Compute = Callable[[nn.Module, DMALayer | None, Step | None, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """Takes a module, its cache layer and update, queries, keys, values and sink logits. Returns ``[B, T, Hq, Dv]``."""
 
@@ -37,11 +40,9 @@ class RepeatedCall:
         config: Configuration of the layer's model.
         high_layers: The setting :attr:`dma_hf.DMAConfig.high_layers`.
         is_high: Whether the layer is one of them.
-        is_causal: The argument of :func:`dma_hf.attention.dma_attention_forward`.
-        kinds: Shape, dtype and device of queries, and of plain keys and values. A cache compares its own.
-        kv_len: Keys that the mask covers.
+        kind: The result of :func:`_kind_of`.
         names: Names of all keyword arguments of the call.
-        arguments: Those that may change its result.
+        arguments: Names and values of those that may change its result, except sink logits.
         compute: Computes a call like it.
         first: The first layer of the forward pass. Its next call begins another one, maybe with other settings.
     """
@@ -49,50 +50,25 @@ class RepeatedCall:
     config: Any
     high_layers: tuple[int, ...]
     is_high: bool
-    is_causal: bool | None
-    kinds: tuple[Any, ...]
-    kv_len: int
-    names: Set[str]
-    arguments: Mapping[str, Any]
+    kind: tuple[Any, ...]
+    names: tuple[str, ...]
+    arguments: tuple[tuple[str, Any], ...]
     compute: Compute
     first: nn.Module
 
-    def covers(
-        self,
-        module: nn.Module,
-        states: tuple[Tensor, ...],
-        kv_len: int,
-        is_causal: bool | None,
-        arguments: Mapping[str, Any],
-    ) -> bool:
-        """Return whether the call of another layer has the same arguments, except sink logits of the same shape."""
-        if not (
-            kv_len == self.kv_len
-            and module.config is self.config
-            and (not self.high_layers or (getattr(module, "layer_idx", None) in self.high_layers) is self.is_high)
-            and is_causal is self.is_causal
-            and arguments.keys() == self.names
-        ):
-            return False
-        for state, (shape, dtype, device) in zip(states, self.kinds, strict=True):
-            if state.shape != shape or state.dtype != dtype or state.device != device:
-                return False
-        for name, value in self.arguments.items():
-            other = arguments[name]
-            if other is not value and not _is_alike(value, other):
-                return False
-        return True
 
+def _kind_of(
+    query: Tensor, key: Tensor, value: Tensor, update: Update | None, is_causal: bool | None, sinks: Tensor | None
+) -> tuple[Any, ...]:
+    """Return what repeated calls have in common: layouts, up to strides, and the argument ``is_causal``.
 
-def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.dtype, tensor.device
-
-
-def _is_alike(known: Any, value: Any) -> bool:
-    """Return whether arguments are the same number, or tensors (sink logits) of the same shape."""
-    if isinstance(known, Tensor):
-        return isinstance(value, Tensor) and _kind(value) == _kind(known)
-    return isinstance(value, (int, float)) and bool(value == known)
+    A cache compares its keys and values itself.
+    """
+    asked = is_causal, query.shape, query.dtype, query.device
+    logits = None if sinks is None else (sinks.shape, sinks.dtype, sinks.device)
+    if update is not None:
+        return *asked, update[1].kv_len, logits
+    return *asked, key.shape, key.dtype, key.device, value.shape, value.dtype, value.device, logits
 
 
 def repeat(
@@ -107,24 +83,26 @@ def repeat(
     arguments: Mapping[str, Any],
 ) -> Tensor | None:
     """Compute a call like that of an earlier layer, ``[B, T, Hq, Dv]``. Returns ``None`` if it is not like one."""
-    if torch.is_grad_enabled() or torch.compiler.is_dynamo_compiling():
-        return None
     repeated: RepeatedCall | None = mask.dma_calls.get((sliding_window, update is None))
-    if repeated is None or repeated.first is module:
+    if repeated is None or repeated.first is module or torch.is_grad_enabled() or torch.compiler.is_dynamo_compiling():
+        return None
+    if module.config is not repeated.config or tuple(arguments) != repeated.names:
+        return None
+    if repeated.high_layers and (getattr(module, "layer_idx", None) in repeated.high_layers) is not repeated.is_high:
+        return None
+    for name, known in repeated.arguments:
+        other = arguments[name]
+        if other is not known and not (isinstance(other, (int, float)) and other == known):
+            return None
+    sinks: Tensor | None = arguments.get("s_aux")
+    if _kind_of(query, key, value, update, is_causal, sinks) != repeated.kind:
         return None
     layer = step = None
-    states: tuple[Tensor, ...] = (query, key, value)
-    if update is None:
-        kv_len = key.shape[2]
-    else:
+    if update is not None:
         layer, step = update
         if step.is_stored or not (layer.is_settled or step.is_first):
             return None
-        key, value, kv_len = step.key, step.value, step.kv_len
-        states = (query,)
-    if not repeated.covers(module, states, kv_len, is_causal, arguments):
-        return None
-    sinks: Tensor | None = arguments.get("s_aux")
+        key, value = step.key, step.value
     return repeated.compute(module, layer, step, query, key, value, None if sinks is None else sinks.reshape(-1))
 
 
@@ -151,17 +129,17 @@ def let_repeat(
     compute: Compute,
 ) -> None:
     """Let the next layers with the same mask, see :func:`is_repeatable`, repeat a call."""
-    others = {name: value for name, value in arguments.items() if name not in HARMLESS and name not in OF_GENERATION}
-    if any(isinstance(value, Tensor) for name, value in others.items() if name != "s_aux"):
+    sinks = arguments.get("s_aux")
+    others = tuple((name, value) for name, value in arguments.items() if name not in _OTHERWISE_COMPARED)
+    if any(isinstance(known, Tensor) for _, known in others):
         return
-    states, kv_len = ((query, key, value), key.shape[2]) if update is None else ((query,), update[1].kv_len)
-    kinds = tuple(map(_kind, states))
+    kind = _kind_of(query, key, value, update, is_causal, sinks)
     high_layers = call.settings.config.high_layers
-    is_high, names = getattr(module, "layer_idx", None) in high_layers, frozenset(arguments)
-    kind = sliding_window, update is None
-    first = mask.dma_calls[kind].first if kind in mask.dma_calls else module
-    mask.dma_calls[kind] = RepeatedCall(
-        module.config, high_layers, is_high, is_causal, kinds, kv_len, names, others, compute, first
+    is_high = getattr(module, "layer_idx", None) in high_layers
+    which = sliding_window, update is None
+    first = mask.dma_calls[which].first if which in mask.dma_calls else module
+    mask.dma_calls[which] = RepeatedCall(
+        module.config, high_layers, is_high, kind, tuple(arguments), others, compute, first
     )
 
 
@@ -188,12 +166,13 @@ def prompt(call: Call, query: Tensor, key: Tensor, value: Tensor, recipe: Recipe
     prepared = PreparedAttention.of(query, key, value, recipe, **options, **call.options)
     if prepared is None:
         return None
+    kernel, plain = prepared.kernel, Use(prepared.kernel, settings.name, "none")
 
     def compute(module: Any, layer: Any, step: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Any) -> Tensor:
         if layer is not None:
             layer.pending = None
         out = prepared(query, key, value, sinks)
-        count_use(module, Use(prepared.kernel, settings.name, "none" if layer is None else layer.cache))
+        count_use(module, plain if layer is None else Use(kernel, settings.name, layer.cache))
         if layer is not None:
             layer.is_settled, layer.is_padded = True, False
             layer.store_later(step)

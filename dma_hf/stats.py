@@ -94,7 +94,8 @@ class Stats(Counts):
         return "\n".join(lines)
 
 
-_counts: weakref.WeakKeyDictionary[nn.Module, Counts] = weakref.WeakKeyDictionary()
+_counts: dict[int, Counts] = {}
+"""By the ids of modules that exist. A lookup in a ``WeakKeyDictionary`` would take longer than the rest of a count."""
 _lock = threading.Lock()
 
 
@@ -120,7 +121,7 @@ def stats(model: nn.Module) -> Stats:
     total = Stats()
     with _lock:
         for name, module in model.named_modules():
-            found = _counts.get(module)
+            found = _counts.get(id(module))
             if found is None:
                 continue
             if found.calls or found.tiles is not None:
@@ -138,14 +139,16 @@ def reset_stats(model: nn.Module) -> None:
     """Reset the counts of a model."""
     with _lock:
         for module in model.modules():
-            _counts.pop(module, None)
+            if id(module) in _counts:
+                _counts[id(module)] = Counts()
 
 
 def _of(module: nn.Module) -> Counts:
-    """Return the counts of a module. ``setdefault`` would make new ones, which takes microseconds, in every call."""
-    found = _counts.get(module)
+    """Return the counts of a module."""
+    found = _counts.get(id(module))
     if found is None:
-        found = _counts[module] = Counts()
+        found = _counts[id(module)] = Counts()
+        weakref.finalize(module, _counts.pop, id(module), None)
     return found
 
 

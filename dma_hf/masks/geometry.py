@@ -203,7 +203,7 @@ class CompactMask(Deferred):
         Under a tensor mode that forbids subclasses (``torch.export`` without dynamo) it is the dense mask with the
         geometry as an attribute.
         """
-        byte = torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=device)
+        byte = torch.empty((1, 1, 1, 1), dtype=torch.bool, device=device)  # never read
         if torch.compiler.is_dynamo_compiling() or type(byte) is Tensor:
             mask: Tensor = byte.expand(geometry.shape).as_subclass(CompactMask)
             mask._dense, mask.dma_calls = None, {}  # type: ignore[attr-defined]

@@ -127,13 +127,13 @@ def attention_with_lse(
 class PreparedAttention:
     """:func:`attention` for calls that differ in the contents of their tensors alone, such as those of many layers.
 
-    The first call of its kind must have been checked: run :func:`attention` with the same arguments before.
-
     Attributes:
         kernel: Name of the kernel that computes the calls, as in :mod:`dma_kernels.runtime.reports`.
     """
 
     def __init__(self, call: AttentionCall) -> None:
+        if call.sinks is not None:
+            call = call._replace(sinks=call.sinks.contiguous())
         self._layouts = call.layouts()
         self._plan = plan(self._layouts)
         self.kernel = self._plan.kernel
@@ -141,12 +141,12 @@ class PreparedAttention:
 
     @classmethod
     def of(cls, query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, **options: Any) -> PreparedAttention | None:
-        """Prepare calls with these arguments of :func:`attention`.
+        """Check and prepare calls with these arguments of :func:`attention`, which says what it raises.
 
         Returns:
             ``None`` if a compiler, autograd or a tensor mode must see each call as one operation.
         """
-        call = AttentionCall(query, key, value, recipe, **options, needs_lse=False)
+        call = _checked(AttentionCall(query, key, value, recipe, **options, needs_lse=False))
         return None if needs_operator(_tensors_of(call)) else cls(call)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
@@ -169,13 +169,18 @@ def _tensors_of(call: AttentionCall) -> list[Any]:
     return given
 
 
-def _compute(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-    """Check the options, then run the plan, directly or through the operator."""
+def _checked(call: AttentionCall) -> AttentionCall:
+    """Check the options of a call, and return the call. Its plan checks the tensors."""
     if not isinstance(call.recipe, Recipe):
         raise TypeError(f"recipe must be a dma_kernels.Recipe, got {type(call.recipe).__name__}")
     check_backend(call.backend)
     check_options(is_causal=call.is_causal, window=call.window, scale=call.scale, softcap=call.softcap)
-    if needs_operator(_tensors_of(call)):
+    return call
+
+
+def _compute(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+    """Check the options, then run the plan, directly or through the operator."""
+    if needs_operator(_tensors_of(_checked(call))):
         return _call_operator(call)
     if call.sinks is not None:
         call = call._replace(sinks=call.sinks.contiguous())
