@@ -464,3 +464,60 @@ class TestFallback:
     def test_the_error_names_the_fallback_option(self, identity):
         with pytest.raises(ValueError, match="or allow SDPA for such calls with on_unsupported='sdpa'"):
             dma_attention_forward(_Layer(identity), *_states(), None, dropout=0.5)
+
+
+CASES = {
+    "the same call": ({}, {}),
+    "scale": ({}, {"scaling": 0.3}),
+    "softcap": ({}, {"softcap": 2.0}),
+    "window": ({}, {"sliding_window": 3}),
+    "sink logits": ({}, {"s_aux": torch.tensor([3.0, -1.0, 0.0, 2.0])}),
+    "a harmless argument": ({}, {"use_cache": True}),
+    "values with fewer channels": ({"value_dim": 8}, {}),
+    "heads with more channels": ({"head_dim": 32}, {}),
+    "another dtype": ({"dtype": torch.float64}, {}),
+}
+"""Changes of the states and of the arguments of a second layer's call."""
+
+
+class TestRepeatedCalls:
+    """A layer repeats the call of the first layer with the same mask, unless its own call differs."""
+
+    @pytest.mark.parametrize("case", CASES)
+    def test_a_call_is_repeated_unless_it_differs(self, case, layer):
+        """The identity configuration: each result is that of the same call with a mask of its own."""
+        others, changes = CASES[case]
+        base = {"scaling": 0.25, "softcap": 5.0, "s_aux": torch.tensor([1.0, 2.0, -2.0, 0.5])}
+        second = _Layer({}, layer_idx=1)
+        second.config = layer.config
+        shared = dma_mask(2, TOKENS, TOKENS)
+        dma_attention_forward(layer, *_states(), shared, **base)
+        expected = dma_attention_forward(second, *_states(**others), dma_mask(2, TOKENS, TOKENS), **base | changes)[0]
+        _same(dma_attention_forward(second, *_states(**others), shared, **base | changes)[0], expected)
+
+    @pytest.mark.parametrize("has_own", [False, True], ids=["same configuration", "another configuration"])
+    def test_a_layer_of_another_model_repeats_nothing(self, has_own, layer, monkeypatch):
+        prepared, mask, second = [], dma_mask(2, TOKENS, TOKENS), _Layer({}, layer_idx=1)
+        if not has_own:
+            second.config = layer.config
+        dma_attention_forward(layer, *_states(), mask)
+        monkeypatch.setattr(adapter, "prompt", lambda *given, **options: prepared.append(given))
+        dma_attention_forward(second, *_states(), mask)
+        assert len(prepared) == has_own
+
+    def test_a_call_that_would_be_refused_is_refused(self, layer):
+        mask, second = dma_mask(2, TOKENS, TOKENS), _Layer({}, layer_idx=1)
+        second.config = layer.config
+        dma_attention_forward(layer, *_states(), mask)
+        with pytest.raises(ValueError, match="position_bias"):
+            dma_attention_forward(second, *_states(), mask, position_bias=torch.zeros(1))
+        with pytest.raises(ValueError, match="attention_mask"):
+            dma_attention_forward(second, *_states(kv_len=TOKENS + 1), mask)
+
+    def test_the_first_layer_begins_anew_with_other_settings(self, layer):
+        states, mask = _states(q_len=300, kv_len=300), dma_mask(2, 300, 300)
+        exact = dma_attention_forward(layer, *states, mask)[0]
+        layer.config.dma_mxfp = config_of("paper").to_section()
+        other = dma_attention_forward(layer, *states, mask)[0]
+        assert not torch.allclose(other, exact)
+        _same(other, dma_attention_forward(layer, *states, dma_mask(2, 300, 300))[0])

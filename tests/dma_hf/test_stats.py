@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import sys
+
 import pytest
 import torch
 from dma_kernels import Recipe, attention
@@ -12,6 +15,8 @@ import dma_hf
 from dma_hf import DMACache
 from dma_hf.integrations.internals import CACHE_ARGUMENT
 from dma_hf.stats import Use
+
+stats_module = sys.modules["dma_hf.stats"]  # the function ``stats`` has its name
 
 
 @pytest.fixture
@@ -64,6 +69,17 @@ def test_models_are_counted_separately(llama, families, token_ids):
     llama(token_ids(1, 8))
     assert dma_hf.stats(other).calls == 0
     assert dma_hf.stats(llama.model.layers[1]).calls == 1
+
+
+def test_counts_are_freed_with_their_layers(llama, token_ids):
+    llama(token_ids(1, 8))
+    dma_hf.reset_stats(llama)
+    llama(token_ids(1, 8))
+    counted = {id(layer.self_attn) for layer in llama.model.layers}
+    assert counted <= stats_module._counts.keys()
+    llama.model.layers = torch.nn.ModuleList()
+    gc.collect()
+    assert not counted & stats_module._counts.keys()
 
 
 def test_reports_reach_the_innermost_listener():
