@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.usefixtures("poisoned"),  # no split may be read that no CTA wrote
 ]
 BALANCED = RECIPES["balanced"]
-EXACT_START = replace(BALANCED, exact_until=1024)
+EXACT_START = replace(BALANCED, exact_until=512)
 
 
 def kernels_of(*arguments: Any, **options: Any) -> list[str]:
@@ -213,8 +213,8 @@ class TestSDPA:
         inputs = random_qkv(q_len=1, kv_len=300, dtype=torch.float16)
         assert kernels_of(*inputs, BALANCED, **options) == ["split-KV"]
 
-    @pytest.mark.parametrize("length", [2, 130, 1024])
-    @pytest.mark.parametrize("options", [{}, {"window": 1024}, {"q_offset": 0}], ids=str)
+    @pytest.mark.parametrize("length", [2, 130, 512])
+    @pytest.mark.parametrize("options", [{}, {"window": 512}, {"q_offset": 0}], ids=str)
     def test_a_prompt_below_the_border_runs_on_pytorchs_kernel(self, length: int, options: dict[str, Any]) -> None:
         inputs = random_qkv(q_heads=4, kv_heads=2, q_len=length, kv_len=length, dtype=torch.float16)
         assert kernels_of(*inputs, EXACT_START, **options) == ["sdpa"]
@@ -224,13 +224,13 @@ class TestSDPA:
     @pytest.mark.parametrize(
         ("recipe", "length", "options"),
         [
-            (EXACT_START, 1025, {}),
-            (EXACT_START, 1024, {"window": 1023}),
-            (EXACT_START, 1024, {"q_offset": 1}),
-            (EXACT_START, 1024, {"is_causal": False}),
-            (EXACT_START, 1024, {"kv_range": torch.tensor([[0, 1024]])}),
-            (replace(EXACT_START, high="mxfp8"), 1024, {}),
-            (BALANCED, 1024, {}),
+            (EXACT_START, 513, {}),
+            (EXACT_START, 512, {"window": 511}),
+            (EXACT_START, 512, {"q_offset": 1}),
+            (EXACT_START, 512, {"is_causal": False}),
+            (EXACT_START, 512, {"kv_range": torch.tensor([[0, 512]])}),
+            (replace(EXACT_START, high="mxfp8"), 512, {}),
+            (BALANCED, 512, {}),
         ],
     )
     def test_other_prompts_do_not(self, recipe: Recipe, length: int, options: dict[str, Any]) -> None:
