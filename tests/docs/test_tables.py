@@ -125,7 +125,7 @@ def test_commands_of_results_can_be_run_again(script):
 def test_the_index_names_the_commit_of_a_retired_command(script):
     index = script.files()["last commit with the command"]
     assert index["[`serve-h200.json`](serve-h200.json)"] == "5ae510b"
-    assert pd.isna(index["[`host-time-h200.json`](host-time-h200.json)"])
+    assert pd.isna(index["[`load-int4-h200.json`](load-int4-h200.json)"])
 
 
 def test_no_result_lacks_a_table_or_a_report():
