@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -28,9 +28,7 @@ from dma_eval.bench.results import finish, record
 from dma_eval.bench.timing import FAILURES, Run, capture, time_interleaved
 from dma_eval.errors import UserError, one_line
 from dma_eval.load.backends import Backend
-from dma_eval.load.data import load_text, tokenize
-from dma_eval.load.models import load_model
-from dma_eval.names import DMA, check_yarn
+from dma_eval.names import DMA
 from dma_eval.show.pages import MISSING, Columns, Table, make_table, number, of
 from dma_kernels import attention, attention_with_lse
 from dma_kernels.numerics.formats import UNQUANTIZED
@@ -38,24 +36,10 @@ from dma_kernels.numerics.geometry import AttentionGeometry
 from dma_kernels.prefill.config import select_compute_path
 from dma_kernels.prefill.plan import quantize_operands
 from dma_kernels.runtime.chip import device_arch, resolve_backend
-from kernel_bench.capture import captured_calls
+from kernel_bench.capture import model_inputs
 from kernel_bench.command import look, make_parser, parse_compared, parse_heads, run
 from kernel_bench.inputs import Inputs, exact_rows, random_inputs, with_outlying_channels
-from kernel_bench.peers import (
-    CUDNN,
-    FLASHINFER,
-    FLASHINFER_FP8,
-    PREQUANTIZED,
-    SDPA,
-    Prepared,
-    cudnn_fp8,
-    flash_attention_3,
-    flash_attention_4,
-    flashinfer,
-    flashinfer_fp8,
-    sage_attention,
-    sdpa,
-)
+from kernel_bench.peers import CUDNN, PEERS, SDPA, Prepared
 from kernel_bench.results import PrefillReport, PrefillResult, PrefillShape
 from kernel_bench.timing import captured, extra_memory, time_isolated
 from torch import Tensor
@@ -70,22 +54,6 @@ CPU_SHAPES = ["1x256:4/2:64", "1x1024:4/2:64"]
 SAMPLED_ROWS = 64
 GRAPH_LIMIT = 2.0
 """Milliseconds. Longer calls hide their launches, and are not timed as CUDA graphs."""
-
-
-def _sdpa(label: str, inputs: Inputs) -> Prepared:
-    return Prepared(sdpa(label, *inputs.tensors, **inputs.options))
-
-
-PEERS: dict[str, Callable[[Inputs], Prepared]] = {
-    **{label: partial(_sdpa, label) for label in SDPA},
-    **{label: partial(flash_attention_3, label) for label in ("fa3", "fa3:fp8", f"fa3:fp8{PREQUANTIZED}")},
-    "fa4": flash_attention_4,
-    **{label: partial(cudnn_fp8, label) for label in ("cudnn:fp8", f"cudnn:fp8{PREQUANTIZED}")},
-    **{label: partial(flashinfer, label) for label in FLASHINFER},
-    **{label: partial(flashinfer_fp8, label) for label in FLASHINFER_FP8},
-    "sage": sage_attention,
-}
-"""What ``dma_mxfp`` is compared with, by the names of ``--attn``."""
 
 
 def prepare(backend: Backend, inputs: Inputs) -> Prepared:
@@ -268,21 +236,6 @@ def parse_shape(value: str) -> PrefillShape:
         is_causal=found[5] is None,
         batch=int(found[1]),
     )
-
-
-def model_inputs(args: argparse.Namespace) -> Iterator[tuple[PrefillShape, list[Inputs]]]:
-    """Load the model of --inputs, and return what its layers compute from the text.
-
-    Raises:
-        UserError: --data or --length is missing, or --shape is given.
-    """
-    if args.shape or not args.data or not args.length:
-        raise UserError("--inputs needs --data and --length, and excludes --shape: the model's layers decide")
-    check_yarn(args.yarn)
-    text = load_text(args.data)
-    loaded = load_model(args.inputs, dtype=args.dtype, device=args.device, yarn=args.yarn, option="--inputs")
-    tokens, how = tokenize(loaded.tokenizer, text.content), (args.length, args.head_dim)
-    return captured_calls(loaded, tokens, args.data, *how, batch=args.batch, layers=args.layers, seed=args.seed)
 
 
 def tables(results: Sequence[PrefillResult]) -> list[Table]:

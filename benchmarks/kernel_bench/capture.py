@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,9 +12,10 @@ from dma_eval import console
 from dma_eval.bench.generate import text_windows
 from dma_eval.environment import portable
 from dma_eval.errors import UserError, one_line
-from dma_eval.load.data import leading_tokens
-from dma_eval.load.models import LoadedModel
+from dma_eval.load.data import leading_tokens, load_text, tokenize
+from dma_eval.load.models import LoadedModel, load_model
 from dma_eval.load.reading import probed
+from dma_eval.names import check_yarn
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -39,58 +41,51 @@ def choose_layers(model: PreTrainedModel, count: int | None) -> list[int]:
     return [full[round(place)] for place in np.linspace(0, len(full) - 1, count or len(full))]
 
 
-def captured_calls(
-    loaded: LoadedModel,
-    tokens: Tensor,
-    data: str,
-    lengths: Sequence[int],
-    head_dims: Sequence[int],
-    *,
-    batch: int,
-    layers: int | None,
-    seed: int,
-) -> Iterator[tuple[PrefillShape, list[Inputs]]]:
-    """Capture layers at each length, and yield them in each head dimension, with the shape that names them.
+def model_inputs(args: argparse.Namespace) -> Iterator[tuple[PrefillShape, list[Inputs]]]:
+    """Capture layers of the model of --inputs at each length, and yield them in each head dimension, with their shape.
 
-    A pass of the model reads ``batch`` windows of the text, which is called ``data``. Without ``head_dims`` the
-    heads are the model's own. ``seed`` is of the matrices that embed in wider ones.
+    A pass of the model reads ``--batch`` windows of the text. Without ``--head-dim`` the heads are the model's own.
 
     Raises:
-        UserError: The text is too short, or a head dimension is below the model's; or as for :func:`choose_layers` and
+        UserError: An option is missing or does not fit the model or the text; or as for :func:`choose_layers` and
             :func:`capture_layers`. What a caller can mend is checked before the first pass.
     """
-    info = loaded.info
-    chosen = choose_layers(loaded.model, layers)
+    if args.shape or not args.data or not args.length:
+        raise UserError("--inputs needs --data and --length, and excludes --shape: the model's layers decide")
+    check_yarn(args.yarn)
+    text = load_text(args.data)
+    loaded = load_model(args.inputs, dtype=args.dtype, device=args.device, yarn=args.yarn, option="--inputs")
+    info, layers = loaded.info, choose_layers(loaded.model, args.layers)
     assert info.head_dim is not None
     assert info.layers is not None
-    narrow = [head_dim for head_dim in head_dims if head_dim < info.head_dim]
-    if narrow:
-        raise UserError(f"--head-dim: at least the model's own, {info.head_dim}; got {narrow[0]}")
+    head_dims = dict.fromkeys(args.head_dim or [info.head_dim])
+    if min(head_dims) < info.head_dim:
+        raise UserError(f"--head-dim: at least the model's own, {info.head_dim}; got {min(head_dims)}")
     leading = leading_tokens(loaded.tokenizer)
     origin = ModelInputs(
         model=portable(loaded.name),
-        data=portable(data),
-        layers=tuple(chosen),
+        data=portable(args.data),
+        layers=tuple(layers),
         model_layers=info.layers,
         model_head_dim=info.head_dim,
         yarn=loaded.yarn,
         begins_with=tuple(loaded.tokenizer.convert_ids_to_tokens(leading)),
     )
-    lengths = sorted(set(lengths))
-    for length in lengths:
+    tokens, windows = tokenize(loaded.tokenizer, text.content), {}
+    for length in sorted(set(args.length)):
         loaded.check_positions(length, "--length")
-    windows = {length: text_windows(tokens, batch, length, "--length", len(leading)) for length in lengths}
-    for length in lengths:
-        with console.working(f"Capturing {len(chosen)} layers at {length:,} tokens"):
-            own = capture_layers(loaded, windows[length], chosen)
-        for head_dim in dict.fromkeys(head_dims or [info.head_dim]):
-            inputs = [embedded(each, head_dim, seed) for each in own.values()]
+        windows[length] = text_windows(tokens, args.batch, length, "--length", len(leading))
+    for length, ids in windows.items():
+        with console.working(f"Capturing {len(layers)} layers at {length:,} tokens"):
+            own = capture_layers(loaded, ids, layers)
+        for head_dim in head_dims:
+            inputs = [embedded(each, head_dim, args.seed) for each in own.values()]
             shape = PrefillShape(
                 length=length,
                 head_dim=head_dim,
                 query_heads=inputs[0].query.shape[1],
                 kv_heads=inputs[0].key.shape[1],
-                batch=batch,
+                batch=args.batch,
                 is_causal=True,
                 inputs=origin,
             )
