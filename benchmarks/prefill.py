@@ -5,8 +5,8 @@
     python benchmarks/prefill.py --inputs HuggingFaceTB/SmolLM2-135M --data book.txt --length 8192 --layers 14
     python benchmarks/prefill.py --device cpu --shape 1x256:4/2:64 --attn sdpa dma_mxfp:balanced
 
-Inputs are random normal numbers. With --inputs they come from a real model, in its own heads or embedded in wider ones.
-Only real attention has tiles that a skip_threshold can skip. Times are medians of interleaved calls. A CUDA device also
+Inputs are random normal numbers, or with --inputs those of a real model. Only real attention has tiles that a
+skip_threshold can skip. Times are medians of interleaved calls. A CUDA device also
 times isolated calls, at the clock that the power limit allows. Errors are relative to fp64 on sampled rows. Random
 inputs are also measured with two outlier key channels. Exit code 1 if nothing ran on some shape, 2 for invalid input.
 """
@@ -273,7 +273,6 @@ def make_options() -> argparse.ArgumentParser:
     parser.add_argument("-d", "--data", metavar="FILE|DATASET", help="the text; each sequence is another window of it")
     parser.add_argument("--length", nargs="+", type=int, default=[], metavar="TOKENS", help="tokens of a window")
     parser.add_argument("--batch", type=int, default=1, help="windows of the text")
-    parser.add_argument("--head-dim", nargs="+", type=int, default=[], help="wider heads embed the model's")
     parser.add_argument("--layers", type=int, help="time so many of the model's layers, evenly spaced; default: all")
     parser.add_argument("--yarn", type=float, help="extend the model's positions by this factor")
     return parser

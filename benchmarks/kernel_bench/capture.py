@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .inputs import Inputs, embedded
+from .inputs import Inputs
 from .results import ModelInputs, PrefillShape
 
 FULL = "full_attention"
@@ -42,9 +42,9 @@ def choose_layers(model: PreTrainedModel, count: int | None) -> list[int]:
 
 
 def model_inputs(args: argparse.Namespace) -> Iterator[tuple[PrefillShape, list[Inputs]]]:
-    """Capture layers of the model of --inputs at each length, and yield them in each head dimension, with their shape.
+    """Capture layers of the model of --inputs at each length, and yield them with their shape.
 
-    A pass of the model reads ``--batch`` windows of the text. Without ``--head-dim`` the heads are the model's own.
+    A pass of the model reads ``--batch`` windows of the text.
 
     Raises:
         UserError: An option is missing or does not fit the model or the text; or as for :func:`choose_layers` and
@@ -58,9 +58,6 @@ def model_inputs(args: argparse.Namespace) -> Iterator[tuple[PrefillShape, list[
     info, layers = loaded.info, choose_layers(loaded.model, args.layers)
     assert info.head_dim is not None
     assert info.layers is not None
-    head_dims = dict.fromkeys(args.head_dim or [info.head_dim])
-    if min(head_dims) < info.head_dim:
-        raise UserError(f"--head-dim: at least the model's own, {info.head_dim}; got {min(head_dims)}")
     leading = leading_tokens(loaded.tokenizer)
     origin = ModelInputs(
         model=portable(loaded.name),
@@ -77,19 +74,17 @@ def model_inputs(args: argparse.Namespace) -> Iterator[tuple[PrefillShape, list[
         windows[length] = text_windows(tokens, args.batch, length, "--length", len(leading))
     for length, ids in windows.items():
         with console.working(f"Capturing {len(layers)} layers at {length:,} tokens"):
-            own = capture_layers(loaded, ids, layers)
-        for head_dim in head_dims:
-            inputs = [embedded(each, head_dim, args.seed) for each in own.values()]
-            shape = PrefillShape(
-                length=length,
-                head_dim=head_dim,
-                query_heads=inputs[0].query.shape[1],
-                kv_heads=inputs[0].key.shape[1],
-                batch=args.batch,
-                is_causal=True,
-                inputs=origin,
-            )
-            yield shape, inputs
+            inputs = list(capture_layers(loaded, ids, layers).values())
+        shape = PrefillShape(
+            length=length,
+            head_dim=info.head_dim,
+            query_heads=inputs[0].query.shape[1],
+            kv_heads=inputs[0].key.shape[1],
+            batch=args.batch,
+            is_causal=True,
+            inputs=origin,
+        )
+        yield shape, inputs
 
 
 def capture_layers(loaded: LoadedModel, input_ids: Tensor, layers: Sequence[int]) -> dict[int, Inputs]:
