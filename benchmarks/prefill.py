@@ -17,7 +17,6 @@ import argparse
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -120,7 +119,7 @@ def measure_layers(
         return float((call.read(call.run())[:, :, rows].double() - expected).norm() / expected.norm())
 
     def examine(implementation: Backend) -> tuple[list[Prepared], dict[str, Any]]:
-        """Return the calls, and what is measured of them besides times."""
+        """Return the calls, and what is measured of them besides times, by the names of the result's fields."""
         found: dict[str, Any] = {}
         if harder is not None and harder_exact is not None:
             found["error_with_outliers"] = error(prepare(implementation, harder), harder_exact)
@@ -131,27 +130,21 @@ def measure_layers(
         return calls, found | _skipped_shares(implementation, layers)
 
     prepared: dict[str, list[Prepared]] = {}
-    results = {}
+    found: dict[str, dict[str, Any]] = {}
     for each in implementations:
-        result = PrefillResult(shape=shape, label=each.label, config=each.info["config"])
         try:
-            prepared[each.label], found = examine(each)
+            prepared[each.label], found[each.label] = examine(each)
         except FAILURES as failure:
-            found = {"failure": one_line(failure)}
-        results[each.label] = replace(result, **found)
+            found[each.label] = {"failure": one_line(failure)}
     times = _time_calls(prepared, device, seconds)
     first = times.get(implementations[0].label, {}).get("milliseconds")
-    for label, found in times.items():
-        milliseconds = found["milliseconds"]
-        found["tflops"] = len(layers) * shape.flops / milliseconds / 1e9
-        found["speedup"] = None if first is None else first / milliseconds
-        parts = [call.quantize for call in prepared[label] if call.quantize is not None]
-        if parts:
-            run = capture(_chained(parts), device) if device.type == "cuda" else _chained(parts)
-            timing = time_interleaved({label: run}, device, seconds=seconds / 4)[label]
-            found["quantize_milliseconds"] = timing.median
-        results[label] = replace(results[label], **found)
-    return list(results.values())
+    for label, timed in times.items():
+        found[label] |= timed | {"tflops": len(layers) * shape.flops / timed["milliseconds"] / 1e9}
+        found[label]["speedup"] = first and first / timed["milliseconds"]
+    return [
+        PrefillResult(shape=shape, label=each.label, config=each.info["config"], **found[each.label])
+        for each in implementations
+    ]
 
 
 def _time_calls(prepared: dict[str, list[Prepared]], device: torch.device, seconds: float) -> dict[str, dict[str, Any]]:
@@ -163,7 +156,7 @@ def _time_calls(prepared: dict[str, list[Prepared]], device: torch.device, secon
     runs = {(label, layer): calls[layer].run for layer in range(layers) for label, calls in prepared.items()}
     timings = time_interleaved(runs, device, seconds=seconds)
     found: dict[str, dict[str, Any]] = {}
-    for label in prepared:
+    for label, calls in prepared.items():
         taken = [timings[label, layer] for layer in range(layers)]
         found[label] = {
             "milliseconds": sum(each.median for each in taken),
@@ -171,6 +164,10 @@ def _time_calls(prepared: dict[str, list[Prepared]], device: torch.device, secon
             "milliseconds_slow": sum(each.slow for each in taken),
             "repeats": taken[0].repeats,
         }
+        parts = [call.quantize for call in calls if call.quantize is not None]
+        if parts:
+            run = capture(_chained(parts), device) if device.type == "cuda" else _chained(parts)
+            found[label]["quantize_milliseconds"] = time_interleaved({"": run}, device, seconds=seconds / 4)[""].median
     if device.type != "cuda":
         return found
     short = [label for label, calls in prepared.items() if found[label]["milliseconds"] < len(calls) * GRAPH_LIMIT]
@@ -179,15 +176,13 @@ def _time_calls(prepared: dict[str, list[Prepared]], device: torch.device, secon
         found[label]["graph_failure"] = reason
     replays = {place: run for place, run in replays.items() if "graph_failure" not in found[place[0]]}
     graph_timings = time_interleaved(replays, device, seconds=seconds / 2)
-    for label, calls in prepared.items():
-        places = [(label, layer) for layer in range(len(calls))]
+    for label, times in found.items():
+        places = [(label, layer) for layer in range(layers)]
         if places[0] in replays:
-            found[label]["graph_milliseconds"] = sum(graph_timings[place].median for place in places)
-        found[label]["sustained_milliseconds"] = time_isolated(
-            _chained([replays.get(place, runs[place]) for place in places]),
-            device,
-            seconds=seconds,
-            milliseconds=found[label]["milliseconds"],
+            times["graph_milliseconds"] = sum(graph_timings[place].median for place in places)
+        chain = _chained([replays.get(place, runs[place]) for place in places])
+        times["sustained_milliseconds"] = time_isolated(
+            chain, device, seconds=seconds, milliseconds=times["milliseconds"]
         )
     return found
 
