@@ -52,11 +52,6 @@ def _legend(figure: Figure, colors: dict[str, str], **style: Any) -> None:
     figure.legend(handles=handles, loc="outside lower center", ncols=len(colors), frameon=False)
 
 
-def _hide_frame(axes: Axes) -> None:
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)
-
-
 def draw_rule() -> Figure:
     """docs/figures/rule.png: which key tiles are high, low and not visible for each query tile."""
     colors = {
@@ -76,7 +71,8 @@ def draw_rule() -> Figure:
         axes.set(xlabel="key tile J (128 keys)", ylabel="query tile I")
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_ticks(tile + 0.5, map(str, tile.tolist()))
-        _hide_frame(axes)
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
     _legend(figure, colors)
     return figure
 
@@ -238,7 +234,7 @@ def draw_prefill() -> Figure:
     """docs/figures/prefill.png: speed of prefill attention by the number of tokens, quantization counted."""
     frame = update_docs.load("prefill-h200").query("`shape.batch` == 1 and `shape.head_dim` == 128")
     frame = frame.query("`shape.kv_heads` == 8 and `shape.is_causal`").sort_values("shape.length", kind="stable")
-    figure, axes = plt.subplots(figsize=(8, 4.2), dpi=150, layout="constrained")
+    figure, axes = _panels(1, 1, 8, 4.2)
     for label, (color, line) in line_styles(frame["label"]).items():
         rows = frame[frame["label"] == label]
         speed = rows["tflops"] * rows["milliseconds"] / rows["ms"]

@@ -456,11 +456,8 @@ def retired_at(command: str) -> str | None:
     return next((commit for commit, gone in RETIRED.items() if command.startswith(gone)), None)
 
 
+SPEED = (prefill, prefill_errors, prefill_real, decode, triton_versions, generate, first_token, interleaved, under_load)
 QUALITY = (quality_runs, quality_twins, cache_layers, accuracies, continuations)
-SPEED = (
-    *(prefill, prefill_errors, prefill_real, decode, triton_versions),
-    *(generate, first_token, interleaved, under_load),
-)
 TABLES: dict[str, Callable[..., pd.DataFrame]] = {
     each.__name__.replace("_", "-"): each for each in (results, *SPEED, *QUALITY, files)
 }
