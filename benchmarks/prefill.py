@@ -125,7 +125,7 @@ def measure_layers(
             found["error_with_outliers"] = error(prepare(implementation, harder), harder_exact)
         calls = [prepare(implementation, inputs) for inputs in layers]
         errors = [error(call, each) for call, each in zip(calls, exact, strict=True)]
-        found |= {"error": sum(errors) / len(errors), "input_bytes": layers[0].nbytes}
+        found |= {"error": sum(errors) / len(errors), "input_bytes": sum(x.nbytes for x in layers[0].tensors)}
         found["extra_bytes"] = extra_memory(calls[0].run, device)  # not the first of its kind, which compiles
         return calls, found | _skipped_shares(implementation, layers)
 

@@ -162,9 +162,10 @@ def draw_skipping(model: str, data: str, tokens: int = 4096) -> Figure:
     """docs/figures/skipping.png: the tiles that three heads skip, the median head by share and two that skip more."""
     found = []
     for index, layer in _layers(model, data, tokens).items():
-        for head in range(layer.query.shape[1]):
-            kv_head = head // layer.group
-            kinds = _kinds(layer.query[:, head : head + 1], layer.key[:, kv_head : kv_head + 1], layer.scale)
+        heads = layer.query.shape[1]
+        keys = layer.key.repeat_interleave(heads // layer.key.shape[1], 1)
+        for head in range(heads):
+            kinds = _kinds(layer.query[:, [head]], keys[:, [head]], layer.scale)
             found.append((float((kinds == 3).sum() / (kinds >= 2).sum()), f"layer {index}, head {head}", kinds))
     found.sort(key=lambda each: each[0])
     figure, panels = _panels(1, 3, 11, 4.4, sharey=True)

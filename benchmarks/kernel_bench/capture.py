@@ -104,12 +104,7 @@ def capture_layers(loaded: LoadedModel, input_ids: Tensor, layers: Sequence[int]
     ) -> tuple[Tensor, None]:
         layer: int = getattr(module, "layer_idx", -1)
         if layer in layers:
-            is_causal = options.get("is_causal")
-            is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-            _check(layer, query, value, attention_mask, options, is_causal=is_causal)
-            scale = options.get("scaling")
-            scale = query.shape[3] ** -0.5 if scale is None else float(scale)
-            found[layer] = Inputs(query.contiguous(), key.contiguous(), value.contiguous(), scale)
+            found[layer] = _plain_inputs(module, query, key, value, attention_mask, options)
         out: tuple[Tensor, None] = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **options)
         return out
 
@@ -124,14 +119,19 @@ def capture_layers(loaded: LoadedModel, input_ids: Tensor, layers: Sequence[int]
     return {layer: found[layer] for layer in layers}
 
 
-def _check(
-    layer: int, query: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any], *, is_causal: bool
-) -> None:
-    extras = ("softcap", "s_aux", "position_bias", "indices")
-    given = [name for name in extras if options.get(name) is not None]
-    given += ["a mask"] if mask is not None else []
-    given += [] if is_causal else ["bidirectional attention"]
-    if given:
-        raise ValueError(f"layer {layer} uses {', '.join(given)}; only plain causal attention is timed")
+def _plain_inputs(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
+) -> Inputs:
+    """Return the inputs of a layer's call. A ``ValueError`` says why it is not plain causal attention."""
+    is_causal, scale = options.get("is_causal"), options.get("scaling")
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    used = [name for name in ("softcap", "s_aux", "position_bias", "indices") if options.get(name) is not None]
+    used += ["a mask"] if mask is not None else []
+    used += [] if is_causal else ["bidirectional attention"]
+    if used:
+        raise ValueError(f"layer {module.layer_idx} uses {', '.join(used)}; only plain causal attention is timed")
     if value.shape[3] != query.shape[3]:
-        raise ValueError(f"layer {layer} has keys of {query.shape[3]} channels and values of {value.shape[3]}")
+        sizes = f"keys of {query.shape[3]} channels and values of {value.shape[3]}"
+        raise ValueError(f"layer {module.layer_idx} has {sizes}")
+    scale = query.shape[3] ** -0.5 if scale is None else float(scale)
+    return Inputs(query.contiguous(), key.contiguous(), value.contiguous(), scale)

@@ -41,19 +41,9 @@ class Inputs:
         """Scale and mask, as ``attention`` of this package takes them."""
         return {"is_causal": self.is_causal, "scale": self.scale}
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of query, key and value."""
-        return sum(each.nbytes for each in self.tensors)
-
-    @property
-    def group(self) -> int:
-        """Query heads per kv head."""
-        return self.query.shape[1] // self.key.shape[1]
-
     @cached_property
     def token_major(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value as contiguous ``[B, T, H, D]``: the layout of FlashAttention and cuDNN."""
+        """Query, key and value as contiguous ``[B, T, H, D]``: the layout of FlashAttention."""
         query, key, value = (each.transpose(1, 2).contiguous() for each in self.tensors)
         return query, key, value
 
