@@ -223,6 +223,10 @@ def triton_versions() -> pd.DataFrame:
     return pd.DataFrame(rows).T.rename_axis(index="Triton")
 
 
+STEPS = ("eager", "CUDA graphs", "compiled", "compiled, CUDA graphs")
+"""How steps ran. The index is 1 for CUDA graphs, plus 2 for the compiler."""
+
+
 def generate(*files: str) -> pd.DataFrame:
     """First token, step, memory.
 
@@ -233,15 +237,7 @@ def generate(*files: str) -> pd.DataFrame:
     cells = {
         "GPU, weights": frame["device"] + ", " + frame["weights"].fillna("bf16"),
         "tokens of the prompt": show(frame["context"], ",.0f"),
-        "steps": np.select(
-            [
-                frame["label"].str.endswith("static") & (frame["graph_steps"] > 0),
-                frame["label"].str.endswith("static"),
-                frame["graph_steps"] > 0,
-            ],
-            ["compiled, CUDA graphs", "compiled", "CUDA graphs"],
-            "eager",
-        ),
+        "steps": np.take(STEPS, 2 * frame["label"].str.endswith("static") + (frame["graph_steps"] > 0)),
         "first token": show(frame["first_token_seconds"], ".2f", " s"),
         "step": show(frame["step_milliseconds"], ".2f", " ms"),
         "cache": show(frame["cache_bytes"] / 2**30, ".2f", " GiB"),
