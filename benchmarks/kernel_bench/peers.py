@@ -34,9 +34,13 @@ SDPA = {"sdpa": None, "sdpa:flash": SDPBackend.FLASH_ATTENTION, CUDNN: SDPBacken
 """PyTorch's attention by its name in results. ``sdpa`` is PyTorch's own choice of a backend."""
 FLASH_3 = {"fa3": False, "fa3:fp8": True}
 """FlashAttention-3 by its name in results, and whether it takes E4M3."""
+PREQUANTIZED = ":prequantized"
+"""Suffix of FP8 attention whose operands are given in E4M3: quantizing them is not counted."""
 THRESHOLDS = {"": None, **{f":t{nats}": float(nats) for nats in (5, 6, 7, 8)}}
-FLASHINFER = {f"flashinfer{kind}{suffix}": nats for kind in ("", ":fp8") for suffix, nats in THRESHOLDS.items()}
+FLASHINFER = {f"flashinfer{suffix}": nats for suffix, nats in THRESHOLDS.items()}
 """FlashInfer by its name in results, and the threshold below which it skips tiles, in nats."""
+FLASHINFER_FP8 = {f"flashinfer:fp8{suffix}": nats for suffix, nats in (THRESHOLDS | {PREQUANTIZED: None}).items()}
+"""FlashInfer in E4M3 by its name in results, and the same threshold."""
 FLASHINFER_WORKSPACE = 16 << 20
 
 
@@ -81,19 +85,28 @@ def flash_attention_3(name: str, inputs: Inputs) -> Prepared:
     """Return a call of FlashAttention-3.
 
     Its operands are in its own layout, so that no 16-bit number is copied in the call. In FP8 every kv head of a row
-    has a scale, and a fused kernel quantizes. ``name`` is one of :data:`FLASH_3`.
+    has a scale, and a fused kernel quantizes unless the operands are given. ``name`` is one of :data:`FLASH_3`, or
+    ``fa3:fp8:prequantized``.
     """
     attend = partial(import_peer(MODULE).flash_attn_func, causal=inputs.is_causal, softmax_scale=inputs.scale)
-    if not FLASH_3[name]:
+    if not FLASH_3[name.removesuffix(PREQUANTIZED)]:
         return Prepared(lambda: attend(*inputs.token_major).transpose(1, 2))
-    quantize = partial(quantize_fp8, *inputs.token_major, per_head=True)
 
-    def run() -> Tensor:
-        operands = quantize()
+    def run(operands: Fp8Operands) -> Tensor:
         out: Tensor = attend(operands.query, operands.key, operands.value, **_descales(operands))
         return out.transpose(1, 2)
 
-    return Prepared(run, quantize)
+    return fp8_call(name, inputs, run, per_head=True)
+
+
+def fp8_call(
+    name: str, inputs: Inputs, attend: Callable[[Fp8Operands], Tensor], *, per_head: bool, pack_kv: bool = False
+) -> Prepared:
+    """Return a call of FP8 attention that quantizes first; if its name ends in ``:prequantized``, only ``attend``."""
+    quantize = partial(quantize_fp8, *inputs.token_major, per_head=per_head, pack_kv=pack_kv)
+    if name.endswith(PREQUANTIZED):
+        return Prepared(partial(attend, quantize()))
+    return Prepared(lambda: attend(quantize()), quantize)
 
 
 def sage_attention(inputs: Inputs) -> Prepared:
@@ -103,23 +116,25 @@ def sage_attention(inputs: Inputs) -> Prepared:
 
 
 def flashinfer(name: str, inputs: Inputs) -> Prepared:
-    """Return a call of FlashInfer's FMHA v2 for Hopper, in 16 bits, or in E4M3 with one scale per tensor.
+    """Return a call of FlashInfer's FMHA v2 for Hopper in 16 bits. ``name`` is one of :data:`FLASHINFER`."""
+    operands = tuple(each.flatten(0, 1) for each in inputs.token_major)
+    attend = _fmha_v2(inputs, FLASHINFER[name])
+    return Prepared(lambda: attend(operands, "SEPARATE_Q_K_V", bmm1_scale=inputs.scale, bmm2_scale=1.0))
+
+
+def flashinfer_fp8(name: str, inputs: Inputs) -> Prepared:
+    """Return a call of FlashInfer's FMHA v2 for Hopper in E4M3, with one scale per tensor and 16-bit outputs.
 
     FlashInfer takes the scales as numbers on the host, so that no call can wait for them: they are computed once,
     before anything is timed, as calibration does. ``flashinfer:fp8`` counts a fused quantization, which stores keys and
-    values in the one tensor that FlashInfer expects. ``name`` is one of :data:`FLASHINFER`.
+    values in the one tensor that FlashInfer expects. ``name`` is one of :data:`FLASHINFER_FP8`.
     """
-    attend = _fmha_v2(inputs, FLASHINFER[name])
-    if not name.startswith("flashinfer:fp8"):
-        separate = tuple(each.flatten(0, 1) for each in inputs.token_major)
-        return Prepared(lambda: attend(separate, "SEPARATE_Q_K_V", bmm1_scale=inputs.scale, bmm2_scale=1.0))
-    quantize = partial(quantize_fp8, *inputs.token_major, per_head=False, pack_kv=True)
-    q_descale, k_descale, v_descale = quantize().descales.flatten().tolist()
+    fmha_v2 = _fmha_v2(inputs, FLASHINFER_FP8[name])
+    q_descale, k_descale, v_descale = quantize_fp8(*inputs.token_major, per_head=False).descales.flatten().tolist()
 
-    def run() -> Tensor:
-        operands = quantize()
+    def attend(operands: Fp8Operands) -> Tensor:
         assert operands.key_value is not None
-        return attend(
+        return fmha_v2(
             (operands.query.flatten(0, 1), operands.key_value.flatten(0, 1)),
             "CONTIGUOUS_Q_KV",
             bmm1_scale=inputs.scale * q_descale * k_descale,
@@ -127,7 +142,7 @@ def flashinfer(name: str, inputs: Inputs) -> Prepared:
             out_dtype=inputs.query.dtype,
         )
 
-    return Prepared(run, quantize)
+    return fp8_call(name, inputs, attend, per_head=False, pack_kv=True)
 
 
 def _fmha_v2(inputs: Inputs, threshold: float | None) -> Callable[..., Tensor]:
@@ -190,8 +205,9 @@ def _descales(operands: Fp8Operands) -> dict[str, Tensor]:
 
 PEERS: dict[str, Callable[[Inputs], Prepared]] = {
     **{name: partial(_prefill_sdpa, name) for name in SDPA},
-    **{name: partial(flash_attention_3, name) for name in FLASH_3},
+    **{name: partial(flash_attention_3, name) for name in (*FLASH_3, f"fa3:fp8{PREQUANTIZED}")},
     **{name: partial(flashinfer, name) for name in FLASHINFER},
+    **{name: partial(flashinfer_fp8, name) for name in FLASHINFER_FP8},
     "sage": sage_attention,
 }
 """What prefill with ``dma_mxfp`` is compared with, by name in results."""

@@ -11,7 +11,7 @@ import torch
 from kernel_bench import peers
 from kernel_bench.fp8_quantizer import quantize_fp8
 from kernel_bench.inputs import Inputs
-from kernel_bench.peers import FLASH_3, FLASHINFER
+from kernel_bench.peers import FLASH_3, FLASHINFER, FLASHINFER_FP8, PREQUANTIZED
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -53,7 +53,7 @@ def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, peers.MODULE, module)
 
 
-@pytest.mark.parametrize(("name", "limit"), [("fa3", 1e-6), ("fa3:fp8", 0.2)])
+@pytest.mark.parametrize(("name", "limit"), [("fa3", 1e-6), ("fa3:fp8", 0.2), (f"fa3:fp8{PREQUANTIZED}", 0.2)])
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_prefill_is_attention_to_the_precision_of_the_numbers(name: str, limit: float, is_causal: bool) -> None:
     query, key, value = tensors(50, 50)
@@ -135,22 +135,22 @@ class TestFlashInfer:
         query, key, value = tensors(50, 50)
         return Inputs(query, 8.0 * key, 4.0 * value, 0.1, is_causal)
 
-    @pytest.mark.parametrize("name", [name for name in FLASHINFER if "fp8" not in name])
+    @pytest.mark.parametrize("name", FLASHINFER)
     def test_skips_what_lies_the_threshold_below_the_maximum(self, name: str, inputs: Inputs) -> None:
         prepared = peers.flashinfer(name, inputs)
         torch.testing.assert_close(prepared.run(), skipping(inputs, FLASHINFER[name]))
 
-    @pytest.mark.parametrize("name", [name for name in FLASHINFER if "fp8" in name])
+    @pytest.mark.parametrize("name", FLASHINFER_FP8)
     def test_takes_codes_and_scales_in_fp8(self, name: str, inputs: Inputs) -> None:
-        prepared = peers.flashinfer(name, inputs)
+        prepared = peers.flashinfer_fp8(name, inputs)
         made = quantize_fp8(*inputs.token_major, per_head=False)
         codes = (made.query, made.key, made.value)
         restored = (x.float().transpose(1, 2) * scale for x, scale in zip(codes, made.descales.flatten(), strict=True))
         rounded = Inputs(*restored, inputs.scale, inputs.is_causal)
         out = prepared.run()
-        torch.testing.assert_close(out, skipping(rounded, FLASHINFER[name]))
+        torch.testing.assert_close(out, skipping(rounded, FLASHINFER_FP8[name]))
         assert (out - exact(inputs)).norm() / exact(inputs).norm() < 0.2
-        assert prepared.quantize is not None
+        assert (prepared.quantize is None) == name.endswith(PREQUANTIZED)
 
 
 class TestQuantizer:
