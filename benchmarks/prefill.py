@@ -116,7 +116,7 @@ def measure_layers(
     harder_exact = None if harder is None else exact_rows(harder, rows)
 
     def error(call: Prepared, expected: Tensor) -> float:
-        return float((call.run()[:, :, rows].double() - expected).norm() / expected.norm())
+        return float((call.read(call.run())[:, :, rows].double() - expected).norm() / expected.norm())
 
     def examine(implementation: Backend) -> tuple[list[Prepared], dict[str, Any]]:
         """Return the calls, and what is measured of them besides times, by the names of the result's fields."""

@@ -26,10 +26,7 @@ BLOCK = re.compile(r"(<!-- table: (\S+)(.*?) -->\n)(.*?)(<!-- end table -->)", r
 BALANCED, INT8, INT4 = "dma_mxfp:balanced", "dma_mxfp:balanced+int8", "dma_mxfp:balanced+int4"
 REQUESTS = "32 requests of 2,048 + 64 tokens, 8B model"
 RETIRED = {
-    "1606881e": (
-        *(f"python scripts/measure_{what}.py" for what in ("generate", "host_time")),
-        "python benchmarks/prefill.py .* cudnn:fp8",
-    ),
+    "1606881e": ("python scripts/measure_generate.py", "python scripts/measure_host_time.py"),
     "b2abba9": ("python scripts/study_static_steps.py", "python scripts/study_split_kv.py"),
     "372515d": ("python scripts/study_product_skipping.py",),
     "36ef2e6": ("python benchmarks/rings_probe.py",),
@@ -39,7 +36,7 @@ RETIRED = {
         *(f"python scripts/{name}.py" for name in ("measure_skipping", "profile_vote")),
     ),
 }
-"""Commands that only an earlier commit has, by the last one: regular expressions of how they begin."""
+"""Commands that only an earlier commit has, by the last one."""
 UNCHANGED = "unchanged"
 SHORT = tuple(f"smollm2-{run}-fp32" for run in ("4096-thresholds", "4096", "4096-cpu", "int4-4096-cpu"))
 """Runs on windows of 4,096 tokens. Later ones replace earlier ones, and the first one has no twins."""
@@ -452,7 +449,7 @@ def files() -> pd.DataFrame:
 
 def retired_at(command: str) -> str | None:
     """Return the last commit that has a command; ``None`` if this one has it."""
-    return next((commit for commit, gone in RETIRED.items() if re.match("|".join(gone), command)), None)
+    return next((commit for commit, gone in RETIRED.items() if command.startswith(gone)), None)
 
 
 SPEED = (prefill, prefill_errors, prefill_real, decode, triton_versions, generate, first_token, interleaved, under_load)

@@ -1,7 +1,7 @@
 """Quantize queries, keys and values to E4M3 in two launches, as a fused kernel in front of FP8 attention would do.
 
-The first launch finds the largest magnitudes, the second scales and converts. FlashAttention-3 and FlashInfer ship
-no quantizer of their own.
+The first launch finds the largest magnitudes, the second scales and converts. FlashAttention-3 and cuDNN ship no
+quantizer of their own.
 """
 
 # Triton functions are a language of their own.
@@ -20,6 +20,8 @@ from torch import Tensor
 
 BLOCK_ROWS = 64
 WARPS = 4
+RESTORED = 4096
+"""Elements that one program dequantizes."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Fp8Operands:
         value: E4M3 ``[B, T, Hkv, D]``.
         descales: What query, key and value are to be multiplied by, fp32 ``[3, B, Hkv]``, or ``[3, 1, 1]`` for one
             scale per tensor.
+        scales: The reciprocals.
         key_value: E4M3 ``[B, T, 2, Hkv, D]``, of which ``key`` and ``value`` are views, if they are packed.
     """
 
@@ -39,6 +42,7 @@ class Fp8Operands:
     key: Tensor
     value: Tensor
     descales: Tensor
+    scales: Tensor
     key_value: Tensor | None = None
 
 
@@ -60,7 +64,7 @@ def _select(p_q, p_k, p_v, i_head, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr
 
 @triton.jit
 def _quantize_kernel(
-    p_q, p_k, p_v, p_q_codes, p_k_codes, p_v_codes, p_largest, p_descales, tokens,
+    p_q, p_k, p_v, p_q_codes, p_k_codes, p_v_codes, p_largest, p_descales, p_scales, tokens,
     stride_which, stride_batch, stride_head, CONVERT: tl.constexpr, LARGEST_CODE: tl.constexpr, Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
@@ -81,6 +85,7 @@ def _quantize_kernel(
         largest = tl.maximum(tl.load(p_largest + o_scale), 1e-30)
         if tl.program_id(0) == 0:
             tl.store(p_descales + o_scale, largest / LARGEST_CODE)
+            tl.store(p_scales + o_scale, LARGEST_CODE / largest)
         x = tl.minimum(tl.maximum(x * (LARGEST_CODE / largest), -LARGEST_CODE), LARGEST_CODE)
         if PACKED:
             pitch = tl.where(which == 0, Q_HEADS, 2 * KV_HEADS)
@@ -88,6 +93,22 @@ def _quantize_kernel(
         tl.store(p_codes + offsets, to_e4m3(x), mask=m_x)
     else:
         tl.atomic_max(p_largest + o_scale, tl.max(tl.max(tl.abs(x), 1), 0), sem="relaxed")
+
+
+@triton.jit
+def _restore_kernel(p_codes, p_descale, p_out, numel, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    m_x = offsets < numel
+    x = tl.load(p_codes + offsets, mask=m_x, other=0.0).to(tl.float32) * tl.load(p_descale)  # [BLOCK]
+    tl.store(p_out + offsets, x.to(p_out.dtype.element_ty), mask=m_x)
+
+
+def dequantize_fp8(codes: Tensor, descale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return contiguous E4M3 codes times one scale."""
+    out = torch.empty_like(codes, dtype=dtype)
+    grid = (triton.cdiv(codes.numel(), RESTORED),)
+    _restore_kernel[grid](codes, descale, out, codes.numel(), BLOCK=RESTORED, num_warps=WARPS)
+    return out
 
 
 def quantize_fp8(query: Tensor, key: Tensor, value: Tensor, *, per_head: bool, pack_kv: bool = False) -> Fp8Operands:
@@ -109,7 +130,7 @@ def quantize_fp8(query: Tensor, key: Tensor, value: Tensor, *, per_head: bool, p
         raise ValueError(f"query and key must have as many tokens, got {tokens} and {key.shape[1]}")
     kv_heads = key.shape[2]
     largest = torch.zeros((3, batch, kv_heads) if per_head else (3, 1, 1), dtype=torch.float32, device=query.device)
-    descales = torch.empty_like(largest)
+    descales, scales = torch.empty_like(largest), torch.empty_like(largest)
     packed = key.new_empty((batch, tokens, 2, kv_heads, head_dim), dtype=torch.float8_e4m3fn) if pack_kv else None
     q_codes = torch.empty_like(query, dtype=torch.float8_e4m3fn)
     if packed is None:
@@ -120,7 +141,7 @@ def quantize_fp8(query: Tensor, key: Tensor, value: Tensor, *, per_head: bool, p
     sizes = {"Q_HEADS": q_heads, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "LARGEST_CODE": E4M3_MAX}
     sizes |= {"BLOCK_D": triton.next_power_of_2(head_dim), "ROWS": BLOCK_ROWS, "PACKED": pack_kv}
     grid = (triton.cdiv(tokens, BLOCK_ROWS), q_heads + 2 * kv_heads, batch)
-    tensors = (query, key, value, q_codes, k_codes, v_codes, largest, descales)
+    tensors = (query, key, value, q_codes, k_codes, v_codes, largest, descales, scales)
     for converts in (False, True):
         _quantize_kernel[grid](*tensors, tokens, *strides, CONVERT=converts, **sizes, num_warps=WARPS)
-    return Fp8Operands(q_codes, k_codes, v_codes, descales, packed)
+    return Fp8Operands(q_codes, k_codes, v_codes, descales, scales, packed)

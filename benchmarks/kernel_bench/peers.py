@@ -6,6 +6,7 @@ is missing.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 from collections.abc import Callable
@@ -19,12 +20,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .fp8_quantizer import Fp8Operands, quantize_fp8
+from .fp8_quantizer import Fp8Operands, dequantize_fp8, quantize_fp8
 from .inputs import Inputs
 
-MODULE, SAGE_MODULE, FLASHINFER_MODULE = "fa3_fwd_interface", "sageattention", "flashinfer.prefill"
+MODULE, SAGE_MODULE = "fa3_fwd_interface", "sageattention"
+FLASHINFER_MODULE, CUDNN_MODULE = "flashinfer.prefill", "cudnn"
 PACKAGES = {
     MODULE: ("FlashAttention-3", "fa3-fwd"),
+    CUDNN_MODULE: ("cuDNN's frontend", "nvidia-cudnn-frontend"),
     FLASHINFER_MODULE: ("FlashInfer", "flashinfer-python"),
     SAGE_MODULE: ("SageAttention", "sageattention"),
 }
@@ -42,6 +45,8 @@ FLASHINFER = {f"flashinfer{suffix}": nats for suffix, nats in THRESHOLDS.items()
 FLASHINFER_FP8 = {f"flashinfer:fp8{suffix}": nats for suffix, nats in (THRESHOLDS | {PREQUANTIZED: None}).items()}
 """FlashInfer in E4M3 by its name in results, and the same threshold."""
 FLASHINFER_WORKSPACE = 16 << 20
+PROBABILITY_SCALE = 256.0
+"""Scale of cuDNN's FP8 probabilities."""
 
 
 def import_peer(name: str) -> Any:
@@ -62,15 +67,17 @@ class Prepared:
     """A call that is timed.
 
     Attributes:
-        run: The call; it returns the attention output ``[B, Hq, T, D]``.
+        run: The call.
         quantize: The part of it that quantizes, if there is one that can be called separately.
+        read: Return the attention output ``[B, Hq, T, D]`` of what ``run`` returned; this is not timed.
     """
 
-    run: Callable[[], Tensor]
+    run: Run
     quantize: Run | None = None
+    read: Callable[[Any], Tensor] = lambda out: out
 
 
-def sdpa(name: str, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Callable[[], Tensor]:
+def sdpa(name: str, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Run:
     """Return a call of PyTorch's attention, on the backend that :data:`SDPA` has for the name."""
     run = partial(F.scaled_dot_product_attention, query, key, value, enable_gqa=True, **options)
     chosen = SDPA[name]
@@ -100,13 +107,114 @@ def flash_attention_3(name: str, inputs: Inputs) -> Prepared:
 
 
 def fp8_call(
-    name: str, inputs: Inputs, attend: Callable[[Fp8Operands], Tensor], *, per_head: bool, pack_kv: bool = False
+    name: str,
+    inputs: Inputs,
+    attend: Callable[[Fp8Operands], Tensor],
+    restore: Callable[[Fp8Operands, Tensor], Tensor] = lambda _, out: out,
+    *,
+    per_head: bool,
+    pack_kv: bool = False,
 ) -> Prepared:
-    """Return a call of FP8 attention that quantizes first; if its name ends in ``:prequantized``, only ``attend``."""
+    """Return a call of FP8 attention that quantizes first, and ``restore`` what it returns.
+
+    If the name ends in ``:prequantized`` only ``attend`` is timed.
+    """
     quantize = partial(quantize_fp8, *inputs.token_major, per_head=per_head, pack_kv=pack_kv)
-    if name.endswith(PREQUANTIZED):
-        return Prepared(partial(attend, quantize()))
-    return Prepared(lambda: attend(quantize()), quantize)
+
+    def run() -> Tensor:
+        operands = quantize()
+        return restore(operands, attend(operands))
+
+    if not name.endswith(PREQUANTIZED):
+        return Prepared(run, quantize)
+    given = quantize()
+    return Prepared(partial(attend, given), read=partial(restore, given))
+
+
+def cudnn_fp8(name: str, inputs: Inputs) -> Prepared:
+    """Return a call of cuDNN's FP8 attention, ``sdpa_fp8`` of ``nvidia-cudnn-frontend``, with one scale per tensor.
+
+    On Hopper its output is E4M3 too. Probabilities are scaled by 256, and the output by the scale of the values, which
+    no output exceeds: with the defaults, scales of 1, small ones would be lost. ``cudnn:fp8`` counts a fused
+    quantization and the conversion of the output. ``cudnn:fp8:prequantized`` is the attention alone, from E4M3 to E4M3.
+
+    Raises:
+        RuntimeError: cuDNN has no such attention for this shape or chip.
+    """
+    cudnn = import_peer(CUDNN_MODULE)
+    query, key, _ = inputs.token_major
+    try:
+        execute = _cudnn_plan(query.shape, key.shape[2], query.device, inputs.scale, is_causal=inputs.is_causal)
+    except cudnn.cudnnGraphNotSupportedError as error:
+        raise RuntimeError(f"cuDNN has no FP8 attention for this: {error}") from error
+
+    def attend(operands: Fp8Operands) -> Tensor:
+        out = torch.empty_like(operands.query)
+        descales = {f"descale_{name}": x.view(1, 1, 1, 1) for name, x in zip("qkv", operands.descales, strict=True)}
+        scale_o = operands.scales[2].view(1, 1, 1, 1)
+        execute(q=operands.query, k=operands.key, v=operands.value, o=out, scale_o=scale_o, **descales)
+        return out
+
+    def restore(operands: Fp8Operands, codes: Tensor) -> Tensor:
+        return dequantize_fp8(codes, operands.descales[2], inputs.query.dtype).transpose(1, 2)
+
+    return fp8_call(name, inputs, attend, restore, per_head=False)
+
+
+@functools.lru_cache(maxsize=1)
+def _cudnn_handle(device: torch.device) -> Any:
+    with torch.cuda.device(device):
+        return import_peer(CUDNN_MODULE).create_handle()
+
+
+@functools.lru_cache(maxsize=1)
+def _cudnn_plan(
+    shape: torch.Size, kv_heads: int, device: torch.device, scale: float, *, is_causal: bool
+) -> Callable[..., None]:
+    """Build the graph for queries ``[B, T, Hq, D]`` and so many kv heads; all layers of a model share it.
+
+    Return what executes it on tensors by their names.
+    """
+    cudnn, handle = import_peer(CUDNN_MODULE), _cudnn_handle(device)
+    e4m3, fp32 = cudnn.data_type.FP8_E4M3, cudnn.data_type.FLOAT
+    graph = cudnn.pygraph(io_data_type=e4m3, intermediate_data_type=fp32, compute_data_type=fp32, handle=handle)
+    batch, tokens, q_heads, head_dim = shape
+
+    def layout(heads: int) -> dict[str, list[int]]:
+        strides = [tokens * heads * head_dim, head_dim, heads * head_dim, 1]
+        return {"dim": [batch, heads, tokens, head_dim], "stride": strides}
+
+    scalar = {"dim": [1, 1, 1, 1], "stride": [1, 1, 1, 1]}
+    tensors = {
+        name: graph.tensor(name=name, data_type=e4m3, **layout(heads))
+        for name, heads in (("q", q_heads), ("k", kv_heads), ("v", kv_heads))
+    }
+    scales = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
+    tensors |= {name: graph.tensor(name=name, data_type=fp32, **scalar) for name in scales}
+    out, _, largest_s, largest_o = graph.sdpa_fp8(
+        **tensors, attn_scale=scale, use_causal_mask=is_causal, is_inference=True, name="sdpa"
+    )
+    outputs = {"o": (out, layout(q_heads), e4m3)}
+    outputs |= {"amax_s": (largest_s, scalar, fp32), "amax_o": (largest_o, scalar, fp32)}
+    for tensor, where, kind in outputs.values():
+        tensor.set_output(True).set_dim(where["dim"]).set_stride(where["stride"]).set_data_type(kind)
+    graph.validate()
+    graph.build_operation_graph()
+    graph.create_execution_plans([cudnn.heur_mode.A])
+    graph.check_support()
+    graph.build_plans()
+    workspace = torch.empty(max(graph.get_workspace_size(), 1), dtype=torch.uint8, device=device)
+
+    numbers = {"scale_s": PROBABILITY_SCALE, "descale_s": 1.0 / PROBABILITY_SCALE, "amax_s": 0.0, "amax_o": 0.0}
+    constants = {name: torch.full((1, 1, 1, 1), number, device=device) for name, number in numbers.items()}
+    tensors |= {name: tensor for name, (tensor, _, _) in outputs.items()}
+
+    def execute(**given: Tensor) -> None:
+        cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream(device).cuda_stream)
+        pack = {tensors[name]: tensor for name, tensor in (constants | given).items()}
+        graph.execute(pack, workspace, handle=handle)
+
+    return execute
 
 
 def sage_attention(inputs: Inputs) -> Prepared:
@@ -206,6 +314,7 @@ def _descales(operands: Fp8Operands) -> dict[str, Tensor]:
 PEERS: dict[str, Callable[[Inputs], Prepared]] = {
     **{name: partial(_prefill_sdpa, name) for name in SDPA},
     **{name: partial(flash_attention_3, name) for name in (*FLASH_3, f"fa3:fp8{PREQUANTIZED}")},
+    **{name: partial(cudnn_fp8, name) for name in ("cudnn:fp8", f"cudnn:fp8{PREQUANTIZED}")},
     **{name: partial(flashinfer, name) for name in FLASHINFER},
     **{name: partial(flashinfer_fp8, name) for name in FLASHINFER_FP8},
     "sage": sage_attention,

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from kernel_bench import peers
-from kernel_bench.fp8_quantizer import quantize_fp8
+from kernel_bench.fp8_quantizer import dequantize_fp8, quantize_fp8
 from kernel_bench.inputs import Inputs
 from kernel_bench.peers import FLASH_3, FLASHINFER, FLASHINFER_FP8, PREQUANTIZED
 from torch import Tensor
@@ -59,7 +59,7 @@ def test_prefill_is_attention_to_the_precision_of_the_numbers(name: str, limit: 
     query, key, value = tensors(50, 50)
     inputs = Inputs(query, 8.0 * key, value, 0.1, is_causal)
     prepared = peers.flash_attention_3(name, inputs)
-    out, expected = prepared.run(), exact(inputs)
+    out, expected = prepared.read(prepared.run()), exact(inputs)
     assert out.shape == query.shape
     assert (out - expected).norm() / expected.norm() < limit
 
@@ -138,7 +138,7 @@ class TestFlashInfer:
     @pytest.mark.parametrize("name", FLASHINFER)
     def test_skips_what_lies_the_threshold_below_the_maximum(self, name: str, inputs: Inputs) -> None:
         prepared = peers.flashinfer(name, inputs)
-        torch.testing.assert_close(prepared.run(), skipping(inputs, FLASHINFER[name]))
+        torch.testing.assert_close(prepared.read(prepared.run()), skipping(inputs, FLASHINFER[name]))
 
     @pytest.mark.parametrize("name", FLASHINFER_FP8)
     def test_takes_codes_and_scales_in_fp8(self, name: str, inputs: Inputs) -> None:
@@ -147,7 +147,7 @@ class TestFlashInfer:
         codes = (made.query, made.key, made.value)
         restored = (x.float().transpose(1, 2) * scale for x, scale in zip(codes, made.descales.flatten(), strict=True))
         rounded = Inputs(*restored, inputs.scale, inputs.is_causal)
-        out = prepared.run()
+        out = prepared.read(prepared.run())
         torch.testing.assert_close(out, skipping(rounded, FLASHINFER_FP8[name]))
         assert (out - exact(inputs)).norm() / exact(inputs).norm() < 0.2
         assert (prepared.quantize is None) == name.endswith(PREQUANTIZED)
@@ -167,6 +167,7 @@ class TestQuantizer:
             assert ((codes.float() - scaled).abs() <= half_step * (1 + 1e-5)).all()
             assert codes.float().abs().max() == 448.0
             torch.testing.assert_close(made.descales[index].flatten(), (largest / 448.0).flatten())
+            torch.testing.assert_close(made.scales[index].flatten(), (448.0 / largest).flatten())
 
     @pytest.mark.parametrize("tokens", [1, 130])
     def test_packs_the_keys_and_values_of_a_token_side_by_side(self, tokens: int) -> None:
@@ -190,3 +191,8 @@ class TestQuantizer:
         query, key, value = (x.transpose(1, 2).bfloat16() for x in tensors(7, 8))
         with pytest.raises(ValueError, match="query and key must have as many tokens, got 7 and 8"):
             quantize_fp8(query, key, value, per_head=True)
+
+    def test_has_an_inverse(self) -> None:
+        codes = torch.randn(3, 1700).to(torch.float8_e4m3fn)
+        out = dequantize_fp8(codes, torch.tensor([[0.5]]), torch.bfloat16)
+        assert torch.equal(out, (0.5 * codes.float()).bfloat16())
