@@ -26,7 +26,7 @@ BLOCK = re.compile(r"(<!-- table: (\S+)(.*?) -->\n)(.*?)(<!-- end table -->)", r
 BALANCED, INT8, INT4 = "dma_mxfp:balanced", "dma_mxfp:balanced+int8", "dma_mxfp:balanced+int4"
 REQUESTS = "32 requests of 2,048 + 64 tokens, 8B model"
 RETIRED = {
-    "1606881e": ("python scripts/measure_generate.py", "python scripts/measure_host_time.py"),
+    "1606881e": ("python scripts/measure_host_time.py",),
     "b2abba9": ("python scripts/study_static_steps.py", "python scripts/study_split_kv.py"),
     "372515d": ("python scripts/study_product_skipping.py",),
     "36ef2e6": ("python benchmarks/rings_probe.py",),

@@ -1,0 +1,156 @@
+"""Measure first tokens and steps of plain ``generate``, interleaved, and what a step's time on the GPU consists of.
+
+    python scripts/measure_generate.py --out generate-steps.json --shape llama-3.1-8b --context 1024 --context 8192
+    python scripts/measure_generate.py --out first-tokens.json --context 128 --first-tokens 40 --rounds 0 --run sdpa \
+        --run balanced
+
+A model with random weights calls ``generate`` as README does, with one prompt of random tokens. All runs share the
+weights, and each has a separate model object, so that settings, caches and graphs stay as a user has them. Runs take
+turns. Untimed calls come first: they compile, capture, and build cuDNN's plans.
+
+A step is the difference between calls with 66 and with 2 tokens, over 64. An eager step at batch 1
+takes as long as the host needs. Ratios to the first run are of the same round, so they vary less than the times do.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from dma_eval.bench.generate import build_model
+from dma_eval.bench.timing import FAILURES
+from dma_eval.files import write_json
+from dma_eval.results import here_and_now
+from torch import Tensor
+from torch.profiler import ProfilerActivity
+from transformers import CompileConfig, PreTrainedModel
+
+import dma_hf
+
+NEW_TOKENS = 66
+FEW_TOKENS = 2
+KERNELS = 12
+"""Kernels of a profile that are listed by name; the others are one row."""
+EAGER = {"disable_compile": True}
+STATIC = {"cache_implementation": "static"}
+RUNS: dict[str, tuple[str, str | None, Callable[[], dict[str, Any]]]] = {
+    "sdpa": ("sdpa", None, dict),
+    "flash_attention_3": ("flash_attention_3", None, dict),
+    "balanced": (dma_hf.NAME, None, dict),
+    "balanced+int8": (dma_hf.NAME, "int8", dict),
+    "balanced+int4": (dma_hf.NAME, "int4", dict),
+    "sdpa, static": ("sdpa", None, STATIC.copy),
+    "balanced, static": (dma_hf.NAME, None, STATIC.copy),
+    "balanced+int8, eager": (dma_hf.NAME, "int8", EAGER.copy),
+    "balanced+int4, eager": (dma_hf.NAME, "int4", EAGER.copy),
+    "balanced+int8, compiled": (dma_hf.NAME, "int8", lambda: {"compile_config": CompileConfig()}),
+    "balanced+int4, compiled": (dma_hf.NAME, "int4", lambda: {"compile_config": CompileConfig()}),
+}
+"""Attention, cache in the model's settings, and options of ``generate``."""
+DEFAULT_RUNS = [name for name in RUNS if not name.endswith(("compiled", "static"))]
+
+
+class Run:
+    """A model that shares its weights with those of the other runs."""
+
+    def __init__(self, name: str, model: PreTrainedModel) -> None:
+        attention, cache, options = RUNS[name]
+        shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+        self.model = copy.deepcopy(model, shared)
+        self.options = options()
+        self.model.set_attn_implementation(attention)
+        if attention == dma_hf.NAME:
+            dma_hf.configure(self.model, "balanced", cache=cache)
+
+    def seconds(self, prompt: Tensor, tokens: int) -> float:
+        """Return the time of one call of ``generate`` that makes ``tokens`` tokens."""
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        self.model.generate(prompt, max_new_tokens=tokens, do_sample=False, **self.options)
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    def kernel_microseconds(self, prompt: Tensor) -> dict[str, float]:
+        """Return the time on the GPU in a step by kernel, the longest first."""
+        spent: Counter[str] = Counter()
+        for tokens, sign in ((FEW_TOKENS, -1), (NEW_TOKENS, 1)):
+            with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profile:
+                self.seconds(prompt, tokens)
+            for event in profile.key_averages():
+                spent[event.key] += sign * event.self_device_time_total
+        ranked = [(name[:90], round(each / (NEW_TOKENS - FEW_TOKENS), 1)) for name, each in spent.most_common()]
+        return dict(ranked[:KERNELS]) | {"others": round(sum(each for _, each in ranked[KERNELS:]), 1)}
+
+
+def quartiles(values: list[float]) -> list[float]:
+    """Return quartiles, rounded."""
+    return [round(each, 3) for each in statistics.quantiles(values, method="inclusive")]
+
+
+def spread(times: list[float], first: list[float], what: str) -> dict[str, list[float]]:
+    """Return quartiles of times in seconds, as milliseconds, and of their ratios to those of the first run."""
+    ratios = [own / other for own, other in zip(times, first, strict=True)]
+    return {f"{what}_ms": quartiles([1e3 * each for each in times]), f"{what}_over_first_run": quartiles(ratios)}
+
+
+def measure(runs: dict[str, Run], prompt: Tensor, first_tokens: int, rounds: int, profiled: bool) -> dict[str, Any]:
+    """Return quartiles of first tokens and steps by run; those that cannot run are left out."""
+    results: dict[str, dict[str, Any]] = {}
+    for name, run in runs.items():
+        try:
+            calls = [run.seconds(prompt, NEW_TOKENS if rounds else 1) for _ in range(2)]
+            results[name] = {"first_call_s": round(calls[0], 2), "second_call_s": round(calls[1], 2)}
+        except FAILURES as error:
+            typer.echo(f"{name}: {error}", err=True)
+    firsts: dict[str, list[float]] = {name: [] for name in results}
+    steps: dict[str, list[float]] = {name: [] for name in results}
+    for turn in range(-2, first_tokens):  # the first two are not counted
+        for name in results:
+            taken = runs[name].seconds(prompt, 1)
+            if turn >= 0:
+                firsts[name].append(taken)
+    for _ in range(rounds):
+        for name in results:
+            few, many = (runs[name].seconds(prompt, tokens) for tokens in (FEW_TOKENS, NEW_TOKENS))
+            steps[name].append((many - few) / (NEW_TOKENS - FEW_TOKENS))
+    first = next(iter(results), "")
+    for name, result in results.items():
+        if first_tokens > 1:
+            result |= spread(firsts[name], firsts[first], "first_token")
+        if rounds > 1:
+            result |= spread(steps[name], steps[first], "step")
+        result["replayed_steps"] = dma_hf.stats(runs[name].model).replays
+        if profiled:
+            result["kernel_us_of_a_step"] = runs[name].kernel_microseconds(prompt)
+    return results
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="JSON file of the results.")],
+    shape: Annotated[str, typer.Option(help="Shape of the model, as in `dma-hf bench`.")] = "llama-3.1-8b",
+    context: Annotated[list[int] | None, typer.Option(help="Tokens of a prompt.")] = None,
+    first_tokens: Annotated[int, typer.Option(help="First tokens of each run.")] = 10,
+    rounds: Annotated[int, typer.Option(help="Measured steps of each run; 0: none, else at least 2.")] = 5,
+    run: Annotated[list[str] | None, typer.Option(help="Runs; default: all that compile nothing.")] = None,
+    profile: Annotated[bool, typer.Option(help="Add the kernels of a step.")] = False,
+) -> None:
+    """Measure every context."""
+    model = build_model(shape, torch.device("cuda"), torch.bfloat16)
+    runs = {name: Run(name, model) for name in run or DEFAULT_RUNS}
+    results: list[dict[str, Any]] = []
+    for length in context or [1024]:
+        prompt = torch.randint(1, model.config.vocab_size, (1, length), device="cuda")  # 0 pads
+        results.append({"shape": shape, "context": length} | measure(runs, prompt, first_tokens, rounds, profile))
+        typer.echo(f"{length} tokens: {results[-1]}")
+        write_json(here_and_now() | {"results": results}, out)
+
+
+if __name__ == "__main__":
+    typer.run(main)
