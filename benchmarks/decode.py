@@ -14,9 +14,10 @@ import argparse
 import re
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, product
+from typing import Any
 
 import torch
 from dma_eval import console
@@ -124,23 +125,18 @@ def measure_shape(
     The rounds take about ``seconds``, without compilation. ``dtype`` is that of queries and of 16-bit caches.
     """
     console.print_note(str(shape))
-    results: dict[str, DecodeResult] = {}
+    found: dict[str, dict[str, Any]] = {}
     runs: dict[str, Run] = {}
     for each in implementations:
-        result = DecodeResult(shape=shape, label=each.label, config=each.info["config"])
         try:
             step = prepare(each, shape, device, dtype)
             step.run()  # compiles
         except FAILURES as error:
-            results[each.label] = replace(result, failure=one_line(error))
+            found[each.label] = {"failure": one_line(error)}
             continue
         runs[each.label] = step.run
-        results[each.label] = replace(
-            result,
-            cache_bytes=step.cache_bytes,
-            bytes_ratio=step.cache_bytes / shape.cache_bytes(dtype.itemsize),
-            read_bytes=step.read_bytes,
-        )
+        ratio = step.cache_bytes / shape.cache_bytes(dtype.itemsize)
+        found[each.label] = {"cache_bytes": step.cache_bytes, "bytes_ratio": ratio, "read_bytes": step.read_bytes}
     replays, refusals = captured(runs, device)
     # Half the rounds each: a packed cache has spare room for ROOM tokens only.
     limit = min(100, ROOM // 2 - 8)
@@ -149,16 +145,18 @@ def measure_shape(
     best = {label: graphs.get(label, timing).median for label, timing in plain.items()}
     first = best.get(implementations[0].label)
     for label, milliseconds in best.items():
-        results[label] = replace(
-            results[label],
-            milliseconds=plain[label].median,
-            graph_milliseconds=graphs[label].median if label in graphs else None,
-            graph_failure=refusals.get(label),
-            repeats=plain[label].repeats,
-            bytes_per_second=1e3 * (results[label].read_bytes or 0) / milliseconds,
-            speedup=None if first is None else first / milliseconds,
-        )
-    return list(results.values())
+        found[label] |= {
+            "milliseconds": plain[label].median,
+            "graph_milliseconds": graphs[label].median if label in graphs else None,
+            "graph_failure": refusals.get(label),
+            "repeats": plain[label].repeats,
+            "bytes_per_second": 1e3 * found[label]["read_bytes"] / milliseconds,
+            "speedup": first and first / milliseconds,
+        }
+    return [
+        DecodeResult(shape=shape, label=each.label, config=each.info["config"], **found[each.label])
+        for each in implementations
+    ]
 
 
 def tables(results: Sequence[DecodeResult], copy_bytes_per_second: float | None) -> list[Table]:

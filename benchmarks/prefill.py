@@ -5,8 +5,8 @@
     python benchmarks/prefill.py --inputs HuggingFaceTB/SmolLM2-135M --data book.txt --length 8192 --layers 14
     python benchmarks/prefill.py --device cpu --shape 1x256:4/2:64 --attn sdpa dma_mxfp:balanced
 
-Inputs are random normal numbers. With --inputs they come from a real model, in its own heads or embedded in wider ones.
-Only real attention has tiles that a skip_threshold can skip. Times are medians of interleaved calls. A CUDA device also
+Inputs are random normal numbers, or with --inputs those of a real model. Only real attention has tiles that a
+skip_threshold can skip. Times are medians of interleaved calls. A CUDA device also
 times isolated calls, at the clock that the power limit allows. Errors are relative to fp64 on sampled rows. Random
 inputs are also measured with two outlier key channels. Exit code 1 if nothing ran on some shape, 2 for invalid input.
 """
@@ -16,8 +16,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -28,9 +27,7 @@ from dma_eval.bench.results import finish, record
 from dma_eval.bench.timing import FAILURES, Run, capture, time_interleaved
 from dma_eval.errors import UserError, one_line
 from dma_eval.load.backends import Backend
-from dma_eval.load.data import load_text, tokenize
-from dma_eval.load.models import load_model
-from dma_eval.names import DMA, check_yarn
+from dma_eval.names import DMA
 from dma_eval.show.pages import MISSING, Columns, Table, make_table, number, of
 from dma_kernels import attention, attention_with_lse
 from dma_kernels.numerics.formats import UNQUANTIZED
@@ -38,24 +35,10 @@ from dma_kernels.numerics.geometry import AttentionGeometry
 from dma_kernels.prefill.config import select_compute_path
 from dma_kernels.prefill.plan import quantize_operands
 from dma_kernels.runtime.chip import device_arch, resolve_backend
-from kernel_bench.capture import captured_calls
+from kernel_bench.capture import model_inputs
 from kernel_bench.command import look, make_parser, parse_compared, parse_heads, run
 from kernel_bench.inputs import Inputs, exact_rows, random_inputs, with_outlying_channels
-from kernel_bench.peers import (
-    CUDNN,
-    FLASHINFER,
-    FLASHINFER_FP8,
-    PREQUANTIZED,
-    SDPA,
-    Prepared,
-    cudnn_fp8,
-    flash_attention_3,
-    flash_attention_4,
-    flashinfer,
-    flashinfer_fp8,
-    sage_attention,
-    sdpa,
-)
+from kernel_bench.peers import CUDNN, PEERS, SDPA, Prepared
 from kernel_bench.results import PrefillReport, PrefillResult, PrefillShape
 from kernel_bench.timing import captured, extra_memory, time_isolated
 from torch import Tensor
@@ -70,22 +53,6 @@ CPU_SHAPES = ["1x256:4/2:64", "1x1024:4/2:64"]
 SAMPLED_ROWS = 64
 GRAPH_LIMIT = 2.0
 """Milliseconds. Longer calls hide their launches, and are not timed as CUDA graphs."""
-
-
-def _sdpa(label: str, inputs: Inputs) -> Prepared:
-    return Prepared(sdpa(label, *inputs.tensors, **inputs.options))
-
-
-PEERS: dict[str, Callable[[Inputs], Prepared]] = {
-    **{label: partial(_sdpa, label) for label in SDPA},
-    **{label: partial(flash_attention_3, label) for label in ("fa3", "fa3:fp8", f"fa3:fp8{PREQUANTIZED}")},
-    "fa4": flash_attention_4,
-    **{label: partial(cudnn_fp8, label) for label in ("cudnn:fp8", f"cudnn:fp8{PREQUANTIZED}")},
-    **{label: partial(flashinfer, label) for label in FLASHINFER},
-    **{label: partial(flashinfer_fp8, label) for label in FLASHINFER_FP8},
-    "sage": sage_attention,
-}
-"""What ``dma_mxfp`` is compared with, by the names of ``--attn``."""
 
 
 def prepare(backend: Backend, inputs: Inputs) -> Prepared:
@@ -152,38 +119,32 @@ def measure_layers(
         return float((call.read(call.run())[:, :, rows].double() - expected).norm() / expected.norm())
 
     def examine(implementation: Backend) -> tuple[list[Prepared], dict[str, Any]]:
-        """Return the calls, and what is measured of them besides times."""
+        """Return the calls, and what is measured of them besides times, by the names of the result's fields."""
         found: dict[str, Any] = {}
         if harder is not None and harder_exact is not None:
             found["error_with_outliers"] = error(prepare(implementation, harder), harder_exact)
         calls = [prepare(implementation, inputs) for inputs in layers]
         errors = [error(call, each) for call, each in zip(calls, exact, strict=True)]
-        found |= {"error": sum(errors) / len(errors), "input_bytes": layers[0].nbytes}
+        found |= {"error": sum(errors) / len(errors), "input_bytes": sum(x.nbytes for x in layers[0].tensors)}
         found["extra_bytes"] = extra_memory(calls[0].run, device)  # not the first of its kind, which compiles
         return calls, found | _skipped_shares(implementation, layers)
 
     prepared: dict[str, list[Prepared]] = {}
-    results = {}
+    found: dict[str, dict[str, Any]] = {}
     for each in implementations:
-        result = PrefillResult(shape=shape, label=each.label, config=each.info["config"])
         try:
-            prepared[each.label], found = examine(each)
+            prepared[each.label], found[each.label] = examine(each)
         except FAILURES as failure:
-            found = {"failure": one_line(failure)}
-        results[each.label] = replace(result, **found)
+            found[each.label] = {"failure": one_line(failure)}
     times = _time_calls(prepared, device, seconds)
     first = times.get(implementations[0].label, {}).get("milliseconds")
-    for label, found in times.items():
-        milliseconds = found["milliseconds"]
-        found["tflops"] = len(layers) * shape.flops / milliseconds / 1e9
-        found["speedup"] = None if first is None else first / milliseconds
-        parts = [call.quantize for call in prepared[label] if call.quantize is not None]
-        if parts:
-            run = capture(_chained(parts), device) if device.type == "cuda" else _chained(parts)
-            timing = time_interleaved({label: run}, device, seconds=seconds / 4)[label]
-            found["quantize_milliseconds"] = timing.median
-        results[label] = replace(results[label], **found)
-    return list(results.values())
+    for label, timed in times.items():
+        found[label] |= timed | {"tflops": len(layers) * shape.flops / timed["milliseconds"] / 1e9}
+        found[label]["speedup"] = first and first / timed["milliseconds"]
+    return [
+        PrefillResult(shape=shape, label=each.label, config=each.info["config"], **found[each.label])
+        for each in implementations
+    ]
 
 
 def _time_calls(prepared: dict[str, list[Prepared]], device: torch.device, seconds: float) -> dict[str, dict[str, Any]]:
@@ -195,7 +156,7 @@ def _time_calls(prepared: dict[str, list[Prepared]], device: torch.device, secon
     runs = {(label, layer): calls[layer].run for layer in range(layers) for label, calls in prepared.items()}
     timings = time_interleaved(runs, device, seconds=seconds)
     found: dict[str, dict[str, Any]] = {}
-    for label in prepared:
+    for label, calls in prepared.items():
         taken = [timings[label, layer] for layer in range(layers)]
         found[label] = {
             "milliseconds": sum(each.median for each in taken),
@@ -203,6 +164,10 @@ def _time_calls(prepared: dict[str, list[Prepared]], device: torch.device, secon
             "milliseconds_slow": sum(each.slow for each in taken),
             "repeats": taken[0].repeats,
         }
+        parts = [call.quantize for call in calls if call.quantize is not None]
+        if parts:
+            run = capture(_chained(parts), device) if device.type == "cuda" else _chained(parts)
+            found[label]["quantize_milliseconds"] = time_interleaved({"": run}, device, seconds=seconds / 4)[""].median
     if device.type != "cuda":
         return found
     short = [label for label, calls in prepared.items() if found[label]["milliseconds"] < len(calls) * GRAPH_LIMIT]
@@ -211,15 +176,13 @@ def _time_calls(prepared: dict[str, list[Prepared]], device: torch.device, secon
         found[label]["graph_failure"] = reason
     replays = {place: run for place, run in replays.items() if "graph_failure" not in found[place[0]]}
     graph_timings = time_interleaved(replays, device, seconds=seconds / 2)
-    for label, calls in prepared.items():
-        places = [(label, layer) for layer in range(len(calls))]
+    for label, times in found.items():
+        places = [(label, layer) for layer in range(layers)]
         if places[0] in replays:
-            found[label]["graph_milliseconds"] = sum(graph_timings[place].median for place in places)
-        found[label]["sustained_milliseconds"] = time_isolated(
-            _chained([replays.get(place, runs[place]) for place in places]),
-            device,
-            seconds=seconds,
-            milliseconds=found[label]["milliseconds"],
+            times["graph_milliseconds"] = sum(graph_timings[place].median for place in places)
+        chain = _chained([replays.get(place, runs[place]) for place in places])
+        times["sustained_milliseconds"] = time_isolated(
+            chain, device, seconds=seconds, milliseconds=times["milliseconds"]
         )
     return found
 
@@ -270,21 +233,6 @@ def parse_shape(value: str) -> PrefillShape:
     )
 
 
-def model_inputs(args: argparse.Namespace) -> Iterator[tuple[PrefillShape, list[Inputs]]]:
-    """Load the model of --inputs, and return what its layers compute from the text.
-
-    Raises:
-        UserError: --data or --length is missing, or --shape is given.
-    """
-    if args.shape or not args.data or not args.length:
-        raise UserError("--inputs needs --data and --length, and excludes --shape: the model's layers decide")
-    check_yarn(args.yarn)
-    text = load_text(args.data)
-    loaded = load_model(args.inputs, dtype=args.dtype, device=args.device, yarn=args.yarn, option="--inputs")
-    tokens, how = tokenize(loaded.tokenizer, text.content), (args.length, args.head_dim)
-    return captured_calls(loaded, tokens, args.data, *how, batch=args.batch, layers=args.layers, seed=args.seed)
-
-
 def tables(results: Sequence[PrefillResult]) -> list[Table]:
     """Return a table for each family of shapes."""
     columns: Columns = {
@@ -320,7 +268,6 @@ def make_options() -> argparse.ArgumentParser:
     parser.add_argument("-d", "--data", metavar="FILE|DATASET", help="the text; each sequence is another window of it")
     parser.add_argument("--length", nargs="+", type=int, default=[], metavar="TOKENS", help="tokens of a window")
     parser.add_argument("--batch", type=int, default=1, help="windows of the text")
-    parser.add_argument("--head-dim", nargs="+", type=int, default=[], help="wider heads embed the model's")
     parser.add_argument("--layers", type=int, help="time so many of the model's layers, evenly spaced; default: all")
     parser.add_argument("--yarn", type=float, help="extend the model's positions by this factor")
     return parser

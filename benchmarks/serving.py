@@ -32,7 +32,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -51,8 +51,6 @@ LIMITS = {"ttft_ms": 1000.0, "tpot_ms": 50.0}
 """Limits of goodput, by guidellm's names: the first token, and the mean time between tokens."""
 START_SECONDS, STOP_SECONDS = 300, 20
 UNTIMED_TOKENS = 16
-WHOLE_ANSWERS: dict[str, dict[str, Any]] = {"transformers": {"generation_config": '{"eos_token_id": -1}'}}
-"""Fields that let an answer go on after its end, by program. Others take ``ignore_eos``, which this one refuses."""
 
 
 @dataclass(frozen=True)
@@ -133,19 +131,19 @@ def warm_up(url: str, model: str, load: Load) -> None:
 
 def client_command(url: str, server: list[str], load: Load, seconds: float, out: Path) -> list[str]:
     """Return the command of guidellm that sends a load to a server."""
-    model = server[2]
+    program, _, model, *_ = server
     data = {"kind": "synthetic_text", "prompt_tokens": load.prompt}
     data |= {"prefix_tokens": load.prefix, "prefix_count": 1} if load.prefix else {}
-    backend: dict[str, Any] = {"kind": "openai_http", "target": url, "model": model}
-    backend |= {"request_format": "/v1/completions"}
     body: dict[str, Any] = {"temperature": 0}
-    if server[0] in WHOLE_ANSWERS:
-        body |= WHOLE_ANSWERS[server[0]]
+    backend: dict[str, Any] = {"kind": "openai_http", "target": url, "model": model, "extras": {"body": body}}
+    backend["request_format"] = "/v1/completions"
+    if program == "transformers":  # refuses ignore_eos
+        body["generation_config"] = '{"eos_token_id": -1}'
         backend["max_tokens"] = load.new
     else:
         data["output_tokens"] = load.new  # sets ignore_eos
     options = {
-        "backend": backend | {"extras": {"body": body}},
+        "backend": backend,
         "tokenizer": {"kind": "hf_auto", "model": model},
         "data": data,
         "profile": {"kind": "concurrent"},
@@ -189,9 +187,7 @@ def main(args: argparse.Namespace) -> int:
         raise UserError(f"expected a server as PROGRAM serve MODEL, got {shlex.join(args.server)!r}")
     if shutil.which("guidellm") is None:
         raise UserError("it needs guidellm, not found on PATH: pip install guidellm")
-    facts = here_and_now()
-    report = facts | {"environment": asdict(facts["environment"])}
-    report |= {"server": shlex.join(map(portable, args.server)), "limits": LIMITS, "results": []}
+    report = here_and_now() | {"server": shlex.join(map(portable, args.server)), "limits": LIMITS, "results": []}
     with TemporaryDirectory() as folder, serving(args.server, Path(folder) / "log") as url:
         warm_up(url, args.server[2], loads[0])
         for load in loads:

@@ -52,11 +52,6 @@ def _legend(figure: Figure, colors: dict[str, str], **style: Any) -> None:
     figure.legend(handles=handles, loc="outside lower center", ncols=len(colors), frameon=False)
 
 
-def _hide_frame(axes: Axes) -> None:
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)
-
-
 def draw_rule() -> Figure:
     """docs/figures/rule.png: which key tiles are high, low and not visible for each query tile."""
     colors = {
@@ -76,7 +71,8 @@ def draw_rule() -> Figure:
         axes.set(xlabel="key tile J (128 keys)", ylabel="query tile I")
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_ticks(tile + 0.5, map(str, tile.tolist()))
-        _hide_frame(axes)
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
     _legend(figure, colors)
     return figure
 
@@ -166,9 +162,10 @@ def draw_skipping(model: str, data: str, tokens: int = 4096) -> Figure:
     """docs/figures/skipping.png: the tiles that three heads skip, the median head by share and two that skip more."""
     found = []
     for index, layer in _layers(model, data, tokens).items():
-        for head in range(layer.query.shape[1]):
-            kv_head = head // layer.group
-            kinds = _kinds(layer.query[:, head : head + 1], layer.key[:, kv_head : kv_head + 1], layer.scale)
+        heads = layer.query.shape[1]
+        keys = layer.key.repeat_interleave(heads // layer.key.shape[1], 1)
+        for head in range(heads):
+            kinds = _kinds(layer.query[:, [head]], keys[:, [head]], layer.scale)
             found.append((float((kinds == 3).sum() / (kinds >= 2).sum()), f"layer {index}, head {head}", kinds))
     found.sort(key=lambda each: each[0])
     figure, panels = _panels(1, 3, 11, 4.4, sharey=True)
@@ -238,7 +235,7 @@ def draw_prefill() -> Figure:
     """docs/figures/prefill.png: speed of prefill attention by the number of tokens, quantization counted."""
     frame = update_docs.load("prefill-h200").query("`shape.batch` == 1 and `shape.head_dim` == 128")
     frame = frame.query("`shape.kv_heads` == 8 and `shape.is_causal`").sort_values("shape.length", kind="stable")
-    figure, axes = plt.subplots(figsize=(8, 4.2), dpi=150, layout="constrained")
+    figure, axes = _panels(1, 1, 8, 4.2)
     for label, (color, line) in line_styles(frame["label"]).items():
         rows = frame[frame["label"] == label]
         speed = rows["tflops"] * rows["milliseconds"] / rows["ms"]

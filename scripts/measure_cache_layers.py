@@ -9,19 +9,21 @@ down, and the others in ``int4``.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from dma_eval.config import PerplexityPart
+from dma_eval.files import write_json
 from dma_eval.load.backends import activate, parse_backends
 from dma_eval.load.data import load_text
 from dma_eval.load.models import load_model
 from dma_eval.load.reading import read
 from dma_eval.measures.perplexity import cut
+from dma_eval.results import here_and_now
 from dma_kernels.numerics.formats import TILE
-from measure_host_time import write
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -60,25 +62,21 @@ def main(
     activate(loaded.model, sdpa)
     expected = torch.cat([read(loaded.model, sdpa, row[None]).float().log_softmax(-1) for row in ids])
     activate(loaded.model, packed)
-    layers = len(dma_hf.DMACache(loaded.model.config, "int8").layers)
-    results: list[dict[str, Any]] = []
+    layers = range(len(dma_hf.DMACache(loaded.model.config, "int8").layers))
 
-    def kl(in_int4: set[int]) -> float:
-        formats = ["int4" if layer in in_int4 else "int8" for layer in range(layers)]
+    def kl(in_int8: Iterable[int]) -> float:
+        formats = ["int8" if layer in in_int8 else "int4" for layer in layers]
         return divergence(loaded.model, ids, expected, formats)
 
-    alone = {layer: kl({layer}) for layer in range(layers)}
-    worst = sorted(alone, key=lambda layer: alone[layer], reverse=True)
+    alone = [kl(set(layers) - {layer}) for layer in layers]
+    worst = sorted(layers, key=alone.__getitem__, reverse=True)
     facts = {"model": Path(model).name, "data": Path(data).name, "context": context, "windows": len(ids)}
-    for count in (*IN_INT8, layers):
-        in_int8 = sorted(worst[:count])
-        results.append(facts | {"in_int8": in_int8, "kl": kl(set(range(layers)) - set(in_int8))})
-        write(results, out)
-    results += [
-        facts | {"in_int8": [0], "kl": kl(set(range(1, layers)))},
-        facts | {"kl_of_one_layer_in_int4": list(alone.values())},
-    ]
-    write(results, out)
+    results: list[dict[str, Any]] = []
+    for in_int8 in (*(sorted(worst[:count]) for count in (*IN_INT8, len(layers))), [0]):
+        results.append(facts | {"in_int8": in_int8, "kl": kl(in_int8)})
+        typer.echo(f"in int8: {in_int8}, KL {results[-1]['kl']:.3g}")
+    results.append(facts | {"kl_of_one_layer_in_int4": alone})
+    write_json(here_and_now() | {"results": results}, out)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ import torch
 import typer
 from dma_eval.bench.generate import build_model
 from dma_eval.bench.timing import FAILURES
-from measure_host_time import write
+from dma_eval.files import write_json
+from dma_eval.results import here_and_now
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 from transformers import CompileConfig, PreTrainedModel
@@ -147,7 +148,8 @@ def main(
     for length in context or [1024]:
         prompt = torch.randint(1, model.config.vocab_size, (1, length), device="cuda")  # 0 pads
         results.append({"shape": shape, "context": length} | measure(runs, prompt, first_tokens, rounds, profile))
-        write(results, out)
+        typer.echo(f"{length} tokens: {results[-1]}")
+        write_json(here_and_now() | {"results": results}, out)
 
 
 if __name__ == "__main__":

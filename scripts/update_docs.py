@@ -26,6 +26,7 @@ BLOCK = re.compile(r"(<!-- table: (\S+)(.*?) -->\n)(.*?)(<!-- end table -->)", r
 BALANCED, INT8, INT4 = "dma_mxfp:balanced", "dma_mxfp:balanced+int8", "dma_mxfp:balanced+int4"
 REQUESTS = "32 requests of 2,048 + 64 tokens, 8B model"
 RETIRED = {
+    "1606881e": ("python scripts/measure_host_time.py",),
     "b2abba9": ("python scripts/study_static_steps.py", "python scripts/study_split_kv.py"),
     "372515d": ("python scripts/study_product_skipping.py",),
     "36ef2e6": ("python benchmarks/rings_probe.py",),
@@ -219,6 +220,10 @@ def triton_versions() -> pd.DataFrame:
     return pd.DataFrame(rows).T.rename_axis(index="Triton")
 
 
+STEPS = ("eager", "CUDA graphs", "compiled", "compiled, CUDA graphs")
+"""How steps ran. The index is 1 for CUDA graphs, plus 2 for the compiler."""
+
+
 def generate(*files: str) -> pd.DataFrame:
     """First token, step, memory.
 
@@ -229,15 +234,7 @@ def generate(*files: str) -> pd.DataFrame:
     cells = {
         "GPU, weights": frame["device"] + ", " + frame["weights"].fillna("bf16"),
         "tokens of the prompt": show(frame["context"], ",.0f"),
-        "steps": np.select(
-            [
-                frame["label"].str.endswith("static") & (frame["graph_steps"] > 0),
-                frame["label"].str.endswith("static"),
-                frame["graph_steps"] > 0,
-            ],
-            ["compiled, CUDA graphs", "compiled", "CUDA graphs"],
-            "eager",
-        ),
+        "steps": np.take(STEPS, 2 * frame["label"].str.endswith("static") + (frame["graph_steps"] > 0)),
         "first token": show(frame["first_token_seconds"], ".2f", " s"),
         "step": show(frame["step_milliseconds"], ".2f", " ms"),
         "cache": show(frame["cache_bytes"] / 2**30, ".2f", " GiB"),
@@ -254,7 +251,7 @@ def first_token(file: str) -> pd.DataFrame:
 
 
 def interleaved(values: str, *files: str) -> pd.DataFrame:
-    """Medians in ms of ``scripts/measure_generate.py``, and their ratio to SDPA's. Later files replace columns.
+    """Medians in ms of interleaved calls of ``generate``, and their ratio to SDPA's. Later files replace columns.
 
     Newer files have medians of the ratios in one round.
     """
@@ -455,11 +452,8 @@ def retired_at(command: str) -> str | None:
     return next((commit for commit, gone in RETIRED.items() if command.startswith(gone)), None)
 
 
+SPEED = (prefill, prefill_errors, prefill_real, decode, triton_versions, generate, first_token, interleaved, under_load)
 QUALITY = (quality_runs, quality_twins, cache_layers, accuracies, continuations)
-SPEED = (
-    *(prefill, prefill_errors, prefill_real, decode, triton_versions),
-    *(generate, first_token, interleaved, under_load),
-)
 TABLES: dict[str, Callable[..., pd.DataFrame]] = {
     each.__name__.replace("_", "-"): each for each in (results, *SPEED, *QUALITY, files)
 }

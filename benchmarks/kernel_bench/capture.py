@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,14 +12,15 @@ from dma_eval import console
 from dma_eval.bench.generate import text_windows
 from dma_eval.environment import portable
 from dma_eval.errors import UserError, one_line
-from dma_eval.load.data import leading_tokens
-from dma_eval.load.models import LoadedModel
+from dma_eval.load.data import leading_tokens, load_text, tokenize
+from dma_eval.load.models import LoadedModel, load_model
 from dma_eval.load.reading import probed
+from dma_eval.names import check_yarn
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .inputs import Inputs, embedded
+from .inputs import Inputs
 from .results import ModelInputs, PrefillShape
 
 FULL = "full_attention"
@@ -39,62 +41,50 @@ def choose_layers(model: PreTrainedModel, count: int | None) -> list[int]:
     return [full[round(place)] for place in np.linspace(0, len(full) - 1, count or len(full))]
 
 
-def captured_calls(
-    loaded: LoadedModel,
-    tokens: Tensor,
-    data: str,
-    lengths: Sequence[int],
-    head_dims: Sequence[int],
-    *,
-    batch: int,
-    layers: int | None,
-    seed: int,
-) -> Iterator[tuple[PrefillShape, list[Inputs]]]:
-    """Capture layers at each length, and yield them in each head dimension, with the shape that names them.
+def model_inputs(args: argparse.Namespace) -> Iterator[tuple[PrefillShape, list[Inputs]]]:
+    """Capture layers of the model of --inputs at each length, and yield them with their shape.
 
-    A pass of the model reads ``batch`` windows of the text, which is called ``data``. Without ``head_dims`` the
-    heads are the model's own. ``seed`` is of the matrices that embed in wider ones.
+    A pass of the model reads ``--batch`` windows of the text.
 
     Raises:
-        UserError: The text is too short, or a head dimension is below the model's; or as for :func:`choose_layers` and
+        UserError: An option is missing or does not fit the model or the text; or as for :func:`choose_layers` and
             :func:`capture_layers`. What a caller can mend is checked before the first pass.
     """
-    info = loaded.info
-    chosen = choose_layers(loaded.model, layers)
+    if args.shape or not args.data or not args.length:
+        raise UserError("--inputs needs --data and --length, and excludes --shape: the model's layers decide")
+    check_yarn(args.yarn)
+    text = load_text(args.data)
+    loaded = load_model(args.inputs, dtype=args.dtype, device=args.device, yarn=args.yarn, option="--inputs")
+    info, layers = loaded.info, choose_layers(loaded.model, args.layers)
     assert info.head_dim is not None
     assert info.layers is not None
-    narrow = [head_dim for head_dim in head_dims if head_dim < info.head_dim]
-    if narrow:
-        raise UserError(f"--head-dim: at least the model's own, {info.head_dim}; got {narrow[0]}")
     leading = leading_tokens(loaded.tokenizer)
     origin = ModelInputs(
         model=portable(loaded.name),
-        data=portable(data),
-        layers=tuple(chosen),
+        data=portable(args.data),
+        layers=tuple(layers),
         model_layers=info.layers,
         model_head_dim=info.head_dim,
         yarn=loaded.yarn,
         begins_with=tuple(loaded.tokenizer.convert_ids_to_tokens(leading)),
     )
-    lengths = sorted(set(lengths))
-    for length in lengths:
+    tokens, windows = tokenize(loaded.tokenizer, text.content), {}
+    for length in sorted(set(args.length)):
         loaded.check_positions(length, "--length")
-    windows = {length: text_windows(tokens, batch, length, "--length", len(leading)) for length in lengths}
-    for length in lengths:
-        with console.working(f"Capturing {len(chosen)} layers at {length:,} tokens"):
-            own = capture_layers(loaded, windows[length], chosen)
-        for head_dim in dict.fromkeys(head_dims or [info.head_dim]):
-            inputs = [embedded(each, head_dim, seed) for each in own.values()]
-            shape = PrefillShape(
-                length=length,
-                head_dim=head_dim,
-                query_heads=inputs[0].query.shape[1],
-                kv_heads=inputs[0].key.shape[1],
-                batch=batch,
-                is_causal=True,
-                inputs=origin,
-            )
-            yield shape, inputs
+        windows[length] = text_windows(tokens, args.batch, length, "--length", len(leading))
+    for length, ids in windows.items():
+        with console.working(f"Capturing {len(layers)} layers at {length:,} tokens"):
+            inputs = list(capture_layers(loaded, ids, layers).values())
+        shape = PrefillShape(
+            length=length,
+            head_dim=info.head_dim,
+            query_heads=inputs[0].query.shape[1],
+            kv_heads=inputs[0].key.shape[1],
+            batch=args.batch,
+            is_causal=True,
+            inputs=origin,
+        )
+        yield shape, inputs
 
 
 def capture_layers(loaded: LoadedModel, input_ids: Tensor, layers: Sequence[int]) -> dict[int, Inputs]:
@@ -114,12 +104,7 @@ def capture_layers(loaded: LoadedModel, input_ids: Tensor, layers: Sequence[int]
     ) -> tuple[Tensor, None]:
         layer: int = getattr(module, "layer_idx", -1)
         if layer in layers:
-            is_causal = options.get("is_causal")
-            is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-            _check(layer, query, value, attention_mask, options, is_causal=is_causal)
-            scale = options.get("scaling")
-            scale = query.shape[3] ** -0.5 if scale is None else float(scale)
-            found[layer] = Inputs(query.contiguous(), key.contiguous(), value.contiguous(), scale)
+            found[layer] = _plain_inputs(module, query, key, value, attention_mask, options)
         out: tuple[Tensor, None] = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **options)
         return out
 
@@ -134,14 +119,19 @@ def capture_layers(loaded: LoadedModel, input_ids: Tensor, layers: Sequence[int]
     return {layer: found[layer] for layer in layers}
 
 
-def _check(
-    layer: int, query: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any], *, is_causal: bool
-) -> None:
-    extras = ("softcap", "s_aux", "position_bias", "indices")
-    given = [name for name in extras if options.get(name) is not None]
-    given += ["a mask"] if mask is not None else []
-    given += [] if is_causal else ["bidirectional attention"]
-    if given:
-        raise ValueError(f"layer {layer} uses {', '.join(given)}; only plain causal attention is timed")
+def _plain_inputs(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
+) -> Inputs:
+    """Return the inputs of a layer's call. A ``ValueError`` says why it is not plain causal attention."""
+    is_causal, scale = options.get("is_causal"), options.get("scaling")
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    used = [name for name in ("softcap", "s_aux", "position_bias", "indices") if options.get(name) is not None]
+    used += ["a mask"] if mask is not None else []
+    used += [] if is_causal else ["bidirectional attention"]
+    if used:
+        raise ValueError(f"layer {module.layer_idx} uses {', '.join(used)}; only plain causal attention is timed")
     if value.shape[3] != query.shape[3]:
-        raise ValueError(f"layer {layer} has keys of {query.shape[3]} channels and values of {value.shape[3]}")
+        sizes = f"keys of {query.shape[3]} channels and values of {value.shape[3]}"
+        raise ValueError(f"layer {module.layer_idx} has {sizes}")
+    scale = query.shape[3] ** -0.5 if scale is None else float(scale)
+    return Inputs(query.contiguous(), key.contiguous(), value.contiguous(), scale)

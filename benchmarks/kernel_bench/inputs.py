@@ -1,4 +1,4 @@
-"""Queries, keys and values that prefill attention is timed on: random ones, and captured ones in wider heads."""
+"""Queries, keys and values that prefill attention is timed on: random ones, and exact results."""
 
 from __future__ import annotations
 
@@ -41,19 +41,9 @@ class Inputs:
         """Scale and mask, as ``attention`` of this package takes them."""
         return {"is_causal": self.is_causal, "scale": self.scale}
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of query, key and value."""
-        return sum(each.nbytes for each in self.tensors)
-
-    @property
-    def group(self) -> int:
-        """Query heads per kv head."""
-        return self.query.shape[1] // self.key.shape[1]
-
     @cached_property
     def token_major(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value as contiguous ``[B, T, H, D]``: the layout of FlashAttention and cuDNN."""
+        """Query, key and value as contiguous ``[B, T, H, D]``: the layout of FlashAttention."""
         query, key, value = (each.transpose(1, 2).contiguous() for each in self.tensors)
         return query, key, value
 
@@ -78,29 +68,6 @@ def with_outlying_channels(inputs: Inputs) -> Inputs:
     query[..., large] /= 16.0
     key[..., biased] += 12.0
     return replace(inputs, query=query, key=key)
-
-
-def embedded(inputs: Inputs, head_dim: int, seed: int = 0) -> Inputs:
-    """Return the same attention in heads of ``head_dim`` channels, at least as many as they have.
-
-    Queries and keys are padded with zeros and multiplied by one random orthonormal matrix, and values by another. Every
-    score keeps its value, and outputs are embedded like the values. The scale does not change. The matrices are made on
-    the CPU, so that a ``seed`` gives every device the same.
-    """
-    if head_dim == inputs.query.shape[3]:
-        return inputs
-    generator = torch.Generator().manual_seed(seed)
-    scores, outputs = (
-        torch.linalg.qr(torch.randn(head_dim, head_dim, generator=generator, dtype=torch.float64))[0] for _ in range(2)
-    )
-
-    def embed(x: Tensor, basis: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return (wide @ basis[: x.shape[3]].to(wide)).to(x.dtype)
-
-    return replace(
-        inputs, query=embed(inputs.query, scores), key=embed(inputs.key, scores), value=embed(inputs.value, outputs)
-    )
 
 
 def exact_rows(inputs: Inputs, rows: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from dma_eval.bench.timing import Run
-from dma_eval.errors import one_line
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -24,12 +23,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .fp8_quantizer import Fp8Operands, dequantize_fp8, quantize_fp8
 from .inputs import Inputs
 
-MODULE, SAGE_MODULE, FLASH_4_MODULE = "fa3_fwd_interface", "sageattention", "flash_attn.cute"
-FLASHINFER_MODULE, CUDNN_MODULE, DSL_MODULE = "flashinfer.prefill", "cudnn", "cutlass.base_dsl.common"
+MODULE, SAGE_MODULE = "fa3_fwd_interface", "sageattention"
+FLASHINFER_MODULE, CUDNN_MODULE = "flashinfer.prefill", "cudnn"
 PACKAGES = {
     MODULE: ("FlashAttention-3", "fa3-fwd"),
-    FLASH_4_MODULE: ("FlashAttention-4", "flash-attn-4"),
-    DSL_MODULE: ("The CuTe DSL", "nvidia-cutlass-dsl"),
     CUDNN_MODULE: ("cuDNN's frontend", "nvidia-cudnn-frontend"),
     FLASHINFER_MODULE: ("FlashInfer", "flashinfer-python"),
     SAGE_MODULE: ("SageAttention", "sageattention"),
@@ -80,25 +77,15 @@ class Prepared:
     read: Callable[[Any], Tensor] = lambda out: out
 
 
-def sdpa(
-    name: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    is_causal: bool = False,
-    scale: float | None = None,
-) -> Run:
+def sdpa(name: str, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Run:
     """Return a call of PyTorch's attention, on the backend that :data:`SDPA` has for the name."""
-    chosen, attend = SDPA[name], F.scaled_dot_product_attention
-    run = partial(attend, query, key, value, is_causal=is_causal, scale=scale, enable_gqa=True)
+    run = partial(F.scaled_dot_product_attention, query, key, value, enable_gqa=True, **options)
+    chosen = SDPA[name]
+    return run if chosen is None else sdpa_kernel(chosen)(run)
 
-    def forced() -> Tensor:
-        assert chosen is not None
-        with sdpa_kernel(chosen):
-            return run()
 
-    return run if chosen is None else forced
+def _prefill_sdpa(name: str, inputs: Inputs) -> Prepared:
+    return Prepared(sdpa(name, *inputs.tensors, **inputs.options))
 
 
 def flash_attention_3(name: str, inputs: Inputs) -> Prepared:
@@ -108,10 +95,9 @@ def flash_attention_3(name: str, inputs: Inputs) -> Prepared:
     has a scale, and a fused kernel quantizes unless the operands are given. ``name`` is one of :data:`FLASH_3`, or
     ``fa3:fp8:prequantized``.
     """
-    module = import_peer(MODULE)
+    attend = partial(import_peer(MODULE).flash_attn_func, causal=inputs.is_causal, softmax_scale=inputs.scale)
     if not FLASH_3[name.removesuffix(PREQUANTIZED)]:
-        return Prepared(_flash_attention(module, inputs))
-    attend = partial(module.flash_attn_func, causal=inputs.is_causal, softmax_scale=inputs.scale)
+        return Prepared(lambda: attend(*inputs.token_major).transpose(1, 2))
 
     def run(operands: Fp8Operands) -> Tensor:
         out: Tensor = attend(operands.query, operands.key, operands.value, **_descales(operands))
@@ -231,20 +217,6 @@ def _cudnn_plan(
     return execute
 
 
-def flash_attention_4(inputs: Inputs) -> Prepared:
-    """Return a call of FlashAttention-4, in 16 bits: on Hopper it has no FP8."""
-    attend = _flash_attention(import_peer(FLASH_4_MODULE), inputs, lambda returned: returned[0])
-    failures = import_peer(DSL_MODULE).DSLBaseError
-
-    def run() -> object:
-        try:
-            return attend()
-        except failures as error:
-            raise RuntimeError(one_line(error)) from error
-
-    return Prepared(run)
-
-
 def sage_attention(inputs: Inputs) -> Prepared:
     """Return a call of SageAttention, which quantizes queries and keys itself."""
     attend = import_peer(SAGE_MODULE).sageattn
@@ -335,11 +307,16 @@ def flash_attention_3_step(name: str, query: Tensor, key: Tensor, value: Tensor)
     return step, keys.nbytes + values.nbytes
 
 
-def _flash_attention(module: Any, inputs: Inputs, output_of: Callable[[Any], Tensor] = lambda out: out) -> Run:
-    """Return a call of FlashAttention in 16 bits."""
-    attend = partial(module.flash_attn_func, *inputs.token_major, causal=inputs.is_causal, softmax_scale=inputs.scale)
-    return lambda: output_of(attend()).transpose(1, 2)
-
-
 def _descales(operands: Fp8Operands) -> dict[str, Tensor]:
     return dict(zip(("q_descale", "k_descale", "v_descale"), operands.descales.unbind(), strict=True))
+
+
+PEERS: dict[str, Callable[[Inputs], Prepared]] = {
+    **{name: partial(_prefill_sdpa, name) for name in SDPA},
+    **{name: partial(flash_attention_3, name) for name in (*FLASH_3, f"fa3:fp8{PREQUANTIZED}")},
+    **{name: partial(cudnn_fp8, name) for name in ("cudnn:fp8", f"cudnn:fp8{PREQUANTIZED}")},
+    **{name: partial(flashinfer, name) for name in FLASHINFER},
+    **{name: partial(flashinfer_fp8, name) for name in FLASHINFER_FP8},
+    "sage": sage_attention,
+}
+"""What prefill with ``dma_mxfp`` is compared with, by name in results."""

@@ -19,7 +19,7 @@ class ModelInputs:
     data: str  # the text that it read: file or dataset
     layers: tuple[int, ...]  # whose attention is timed; times are sums over them
     model_layers: int  # how many the model has
-    model_head_dim: int  # its own; in wider heads the same scores are embedded
+    model_head_dim: int  # its own; older files embed it in wider heads
     yarn: float | None = None  # factor by which YaRN extends its positions
     # Special tokens that every window begins with, as the tokenizer adds them. In files before version 8, only the
     # first window has them.

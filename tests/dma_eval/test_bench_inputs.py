@@ -1,4 +1,4 @@
-"""``benchmarks/prefill.py --inputs``: capturing a model's attention, wider heads, and the report."""
+"""``benchmarks/prefill.py --inputs``: capturing a model's attention, and the report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dma_eval.errors import UserError
 from dma_eval.load.models import LoadedModel, ModelSource, load_model
 from kernel_bench.capture import capture_layers, choose_layers
 from kernel_bench.command import parse_compared
-from kernel_bench.inputs import Inputs, embedded
+from kernel_bench.inputs import Inputs
 from tiny_models import FAMILIES
 from torch import Tensor
 from torch.nn import functional as F
@@ -100,34 +100,6 @@ class TestCapture:
             text_windows(torch.arange(20), 3, 7, "--length")
 
 
-class TestEmbedding:
-    @pytest.mark.parametrize("head_dim", [24, 32, 64])
-    def test_keeps_scores_and_outputs(self, head_dim: int) -> None:
-        generator = torch.Generator().manual_seed(0)
-        inputs = Inputs(*(torch.randn(2, h, 30, 24, generator=generator).double() for h in (4, 2, 2)), 0.1)
-        wide = embedded(inputs, head_dim)
-        assert wide.scale == inputs.scale
-        assert wide.query.shape == (2, 4, 30, head_dim)
-
-        def scores(each: Inputs) -> Tensor:
-            return each.query @ each.key.repeat_interleave(2, 1).mT
-
-        torch.testing.assert_close(scores(wide), scores(inputs), rtol=1e-12, atol=1e-12)
-        out, wide_out = _attention(inputs), _attention(wide)
-        torch.testing.assert_close(wide_out @ wide_out.mT, out @ out.mT, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(wide_out.norm(dim=-1), out.norm(dim=-1), rtol=1e-12, atol=1e-12)
-
-    def test_spreads_over_all_channels_and_keeps_the_dtype(self) -> None:
-        inputs = Inputs(*(torch.randn(1, 1, 50, 16, dtype=torch.bfloat16) for _ in range(3)), 0.25)
-        wide = embedded(inputs, 32)
-        assert wide.query.dtype == torch.bfloat16
-        assert (wide.query.float().std((0, 1, 2)) > 0.1).all()
-
-    def test_of_the_same_size_is_the_same(self) -> None:
-        inputs = Inputs(*(torch.randn(1, 1, 5, 16) for _ in range(3)), 0.25)
-        assert embedded(inputs, 16) is inputs
-
-
 def layers_of(model: Path, text: Path, *arguments: object) -> list[tuple[Any, list[Inputs]]]:
     given = ["--device", "cpu", "--inputs", model, "--data", text, "--length", 256, *arguments]
     return list(prefill.model_inputs(prefill.make_options().parse_args([*map(str, given)])))
@@ -136,16 +108,14 @@ def layers_of(model: Path, text: Path, *arguments: object) -> list[tuple[Any, li
 class TestCommand:
     def test_times_are_sums_over_layers_and_shapes_name_the_inputs(self, model_folder: Path, text_file: Path) -> None:
         compared = parse_compared(["sdpa", "dma_mxfp"], "--attn", tuple(prefill.PEERS), caches=False)
-        wide, own = [], []
-        for shape, inputs in layers_of(model_folder, text_file, "--head-dim", 32, 64):
-            results = prefill.measure_layers(shape, inputs, compared, seconds=0.0)
-            (wide if shape.head_dim == 64 else own).extend(results)
-            assert all(each.error < 0.05 for each in results)
-            assert all(each.error_with_outliers is each.skipped_share is None for each in results)
-        assert own[0].shape.family == "head_dim 32, 2/1 heads, causal, inputs of tiny-llama, 2 of 2 layers, prose.txt"
-        assert [each.label for each in (*own, *wide)] == ["sdpa", "dma_mxfp"] * 2
+        ((shape, inputs),) = layers_of(model_folder, text_file)
+        results = prefill.measure_layers(shape, inputs, compared, seconds=0.0)
+        assert [each.label for each in results] == ["sdpa", "dma_mxfp"]
+        assert all(each.error < 0.05 for each in results)
+        assert all(each.error_with_outliers is each.skipped_share is None for each in results)
+        assert shape.family == "head_dim 32, 2/1 heads, causal, inputs of tiny-llama, 2 of 2 layers, prose.txt"
         flops = 4 * 2 * 256 * 256 // 2 * 32
-        assert own[0].tflops == pytest.approx(2 * flops / own[0].milliseconds / 1e9)
+        assert results[0].tflops == pytest.approx(2 * flops / results[0].milliseconds / 1e9)
 
     def test_a_batch_is_of_several_windows(self, model_folder: Path, text_file: Path) -> None:
         found = layers_of(model_folder, text_file, "--batch", 3, "--length", 256, 64, "--layers", 1)
@@ -154,7 +124,6 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["--head-dim", 16], "--head-dim: at least the model's own, 32; got 16"),
             (["--length", 1000], "takes 512 positions, got 1,000; lower it, or extend the positions with --yarn 2"),
             (["--data", "absent.txt"], "--data: "),
             (["--inputs", "./absent"], "--inputs: no such folder: ./absent"),

@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 
 import pandas as pd
+import prefill
 import pytest
 import typer
 from dma_eval.cli import make_app
@@ -118,14 +119,19 @@ def test_commands_of_results_can_be_run_again(script):
     app = typer.main.get_command(make_app())
     for command in committed_commands():
         program, *arguments = shlex.split(command)
-        if program == "dma-hf" and not script.retired_at(command):
+        if script.retired_at(command):
+            continue
+        if program == "dma-hf":
             app.commands[arguments[0]].make_context(command, arguments[1:])
+        elif arguments[0] == "benchmarks/prefill.py":
+            names = prefill.make_options().parse_args(arguments[1:]).attn
+            assert all(name in PEERS or name.startswith("dma_mxfp:") for name in names), command
 
 
 def test_the_index_names_the_commit_of_a_retired_command(script):
     index = script.files()["last commit with the command"]
     assert index["[`serve-h200.json`](serve-h200.json)"] == "5ae510b"
-    assert pd.isna(index["[`host-time-h200.json`](host-time-h200.json)"])
+    assert pd.isna(index["[`load-int4-h200.json`](load-int4-h200.json)"])
 
 
 def test_no_result_lacks_a_table_or_a_report():
