@@ -75,14 +75,13 @@ def make_app(
         "created": int(time.time()),
         "owned_by": "",
         "status": {"value": "loaded"},
-        "max_model_len": engine.positions,
+        "max_model_len": engine.room,
         "attention": attention or attention_name(model.config),
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(model.device),
     }
 
     @app.get("/v1/models")
-    @app.options("/v1/models")
     def list_models() -> dict[str, Any]:
         return {"object": "list", "data": [entry]}
 
@@ -100,11 +99,6 @@ def make_app(
         if asked != name:
             event |= {"status": "error", "message": f"this server has {name} alone"}
         return StreamingResponse([f"data: {json.dumps(event)}\n\n"], media_type=SSE)
-
-    @app.post("/reset")
-    def reset() -> dict[str, str]:
-        """Answer as Transformers' server, which unloads its models."""
-        return {"status": "ok"}
 
     @app.get("/health")
     def show_health() -> JSONResponse:
@@ -136,9 +130,7 @@ class _Server(uvicorn.Server):
 
 def run(app: Gate, listener: socket.socket, *, log_level: str = "info") -> None:
     """Answer requests at a listening socket until the process is interrupted. The log goes to standard error."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
-    logging.getLogger("uvicorn").addHandler(handler)
+    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     config = uvicorn.Config(
         app, log_config=None, log_level=log_level, timeout_graceful_shutdown=GRACE_SECONDS, lifespan="off"
     )
