@@ -42,7 +42,7 @@ class _Generation(GenerationState):  # type: ignore[misc]
     """The generator that Transformers' handlers call for one request, and the manager that they get from it."""
 
     def __init__(self, engine: Engine, body: GenerationRequest, param: str) -> None:
-        super().__init__(isinstance(engine, Batched))
+        super().__init__()
         self._engine, self._body, self._param = engine, body, param
         self.answer = Answer(body.stop)
 
@@ -58,14 +58,7 @@ class _Generation(GenerationState):  # type: ignore[misc]
         """Do nothing, because the engine already runs."""
 
     def generate_streaming(
-        self,
-        model: Any,
-        processor: Any,
-        inputs: Any,
-        config: GenerationConfig,
-        *,
-        response_parser: Any = None,
-        **_: Any,
+        self, model: Any, processor: Any, inputs: Any, config: GenerationConfig, response_parser: Any = None, **_: Any
     ) -> tuple[Answer, Answer]:
         """Start the answer, and return it as the queue and as the streamer.
 
@@ -179,11 +172,10 @@ class Route:
         In the others it is null, or counts the tokens so far.
         """
         piece: dict[str, Any] = {}
-        usage: dict[str, Any] | None = None
         try:
             async for piece in pieces:
                 if "choices" in piece:
-                    usage = piece.pop("usage", None)
+                    piece.pop("usage", None)
                     if options.include_usage:
                         piece["usage"] = answer.usage if options.continuous_usage_stats else None
                 yield f"data: {json.dumps(piece)}\n\n"
@@ -191,7 +183,7 @@ class Route:
             yield error.event(self.path)
             return
         if options.include_usage and "choices" in piece:
-            yield f"data: {json.dumps(piece | {'choices': [], 'usage': usage})}\n\n"
+            yield f"data: {json.dumps(piece | {'choices': [], 'usage': answer.usage})}\n\n"
         yield self.end
 
     def _join(self, pieces: list[dict[str, Any]]) -> dict[str, Any]:
