@@ -17,10 +17,8 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
-from transformers import PreTrainedModel
 
 from dma_hf.integrations.internals import attention_name
-from dma_hf.integrations.serving import ModelManager
 
 from .engines import Engine
 from .gate import Gate
@@ -28,22 +26,6 @@ from .requests import ApiError, LoadRequest, check
 from .routes import SSE, Chat, Complete, Respond
 
 GRACE_SECONDS = 1  # for the errors of open requests after the server is stopped
-
-
-class OneModel(ModelManager):  # type: ignore[misc]
-    """A manager of one loaded model, which it never unloads or loads again."""
-
-    def __init__(self, engine: Engine, name: str) -> None:
-        super().__init__(model_timeout=-1)
-        self._engine, self._name = engine, name
-
-    def process_model_name(self, model_id: str) -> str:
-        """Return the name that answers carry: the one that the model is listed and requested by."""
-        return self._name
-
-    def load_model_and_processor(self, *arguments: Any, **options: Any) -> tuple[PreTrainedModel, Any]:
-        """Return the model and its tokenizer. A request for another model was refused before."""
-        return self._engine.model, self._engine.tokenizer
 
 
 def make_app(
@@ -66,9 +48,8 @@ def make_app(
     model = engine.model
     name = model.config.name_or_path if name is None else name
     app = FastAPI(exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _tell))
-    models = OneModel(engine, name)
     for route in (Chat, Complete, Respond):
-        app.add_api_route(route.path, route(models, engine, name).answer, methods=["POST"], response_model=None)
+        app.add_api_route(route.path, route(engine, name).answer, methods=["POST"], response_model=None)
     entry = {
         "id": name,
         "object": "model",

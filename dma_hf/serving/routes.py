@@ -38,6 +38,22 @@ GREEDY_TEMPERATURE = 1e-5  # and below: logits would overflow
 SAMPLE = 64  # characters for each token of the server's limit
 
 
+class _OneModel(ModelManager):  # type: ignore[misc]
+    """A manager of one loaded model, which it never unloads or loads again."""
+
+    def __init__(self, engine: Engine, name: str) -> None:
+        super().__init__(model_timeout=-1)
+        self._engine, self._name = engine, name
+
+    def process_model_name(self, model_id: str) -> str:
+        """Return the name that answers carry: the one that the model is listed and requested by."""
+        return self._name
+
+    def load_model_and_processor(self, *arguments: Any, **options: Any) -> tuple[Any, Any]:
+        """Return the model and its tokenizer. A request for another model was refused before."""
+        return self._engine.model, self._engine.tokenizer
+
+
 class _Generation(GenerationState):  # type: ignore[misc]
     """The generator that Transformers' handlers call for one request, and the manager that they get from it."""
 
@@ -115,8 +131,9 @@ class Route:
     prefix = ""  # of the ids of answers
     end = "data: [DONE]\n\n"  # of a stream
 
-    def __init__(self, models: ModelManager, engine: Engine, name: str) -> None:
-        self._models, self._engine, self._name = models, engine, name
+    def __init__(self, engine: Engine, name: str) -> None:
+        self._engine, self._name = engine, name
+        self._models = _OneModel(engine, name)
 
     async def answer(self, request: Request) -> Response:
         """Answer a request, at once or as a stream.
@@ -128,12 +145,12 @@ class Route:
         if body.model not in (None, self._name):
             message = f"this server is pinned to {self._name!r}; requested {body.model!r}"
             raise ApiError(message, param="model", code="model_not_found")
+        passed = body.passed_on() | {"model": self._name, "stream": True}  # so that all answers share one path
         if self.param != "prompt":
-            self._check_template(body)
+            self._check_template(has_tools=bool(passed.get("tools")))
         await self._check_length(getattr(body, self.param))
         generation = _Generation(self._engine, body, self.param)
         handler = self.handler(self._models, generation)
-        passed = body.passed_on() | {"model": self._name, "stream": True}  # so that all answers share one path
         try:
             events = await handler.handle_request(passed, f"{self.prefix}{uuid.uuid4().hex}")
         except (ValueError, TypeError, TemplateError) as error:  # of the template
@@ -144,12 +161,12 @@ class Route:
             return StreamingResponse(self._stream(pieces, generation.answer, body.stream_options), media_type=SSE)
         return JSONResponse(self._join([piece async for piece in pieces]))
 
-    def _check_template(self, body: GenerationRequest) -> None:
+    def _check_template(self, *, has_tools: bool) -> None:
         tokenizer = self._engine.tokenizer
         if tokenizer.chat_template is None:
             message = "the model's tokenizer has no chat template; /v1/completions takes plain text"
             raise ApiError(message, param=self.param)
-        if body.passed_on().get("tools") and (
+        if has_tools and (
             "tools" not in str(tokenizer.chat_template) or get_response_template(tokenizer, self._engine.model) is None
         ):
             raise ApiError("tools: the model's chat template has none", param="tools")
