@@ -97,7 +97,7 @@ class _Generation(GenerationState):  # type: ignore[misc]
             asked = f"{prompt_tokens} tokens" + (f" and {name} is {limit}" if limit is not None else "")
             raise too_long(room, asked, self._param if prompt_tokens >= room else name)
         vars(config).update(body.generation_config.model_dump(exclude_none=True))
-        sampling = {name: value for name in ("temperature", "top_p") if (value := getattr(body, name)) is not None}
+        sampling = body.model_dump(include={"temperature", "top_p"}, exclude_none=True)
         vars(config).update(sampling, do_sample=config.do_sample or bool(sampling))
         config.max_new_tokens = limit or config.max_new_tokens
         if room is not None:
@@ -146,14 +146,14 @@ class Route:
             message = f"this server is pinned to {self._name!r}; requested {body.model!r}"
             raise ApiError(message, param="model", code="model_not_found")
         passed = body.passed_on() | {"model": self._name, "stream": True}  # so that all answers share one path
-        if self.param != "prompt":
-            self._check_template(has_tools=bool(passed.get("tools")))
+        if passed.get("tools"):
+            self._check_tools()
         await self._check_length(getattr(body, self.param))
         generation = _Generation(self._engine, body, self.param)
         handler = self.handler(self._models, generation)
         try:
             events = await handler.handle_request(passed, f"{self.prefix}{uuid.uuid4().hex}")
-        except (ValueError, TypeError, TemplateError) as error:  # of the template
+        except (ValueError, TypeError, TemplateError) as error:  # of the chat template, or because there is none
             raise ApiError(str(error), param=self.param) from error
         request.state.answer = generation.answer
         pieces = _pieces(events, generation.answer)
@@ -161,14 +161,9 @@ class Route:
             return StreamingResponse(self._stream(pieces, generation.answer, body.stream_options), media_type=SSE)
         return JSONResponse(self._join([piece async for piece in pieces]))
 
-    def _check_template(self, *, has_tools: bool) -> None:
-        tokenizer = self._engine.tokenizer
-        if tokenizer.chat_template is None:
-            message = "the model's tokenizer has no chat template; /v1/completions takes plain text"
-            raise ApiError(message, param=self.param)
-        if has_tools and (
-            "tools" not in str(tokenizer.chat_template) or get_response_template(tokenizer, self._engine.model) is None
-        ):
+    def _check_tools(self) -> None:
+        tokenizer, model = self._engine.tokenizer, self._engine.model
+        if "tools" not in str(tokenizer.chat_template) or get_response_template(tokenizer, model) is None:
             raise ApiError("tools: the model's chat template has none", param="tools")
 
     async def _check_length(self, text: Any) -> None:

@@ -96,7 +96,7 @@ class Client:
 
     def _post(self, path, body):
         timeout = body.pop("timeout", TIMEOUT)
-        headers = {"Content-Type": "application/json"} | body.pop("headers", {})
+        headers = {"Content-Type": "application/json"}
         return self._open(Request(self._address + path, json.dumps(body).encode(), headers), timeout=timeout)
 
 
@@ -420,44 +420,6 @@ def test_the_model_is_the_only_one(client, folder, asked):
     assert client.refused("/load_model", model=5)[1]["param"] == "model"
 
 
-@pytest.fixture(scope="module")
-def hub(folder, tmp_path_factory):
-    """A cache of the Hub that holds a model by the name ``org/tiny``."""
-    commit = "0" * 40
-    cache = tmp_path_factory.mktemp("home") / "hub"
-    repository = cache / "models--org--tiny"
-    shutil.copytree(folder, repository / "snapshots" / commit)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text(commit)
-    return cache
-
-
-@pytest.mark.slow
-def test_answers_with_an_api_key_name_a_model_of_the_hub_as_the_server_lists_it(hub):
-    openai = pytest.importorskip("openai")
-    variables = {"HF_HUB_CACHE": str(hub), "DMA_HF_API_KEY": "secret"}
-    with _serving("org/tiny", "--dtype", "float32", **variables) as client:
-        status, error = client.refused("/v1/completions", prompt="word", headers={"Authorization": "Bearer wrong"})
-        assert (status, error["code"]) == (401, "invalid_api_key")
-        key = {"Authorization": "Bearer secret"}
-        asked = openai.OpenAI(base_url=f"{client._address}/v1", api_key="secret", max_retries=0)
-        (listed,) = asked.models.list().data
-        assert listed.id == asked.models.retrieve("org/tiny").id == "org/tiny"
-        common = {"model": listed.id, "temperature": 0}
-        chat = common | {"messages": CHAT, "max_tokens": 2}
-        text = common | {"prompt": "The captain", "max_tokens": 2}
-        response = common | {"input": "The captain", "max_output_tokens": 2}
-        names = {asked.chat.completions.create(**chat).model, asked.completions.create(**text).model}
-        names |= {asked.responses.create(**response).model}
-        names |= {piece.model for piece in asked.chat.completions.create(**chat, stream=True)}
-        names |= {piece.model for piece in asked.completions.create(**text, stream=True)}
-        events = asked.responses.create(**response, stream=True)
-        names |= {event.response.model for event in events if hasattr(event, "response")}
-        assert names == {listed.id}
-        _, error = client.refused("/v1/completions", prompt="word", model="org/tiny@dev", headers=key)
-        assert error["code"] == "model_not_found"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("suffix", "end"), sampled([("+int4", signal.SIGTERM), ("", signal.SIGINT)], lambda suffix, end: suffix == "+int4")
@@ -505,14 +467,20 @@ async def _ask(gate, path, method="GET", key=None, *, body=b"", sent=None):
     return status
 
 
-def test_a_model_that_is_loaded_already_is_served():
-    """As the guide shows it for Python."""
-    loaded = load_model(str(DEMO_MODEL), dtype="float32", device="cpu")
-    gate, sent = make_app(Sequential(loaded.model, loaded.tokenizer)), []
-    body = {"prompt": "The captain", "max_tokens": 2, "temperature": 0}
-    assert asyncio.run(_ask(gate, "/v1/completions", "POST", body=json.dumps(body).encode(), sent=sent)) == 200
-    answer = json.loads(sent[-1]["body"])
-    assert (answer["model"], answer["usage"]["completion_tokens"]) == (str(DEMO_MODEL), 2)
+@pytest.mark.parametrize(
+    ("path", "body", "name"),
+    [
+        ("completions", {"prompt": "The captain", "max_tokens": 2}, None),
+        ("chat/completions", {"messages": CHAT, "max_tokens": 2}, "org/tiny"),
+        ("responses", {"input": "The captain", "max_output_tokens": 2}, "org/tiny"),
+    ],
+)
+def test_a_model_that_is_loaded_already_is_served(folder, path, body, name):
+    """As the guide shows it for Python. Transformers would add a revision to the name."""
+    loaded = load_model(str(folder), dtype="float32", device="cpu")
+    gate, sent = make_app(Sequential(loaded.model, loaded.tokenizer), name=name), []
+    assert asyncio.run(_ask(gate, f"/v1/{path}", "POST", body=json.dumps(body).encode(), sent=sent)) == 200
+    assert json.loads(sent[-1]["body"])["model"] == (name or str(folder))
 
 
 async def _answer_all(scope, receive, send):
@@ -698,12 +666,17 @@ def test_a_port_in_use(run, refused):
     assert f"--port: cannot listen at 127.0.0.1:{port}: Address already in use; " in refused(result)
 
 
-def test_a_model_without_chat_template_triggers_a_warning(run, monkeypatch):
-    monkeypatch.setattr("dma_hf.serving.app.run", lambda *arguments, **options: None)
+def test_the_key_comes_from_the_environment_and_a_missing_chat_template_triggers_a_warning(run, monkeypatch):
+    gates = []
+    monkeypatch.setattr("dma_hf.serving.app.run", lambda gate, *arguments, **options: gates.append(gate))
     monkeypatch.setattr(serve, "_end_process", lambda: 0)
+    monkeypatch.setenv("DMA_HF_API_KEY", "secret")
     result = run("serve", DEMO_MODEL, "--device", "cpu", "--port", "0")
     assert result.exit_code == 0
     assert "has no chat template" in " ".join(result.stderr.split())
+    assert asyncio.run(_ask(gates[0], "/v1/models")) == 401
+    body = json.dumps({"messages": CHAT}).encode()
+    assert asyncio.run(_ask(gates[0], "/v1/chat/completions", "POST", "secret", body=body)) == 400
 
 
 @pytest.mark.parametrize(

@@ -269,6 +269,7 @@ def test_the_application_takes_options_as_texts():
     texts = {"model": "org/name", "replicas": "2", "continuous_batching": "true", "gpus_per_replica": "2"}
     config, args = _built(texts)
     assert config.num_replicas == 2
+    assert serve.build_application(texts | {"api_key": KEY})._bound_deployment.init_args[1] == KEY
     assert (args.continuous_batching, args.device_map) == (True, "auto")
     with pytest.raises(ValueError, match=r": replica; valid: .*replicas, "):
         _built({"model": "org/name", "replica": 2})
@@ -316,31 +317,21 @@ def test_tokens_that_a_busy_replica_generates_meanwhile_are_sent_together():
         await send({"type": "http.response.start", "status": 200, "headers": []})
         raise RuntimeError("it failed")
 
-    def read(application, seconds_per_part=0.001):
-        model = _replica(application, seconds_per_part)
-        parts = []
+    async def read(seconds_per_part):
+        return [part async for part in _replica(application, seconds_per_part).answer({}, b"")]
 
-        async def collect():
-            async for part in model.answer({}, b""):
-                parts.append(part)
+    async def read_first_of_failing():
+        return await anext(_replica(failing).answer({}, b""))
 
-        try:
-            asyncio.run(collect())
-        except RuntimeError as error:
-            return parts, error
-        return parts, None
-
-    alone, _ = read(application)
-    busy, _ = read(application, seconds_per_part=0.5)
+    alone, busy = asyncio.run(read(0.001)), asyncio.run(read(0.5))
     for parts in (alone, busy):
         first, *others = (message for part in parts for message in part)
         assert first["type"] == "http.response.start"
         assert len(parts[0]) > 1  # another replica can take over until a text is sent
         assert b"".join(message["body"] for message in others) == b"012345678"
     assert len(busy) == 2 < len(alone)
-    parts, error = read(failing)
-    assert parts == []  # none without a text
-    assert str(error) == "it failed"
+    with pytest.raises(RuntimeError, match="it failed"):  # no part without a text
+        asyncio.run(read_first_of_failing())
 
 
 def test_a_cluster_that_is_missing_is_named(run, refused):
