@@ -17,10 +17,8 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
-from transformers import PreTrainedModel
 
 from dma_hf.integrations.internals import attention_name
-from dma_hf.integrations.serving import ModelManager
 
 from .engines import Engine
 from .gate import Gate
@@ -28,22 +26,6 @@ from .requests import ApiError, LoadRequest, check
 from .routes import SSE, Chat, Complete, Respond
 
 GRACE_SECONDS = 1  # for the errors of open requests after the server is stopped
-
-
-class OneModel(ModelManager):  # type: ignore[misc]
-    """A manager of one loaded model, which it never unloads or loads again."""
-
-    def __init__(self, engine: Engine, name: str) -> None:
-        super().__init__(model_timeout=-1)
-        self._engine, self._name = engine, name
-
-    def process_model_name(self, model_id: str) -> str:
-        """Return the name that answers carry: the one that the model is listed and requested by."""
-        return self._name
-
-    def load_model_and_processor(self, *arguments: Any, **options: Any) -> tuple[PreTrainedModel, Any]:
-        """Return the model and its tokenizer. A request for another model was refused before."""
-        return self._engine.model, self._engine.tokenizer
 
 
 def make_app(
@@ -66,23 +48,21 @@ def make_app(
     model = engine.model
     name = model.config.name_or_path if name is None else name
     app = FastAPI(exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _tell))
-    models = OneModel(engine, name)
     for route in (Chat, Complete, Respond):
-        app.add_api_route(route.path, route(models, engine, name).answer, methods=["POST"], response_model=None)
+        app.add_api_route(route.path, route(engine, name).answer, methods=["POST"], response_model=None)
     entry = {
         "id": name,
         "object": "model",
         "created": int(time.time()),
         "owned_by": "",
         "status": {"value": "loaded"},
-        "max_model_len": engine.positions,
+        "max_model_len": engine.room,
         "attention": attention or attention_name(model.config),
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(model.device),
     }
 
     @app.get("/v1/models")
-    @app.options("/v1/models")
     def list_models() -> dict[str, Any]:
         return {"object": "list", "data": [entry]}
 
@@ -100,11 +80,6 @@ def make_app(
         if asked != name:
             event |= {"status": "error", "message": f"this server has {name} alone"}
         return StreamingResponse([f"data: {json.dumps(event)}\n\n"], media_type=SSE)
-
-    @app.post("/reset")
-    def reset() -> dict[str, str]:
-        """Answer as Transformers' server, which unloads its models."""
-        return {"status": "ok"}
 
     @app.get("/health")
     def show_health() -> JSONResponse:
@@ -136,9 +111,7 @@ class _Server(uvicorn.Server):
 
 def run(app: Gate, listener: socket.socket, *, log_level: str = "info") -> None:
     """Answer requests at a listening socket until the process is interrupted. The log goes to standard error."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
-    logging.getLogger("uvicorn").addHandler(handler)
+    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     config = uvicorn.Config(
         app, log_config=None, log_level=log_level, timeout_graceful_shutdown=GRACE_SECONDS, lifespan="off"
     )

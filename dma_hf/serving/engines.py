@@ -108,18 +108,15 @@ class Engine(ABC):
 
     is_alive: Any = True
     """Whether answers can be generated."""
+    room: int | None
+    """Maximum tokens of a request, prompt and answer together; ``None`` without a limit."""
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         if not hasattr(tokenizer, "backend_tokenizer"):
             kind = type(tokenizer).__name__
             raise TypeError(f"tokenizer: expected one of the tokenizers library, which decodes streams; got a {kind}")
         self.model, self.tokenizer = model, tokenizer
-        self.positions: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-
-    @property
-    def room(self) -> int | None:
-        """Maximum tokens of a request, prompt and answer together; ``None`` without a limit."""
-        return self.positions
+        self.room = getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
     @abstractmethod
     def start(self, answer: Answer, inputs: Any, config: GenerationConfig, body: Any, parser: Any) -> None:
@@ -165,7 +162,7 @@ class Sequential(Engine):
             streamer.cancel()  # a running call ends at its next token, or layer
             future.cancel()  # a waiting call never begins
 
-        def settle(done: asyncio.Future[None]) -> None:
+        def settle(done: asyncio.Future[None]) -> None:  # a cancelled answer has no reader for its error
             if not done.cancelled() and (error := done.exception()) is not None:
                 answer.fail(ApiError(f"generation failed: {error}", status=500))
 
@@ -185,8 +182,6 @@ class Sequential(Engine):
         self._running = answer
         try:
             self.model.generate(**inputs, **options, streamer=answer.streamer)
-        except GenerationCancelled:
-            pass
         finally:
             self._running = None
 
@@ -206,11 +201,8 @@ class _BreakTies(LogitsProcessor):  # type: ignore[misc]
         return scores.scatter(-1, best, torch.nextafter(value, torch.full_like(value, torch.inf)))
 
 
-UNBATCHED = (
-    *("epsilon_cutoff", "eta_cutoff", "min_new_tokens", "min_p"),
-    *("no_repeat_ngram_size", "repetition_penalty", "typical_p"),
-)
-"""Fields of a request's ``generation_config`` that continuous batching lacks, in alphabetical order."""
+BATCHED = {"do_sample", "temperature", "top_p", "top_k", "max_new_tokens", "eos_token_id"}
+"""Fields of a request's ``generation_config`` that continuous batching has."""
 
 
 class Batched(Engine):
@@ -238,17 +230,18 @@ class Batched(Engine):
             time.sleep(0.01)
         if not self.is_alive:
             raise RuntimeError(self._reason)
+        cache_room = self._cache_room()
+        self.room = min(cache_room, self.room or cache_room)
 
-    @property
-    def room(self) -> int | None:
+    def _cache_room(self) -> int:
+        """Return how many tokens of one request the paged cache holds."""
         cache = self._manager.batch_processor.cache
         allocators = cache.cache_allocators.values()
         fixed = [each for each in allocators if getattr(each, "has_one", False)]
         token_bytes = sum(each.bytes_per_block / each.tokens_per_page for each in allocators if each not in fixed)
         # A sector belongs to one kind of block at a time, so that one of each kind may be filled in part.
         free = (cache.num_sectors - len(allocators)) * cache.bytes_per_sector
-        room = int((free - sum(each.bytes_per_block for each in fixed)) / token_bytes)
-        return min(room, self.positions or room)
+        return int((free - sum(each.bytes_per_block for each in fixed)) / token_bytes)
 
     @property
     def is_alive(self) -> bool:
@@ -297,13 +290,12 @@ class Batched(Engine):
 
     def _refuse(self, config: GenerationConfig, body: GenerationRequest) -> None:
         asked = [name for name in ("logit_bias", "frequency_penalty", "presence_penalty") if getattr(body, name)]
-        asked += ["seed"] if body.seed is not None and config.do_sample else []
-        asked += [
-            f"generation_config.{each}" for each in UNBATCHED if getattr(body.generation_config, each) is not None
-        ]
-        for name in asked[:1]:
-            message = f"{name}: continuous batching does not support it; serve without --continuous-batching"
-            raise ApiError(message, param=name)
+        if body.seed is not None and config.do_sample:
+            asked.append("seed")
+        asked += [f"generation_config.{name}" for name in body.generation_config.model_fields_set - BATCHED]
+        if asked:
+            message = f"{asked[0]}: continuous batching does not support it; serve without --continuous-batching"
+            raise ApiError(message, param=asked[0])
 
     @property
     def _reason(self) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +15,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .requests import ApiError
 
 MOST_BYTES = 32 << 20  # of a request's body
-REQUEST_ID = b"x-request-id"
 
 
 class Gate:
@@ -36,7 +34,7 @@ class Gate:
         self._closed = asyncio.Event()
 
     def close(self) -> None:
-        """End all requests with status 503 and refuse new ones. A signal handler of the main thread may call it."""
+        """End all requests with status 503, also later ones. A signal handler of the main thread may call it."""
         self._closed.set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -44,15 +42,11 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = dict(scope["headers"]).get(REQUEST_ID) or str(uuid.uuid4()).encode()
         has_begun = False
 
         async def send_on(message: Message) -> None:
             nonlocal has_begun
-            if message["type"] == "http.response.start":
-                has_begun = True
-                if REQUEST_ID not in dict(message["headers"]):  # of a gate on a replica
-                    message["headers"] = [*message["headers"], (REQUEST_ID, request_id)]
+            has_begun = True
             await send(message)
 
         try:
@@ -64,13 +58,11 @@ class Gate:
             if has_begun:
                 await send({"type": "http.response.body", "body": error.event(scope["path"]).encode()})
             else:
-                await JSONResponse(error.body, error.status)(scope, receive, send_on)
+                await JSONResponse(error.body, error.status)(scope, receive, send)
 
     @contextmanager
     def _admitted(self, scope: Scope) -> Iterator[None]:
         is_health = scope["path"] == "/health" and scope["method"] in ("GET", "HEAD")
-        if self._closed.is_set() and not is_health:
-            raise _closed()
         if self._api_key is not None and not is_health:
             given = dict(scope["headers"]).get(b"authorization", b"")
             if not hmac.compare_digest(given, f"Bearer {self._api_key}".encode()):
@@ -105,7 +97,7 @@ class Gate:
             if answering.done():
                 await answering
             elif self._closed.is_set():
-                raise _closed()
+                raise ApiError("the server is shutting down", status=503)
         finally:
             for task in tasks:
                 task.cancel()
@@ -124,10 +116,6 @@ def receiver(body: bytes) -> Receive:
         return bodies.pop()
 
     return receive
-
-
-def _closed() -> ApiError:
-    return ApiError("the server is shutting down", status=503)
 
 
 def overloaded(reason: str) -> ApiError:

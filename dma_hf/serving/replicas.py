@@ -22,7 +22,7 @@ from ray.exceptions import NodeDiedError, RayActorError, RayError, TaskCancelled
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
-from starlette.routing import Mount, Route, Router
+from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .engines import Engine
@@ -95,14 +95,39 @@ class Model:
             await asyncio.wait({running})
 
 
-class Forward:
-    """An ASGI application that forwards each request to a replica."""
+def _explain(failure: BaseException) -> ApiError:
+    """Return the answer to a client for a failure."""
+    if isinstance(failure, BackPressureError):
+        return overloaded("all replicas are busy and the queue is full (--max-queued)")
+    if isinstance(failure, _LOST):
+        message = "the replica that computed this answer has died; send the request again"
+        return ApiError(message, code="replica_died", status=503)
+    if isinstance(failure, (DeploymentUnavailableError, TaskCancelledError)):
+        return ApiError(f"no replica can answer: {failure}", status=503)
+    return ApiError(f"the server failed: {failure}", status=500)
 
-    def __init__(self, model: DeploymentHandle[Any]) -> None:
+
+def _show_health(_: Request) -> JSONResponse:
+    """Answer whether a replica runs, and how many do."""
+    status = serve.status().applications[serve.get_replica_context().app_name].deployments[Model.__name__]
+    running = status.replica_states.get("RUNNING", 0)
+    return JSONResponse({"status": "ok" if running else "error", "replicas": running}, 200 if running else 503)
+
+
+class Gateway:
+    """The entry point for clients. It forwards each request to a replica."""
+
+    def __init__(self, model: DeploymentHandle[Any], api_key: str | None, key_variable: str) -> None:
         self._model = model.options(stream=True, method_name="answer")
+        router = Router([Route("/health", _show_health)], default=self._forward)
+        self._gate = Gate(router, api_key=api_key or os.environ.get(key_variable))
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request.
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        """Return the application that Ray Serve's proxies call."""
+        return self._gate
+
+    async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a replica answer a request.
 
         Raises:
             ApiError: No replica has answered it, or one died in the middle.
@@ -126,37 +151,6 @@ class Forward:
             except (RayError, RayServeException) as failure:
                 if is_sent or not isinstance(failure, _LOST) or attempt == ATTEMPTS:
                     raise _explain(failure) from failure
-
-
-def _explain(failure: BaseException) -> ApiError:
-    """Return the answer to a client for a failure."""
-    if isinstance(failure, BackPressureError):
-        return overloaded("all replicas are busy and the queue is full (--max-queued)")
-    if isinstance(failure, _LOST):
-        message = "the replica that computed this answer has died; send the request again"
-        return ApiError(message, code="replica_died", status=503)
-    if isinstance(failure, (DeploymentUnavailableError, TaskCancelledError)):
-        return ApiError(f"no replica can answer: {failure}", status=503)
-    return ApiError(f"the server failed: {failure}", status=500)
-
-
-def _show_health(_: Request) -> JSONResponse:
-    """Answer whether a replica runs, and how many do."""
-    status = serve.status().applications[serve.get_replica_context().app_name].deployments[Model.__name__]
-    running = status.replica_states.get("RUNNING", 0)
-    return JSONResponse({"status": "ok" if running else "error", "replicas": running}, 200 if running else 503)
-
-
-class Gateway:
-    """The entry point for clients."""
-
-    def __init__(self, model: DeploymentHandle[Any], api_key: str | None, key_variable: str) -> None:
-        routes = [Route("/health", _show_health), Mount("/", Forward(model))]
-        self._gate = Gate(Router(routes), api_key=api_key or os.environ.get(key_variable))
-
-    def __serve_build_asgi_app__(self) -> ASGIApp:
-        """Return the application that Ray Serve's proxies call."""
-        return self._gate
 
 
 def make_application(

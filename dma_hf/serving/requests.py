@@ -7,7 +7,6 @@ A field that a model lacks is refused too, unless it is ``null`` or cannot chang
 from __future__ import annotations
 
 import json
-import re
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
@@ -84,11 +83,7 @@ def _as_parts(value: Any) -> Any:
 
 def _as_text(value: Any) -> Any:
     """Unpack a list of one prompt."""
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
-        return value[0]
-    if isinstance(value, list):
-        raise ValueError("expected one text; this server takes neither several prompts nor token ids")
-    return value
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
 def _as_items(value: Any) -> Any:
@@ -319,11 +314,10 @@ def check(kind: type[Body], body: bytes) -> Body:
         first = error.errors(include_url=False)[0]
     names = [f"[{each}]" if isinstance(each, int) else f".{each}" for each in first["loc"] if each != "[key]"]
     param = "".join(names).lstrip(".")
-    message = first["msg"].removeprefix("Value error, ")
+    message = first["msg"]
     if first["type"] == "extra_forbidden":
-        way_out = [f" or send {json.dumps(each)}" for each in NEUTRAL.get(str(first["loc"][-1]), ())]
-        message = "".join(["this server does not support it; leave it out", *way_out])
-    inner = re.match(r"(\w+): (.*)", message)  # of a check of several fields, which names the one
-    if first["type"] == "value_error" and inner is not None:
-        param, message = f"{param}.{inner[1]}".lstrip("."), inner[2]
+        message = "this server does not support it; leave it out"
+    elif first["type"] == "value_error":  # of a check of several fields, which names the one
+        name, _, message = str(first["ctx"]["error"]).partition(": ")
+        param = f"{param}.{name}".lstrip(".")
     raise ApiError(f"{param or 'the body: expected a JSON object'}: {message}", param=param or None)

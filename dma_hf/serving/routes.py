@@ -38,11 +38,27 @@ GREEDY_TEMPERATURE = 1e-5  # and below: logits would overflow
 SAMPLE = 64  # characters for each token of the server's limit
 
 
+class _OneModel(ModelManager):  # type: ignore[misc]
+    """A manager of one loaded model, which it never unloads or loads again."""
+
+    def __init__(self, engine: Engine, name: str) -> None:
+        super().__init__(model_timeout=-1)
+        self._engine, self._name = engine, name
+
+    def process_model_name(self, model_id: str) -> str:
+        """Return the name that answers carry: the one that the model is listed and requested by."""
+        return self._name
+
+    def load_model_and_processor(self, *arguments: Any, **options: Any) -> tuple[Any, Any]:
+        """Return the model and its tokenizer. A request for another model was refused before."""
+        return self._engine.model, self._engine.tokenizer
+
+
 class _Generation(GenerationState):  # type: ignore[misc]
     """The generator that Transformers' handlers call for one request, and the manager that they get from it."""
 
     def __init__(self, engine: Engine, body: GenerationRequest, param: str) -> None:
-        super().__init__(isinstance(engine, Batched))
+        super().__init__()
         self._engine, self._body, self._param = engine, body, param
         self.answer = Answer(body.stop)
 
@@ -58,14 +74,7 @@ class _Generation(GenerationState):  # type: ignore[misc]
         """Do nothing, because the engine already runs."""
 
     def generate_streaming(
-        self,
-        model: Any,
-        processor: Any,
-        inputs: Any,
-        config: GenerationConfig,
-        *,
-        response_parser: Any = None,
-        **_: Any,
+        self, model: Any, processor: Any, inputs: Any, config: GenerationConfig, response_parser: Any = None, **_: Any
     ) -> tuple[Answer, Answer]:
         """Start the answer, and return it as the queue and as the streamer.
 
@@ -88,7 +97,7 @@ class _Generation(GenerationState):  # type: ignore[misc]
             asked = f"{prompt_tokens} tokens" + (f" and {name} is {limit}" if limit is not None else "")
             raise too_long(room, asked, self._param if prompt_tokens >= room else name)
         vars(config).update(body.generation_config.model_dump(exclude_none=True))
-        sampling = {name: value for name in ("temperature", "top_p") if (value := getattr(body, name)) is not None}
+        sampling = body.model_dump(include={"temperature", "top_p"}, exclude_none=True)
         vars(config).update(sampling, do_sample=config.do_sample or bool(sampling))
         config.max_new_tokens = limit or config.max_new_tokens
         if room is not None:
@@ -122,8 +131,9 @@ class Route:
     prefix = ""  # of the ids of answers
     end = "data: [DONE]\n\n"  # of a stream
 
-    def __init__(self, models: ModelManager, engine: Engine, name: str) -> None:
-        self._models, self._engine, self._name = models, engine, name
+    def __init__(self, engine: Engine, name: str) -> None:
+        self._engine, self._name = engine, name
+        self._models = _OneModel(engine, name)
 
     async def answer(self, request: Request) -> Response:
         """Answer a request, at once or as a stream.
@@ -135,15 +145,15 @@ class Route:
         if body.model not in (None, self._name):
             message = f"this server is pinned to {self._name!r}; requested {body.model!r}"
             raise ApiError(message, param="model", code="model_not_found")
-        if self.param != "prompt":
-            self._check_template(body)
+        passed = body.passed_on() | {"model": self._name, "stream": True}  # so that all answers share one path
+        if passed.get("tools"):
+            self._check_tools()
         await self._check_length(getattr(body, self.param))
         generation = _Generation(self._engine, body, self.param)
         handler = self.handler(self._models, generation)
-        passed = body.passed_on() | {"model": self._name, "stream": True}  # so that all answers share one path
         try:
             events = await handler.handle_request(passed, f"{self.prefix}{uuid.uuid4().hex}")
-        except (ValueError, TypeError, TemplateError) as error:  # of the template
+        except (ValueError, TypeError, TemplateError) as error:  # of the chat template, or because there is none
             raise ApiError(str(error), param=self.param) from error
         request.state.answer = generation.answer
         pieces = _pieces(events, generation.answer)
@@ -151,14 +161,9 @@ class Route:
             return StreamingResponse(self._stream(pieces, generation.answer, body.stream_options), media_type=SSE)
         return JSONResponse(self._join([piece async for piece in pieces]))
 
-    def _check_template(self, body: GenerationRequest) -> None:
-        tokenizer = self._engine.tokenizer
-        if tokenizer.chat_template is None:
-            message = "the model's tokenizer has no chat template; /v1/completions takes plain text"
-            raise ApiError(message, param=self.param)
-        if body.passed_on().get("tools") and (
-            "tools" not in str(tokenizer.chat_template) or get_response_template(tokenizer, self._engine.model) is None
-        ):
+    def _check_tools(self) -> None:
+        tokenizer, model = self._engine.tokenizer, self._engine.model
+        if "tools" not in str(tokenizer.chat_template) or get_response_template(tokenizer, model) is None:
             raise ApiError("tools: the model's chat template has none", param="tools")
 
     async def _check_length(self, text: Any) -> None:
@@ -179,11 +184,10 @@ class Route:
         In the others it is null, or counts the tokens so far.
         """
         piece: dict[str, Any] = {}
-        usage: dict[str, Any] | None = None
         try:
             async for piece in pieces:
                 if "choices" in piece:
-                    usage = piece.pop("usage", None)
+                    piece.pop("usage", None)
                     if options.include_usage:
                         piece["usage"] = answer.usage if options.continuous_usage_stats else None
                 yield f"data: {json.dumps(piece)}\n\n"
@@ -191,7 +195,7 @@ class Route:
             yield error.event(self.path)
             return
         if options.include_usage and "choices" in piece:
-            yield f"data: {json.dumps(piece | {'choices': [], 'usage': usage})}\n\n"
+            yield f"data: {json.dumps(piece | {'choices': [], 'usage': answer.usage})}\n\n"
         yield self.end
 
     def _join(self, pieces: list[dict[str, Any]]) -> dict[str, Any]:

@@ -17,8 +17,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.error import HTTPError
-from urllib.request import ProxyHandler, Request, build_opener
+from urllib.request import ProxyHandler, build_opener
 
+import openai
 import pytest
 import torch
 from dma_eval.commands import serve
@@ -63,9 +64,8 @@ def question(folder):
 class Client:
     """Talks to a server at an address."""
 
-    def __init__(self, address: str, process: subprocess.Popen[str] | None = None) -> None:
+    def __init__(self, address: str) -> None:
         self._address = address
-        self.process = process
         self._open = build_opener(ProxyHandler({})).open
 
     def get(self, path):
@@ -97,16 +97,15 @@ class Client:
 
     def _post(self, path, body):
         timeout = body.pop("timeout", TIMEOUT)
-        headers = {"Content-Type": "application/json"} | body.pop("headers", {})
-        return self._open(Request(self._address + path, json.dumps(body).encode(), headers), timeout=timeout)
+        return self._open(self._address + path, json.dumps(body).encode(), timeout=timeout)
 
 
 @contextmanager
-def _serving(*arguments, stop=signal.SIGINT, **variables):
+def _serving(*arguments, stop=signal.SIGINT):
     """Run the command at any free port; it must draw no bars of libraries, and stop by itself when interrupted."""
     path = os.pathsep.join(str(ROOT / name) for name in (".", "kernels", "eval"))
     environment = {name: value for name, value in os.environ.items() if "TQDM" not in name and "PROGRESS" not in name}
-    environment |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "NO_PROXY": "*"} | variables
+    environment |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "NO_PROXY": "*"}
     command = [sys.executable, "-m", "dma_eval", "serve", "--port", "0", "--host", "127.0.0.1", "--device", "cpu"]
     process = subprocess.Popen(
         [*command, *map(str, arguments)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -114,7 +113,7 @@ def _serving(*arguments, stop=signal.SIGINT, **variables):
     try:
         line = process.stdout.readline()  # ends with the process too
         assert " at http://127.0.0.1:" in line, line + process.stderr.read()
-        yield Client(line.split()[-1].removesuffix("/v1"), process)
+        yield Client(line.split()[-1].removesuffix("/v1"))
         start = time.perf_counter()
         process.send_signal(stop)
         _, told = process.communicate(timeout=TIMEOUT)
@@ -194,16 +193,15 @@ def test_plain_text(client, expected, question):
 
 
 CHAT = [{"role": "user", "content": "The captain"}]
+NESTED = json.loads('{"a":' * 900 + "1" + "}" * 900)
 
 
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
         *(("chat/completions", {"messages": messages}, param) for messages, param in [
-            ("hello", "messages"),
             ([], "messages"),
             (["hello"], "messages[0]"),
-            ([{"content": "hello"}], "messages[0].role"),
             ([{"role": "robot", "content": "hello"}], "messages[0].role"),
             ([{"role": "user"}], "messages[0].content"),
             ([{"role": "user", "content": ""}], "messages"),
@@ -214,57 +212,44 @@ CHAT = [{"role": "user", "content": "The captain"}]
         *(("chat/completions", {"messages": CHAT, **fields}, next(iter(fields))) for fields in [
             {"n": 2},
             {"logprobs": True},
-            {"top_logprobs": 3},
             {"response_format": {"type": "json_object"}},
             {"tools": [{"type": "function", "function": {"name": "add"}}]},
             {"tool_choice": "required"},
-            {"functions": [{"name": "add"}]},
             {"temperature": -1},
             {"temperature": "hot"},
             {"top_p": 2},
             {"frequency_penalty": 3},
             {"logit_bias": {"4096": 1}},
-            {"max_completion_tokens": 0},
             {"max_completion_tokens": 5000},
             {"stop": list("abcde")},
             {"stream_options": {"include_usage": True}},
             {"reasoning_effort": "high"},
             {"store": True},
             {"top_k": 5},
-            {"model": "another"},
             {"generation_config": "{"},
             {"generation_config": "[" * 100_000},
         ]),
         *(("responses", {"input": "word", "generation_config": text}, f"generation_config.{name}") for text, name in [
             ('{"num_beams": 2}', "num_beams"),
-            ('{"num_return_sequences": 3}', "num_return_sequences"),
-            ('{"cache_implementation": "static"}', "cache_implementation"),
-            ('{"prompt_lookup_num_tokens": 3}', "prompt_lookup_num_tokens"),
-            ('{"validate": 1}', "validate"),
             ('{"eos_token_id": "x"}', "eos_token_id[0]"),
             ('{"max_new_tokens": "5"}', "max_new_tokens"),
             ('{"temperature": NaN}', "temperature"),
         ]),
         ("responses", {"input": "word", "chat_template_kwargs": {}}, "chat_template_kwargs"),
-        *(("chat/completions", {"messages": CHAT, option: {name: value}}, f"{option}.{name}")
-          for option, name, value in [
-            ("chat_template_kwargs", "chat_template", "{% for i in range(9) %}{% endfor %}"),
-            ("chat_template_kwargs", "padding", "max_length"),
-            ("chat_template_kwargs", "max_length", 1_000_000_000),
-            ("chat_template_kwargs", "return_assistant_tokens_mask", True),
-        ]),
+        *(("chat/completions", {"messages": CHAT, "chat_template_kwargs": {name: 1}}, f"chat_template_kwargs.{name}")
+          for name in ("chat_template", "padding", "max_length", "return_assistant_tokens_mask")),
+        ("chat/completions", {"messages": CHAT, "chat_template_kwargs": NESTED}, None),
         *(("completions", fields, param) for fields, param in [
             ({}, "prompt"),
             ({"prompt": ""}, "prompt"),
             ({"prompt": ["one", "two"]}, "prompt"),
             ({"prompt": [5, 6]}, "prompt"),
             ({"prompt": "word " * 5000}, "prompt"),
+            ({"prompt": "word " * 1_000_000}, "prompt"),
             ({"prompt": "word", "logit_bias": {"9" * 5000: 1}}, f"logit_bias.{'9' * 5000}"),
             ({"prompt": "word", "logit_bias": {"-1": 1}}, "logit_bias.-1"),
-            ({"prompt": "word", "max_tokens": -3}, "max_tokens"),
-            ({"prompt": "word", "echo": True}, "echo"),
+            ({"prompt": "word", "max_tokens": 0}, "max_tokens"),
             ({"prompt": "word", "suffix": "s"}, "suffix"),
-            ({"prompt": "word", "best_of": 2}, "best_of"),
             ({"prompt": "word", "logprobs": 0}, "logprobs"),
         ]),
         *(("responses", fields, param) for fields, param in [
@@ -300,28 +285,11 @@ def test_fields_that_change_nothing_are_accepted(client, expected, asked):
     assert answer["choices"][0]["message"]["content"] == expected["+int4"]
 
 
-def test_a_body_that_is_no_object(client):
+@pytest.mark.parametrize("body", [b"{", b"5"])
+def test_a_body_that_is_no_object(client, body):
     with pytest.raises(HTTPError) as refused:
-        client._open(client._address + "/v1/completions", b"{", timeout=TIMEOUT)
-    assert refused.value.code == 400
-    assert "expected a JSON object" in json.load(refused.value)["error"]["message"]
-
-
-def test_a_body_that_is_nested_too_deeply(client):
-    nested = json.loads('{"a":' * 900 + "1" + "}" * 900)
-    status, error = client.refused("/v1/chat/completions", messages=CHAT, chat_template_kwargs=nested)
-    assert (status, error["message"][:55]) == (400, "the body: expected a JSON object: Invalid JSON: recursi")
-
-
-def test_a_text_far_too_long_is_refused_without_counting_all_its_tokens(client):
-    status, error = client.refused("/v1/completions", prompt="word " * 1_000_000)
-    assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", "prompt")
-    assert "the prompt has more than 8192 tokens" in error["message"]
-
-
-def test_a_name_that_is_no_text_is_refused(client):
-    assert client.refused("/load_model", model=5)[1]["message"] == "model: Input should be a valid string"
-    assert client.refused("/load_model")[0] == 400
+        client._open(client._address + "/v1/completions", body, timeout=TIMEOUT)
+    assert (refused.value.code, json.load(refused.value)["error"]["param"]) == (400, None)
 
 
 def test_a_method_that_a_route_lacks(client):
@@ -330,20 +298,8 @@ def test_a_method_that_a_route_lacks(client):
     assert (refused.value.code, refused.value.headers["Allow"]) == (405, "POST")
 
 
-def test_each_answer_has_the_id_of_its_request(client):
-    headers = {"Content-Type": "application/json", "x-request-id": "mine"}
-    for path, body in (("/load_model", b'{"model": "m"}'), ("/nowhere", b"")):
-        try:
-            response = client._open(Request(client._address + path, body, headers), timeout=TIMEOUT)
-        except HTTPError as error:
-            response = error
-        assert response.headers["x-request-id"] == "mine"
-        response.close()
-
-
 def test_an_unknown_route(client):
     assert client.refused("/v1/embeddings", input="word")[0] == 404
-    assert client.refused("/v1/systemone", input="word")[0] == 404
 
 
 def test_sampling(client, question):
@@ -377,8 +333,7 @@ def test_a_stream_has_its_usage_once_and_only_if_asked_for(client, path):
     assert not any("usage" in event for event in plain)
     reasons = [None] * (len(plain) - 1) + ["length"]
     assert [event["choices"][0]["finish_reason"] for event in plain] == reasons
-    for options in ({}, {"include_usage": False}):
-        assert len(client.stream(f"/v1/{path}", **asked, stream_options=options)) == len(plain)
+    assert len(client.stream(f"/v1/{path}", **asked, stream_options={"include_usage": False})) == len(plain)
     *events, last = client.stream(f"/v1/{path}", **asked, stream_options={"include_usage": True})
     assert [event["usage"] for event in events] == [None] * len(plain)
     assert [event["choices"][0]["finish_reason"] for event in events] == reasons
@@ -395,9 +350,6 @@ def test_a_stream_counts_its_tokens_in_every_piece_if_asked_for(client, path):
     assert counts == sorted(counts)
     assert counts[-1] == last["usage"]["completion_tokens"] == 3
     assert {event["usage"]["prompt_tokens"] for event in events} == {last["usage"]["prompt_tokens"]}
-    unused = options | {"include_usage": False}
-    events = client.stream(f"/v1/{path}", **asked, max_tokens=3, temperature=0, stream_options=unused)
-    assert not any("usage" in event for event in events)
 
 
 def test_a_client_that_leaves_frees_its_request(client):
@@ -412,7 +364,6 @@ def test_a_client_that_leaves_frees_its_request(client):
 
 
 def test_the_openai_client(client, expected, question):
-    openai = pytest.importorskip("openai")
     asked = openai.OpenAI(base_url=f"{client._address}/v1", api_key="none", max_retries=0)
     (model,) = asked.models.list().data
     chat = [{"role": "user", "content": question}]
@@ -450,11 +401,6 @@ def test_the_server_stops_whatever_runs(folder, stop):
     assert [status.result(TIMEOUT) for status in statuses] == [503, 503]
 
 
-def test_responses(client, expected, question):
-    answer = client.post("/v1/responses", input=question, max_output_tokens=NEW_TOKENS, temperature=0, stream=False)
-    assert answer["output"][0]["content"][0]["text"] == expected["+int4"]
-
-
 def test_the_model_is_the_only_one(client, folder, asked):
     (entry,) = client.get("/v1/models")["data"]
     assert entry["id"] == str(folder)
@@ -462,59 +408,10 @@ def test_the_model_is_the_only_one(client, folder, asked):
     assert entry["attention"].endswith("+int4")
     assert client.get(f"/v1/models/{folder}") == entry
     status, error = client.refused("/v1/chat/completions", **asked, model="another")
-    assert (status, error["code"]) == (400, "model_not_found")
-    assert "pinned to" in error["message"]
+    assert (status, error["code"], error["param"]) == (400, "model_not_found", "model")
     assert client.stream("/load_model", model=str(folder))[0]["status"] == "ready"  # as `transformers chat` begins
     assert client.stream("/load_model", model="another")[0]["status"] == "error"
-
-
-@pytest.fixture(scope="module")
-def hub(folder, tmp_path_factory):
-    """A cache of the Hub that holds a model by the name ``org/tiny``."""
-    commit = "0" * 40
-    cache = tmp_path_factory.mktemp("home") / "hub"
-    repository = cache / "models--org--tiny"
-    shutil.copytree(folder, repository / "snapshots" / commit)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text(commit)
-    return cache
-
-
-@pytest.mark.slow
-def test_answers_with_an_api_key_name_a_model_of_the_hub_as_the_server_lists_it(hub):
-    openai = pytest.importorskip("openai")
-    variables = {"HF_HUB_CACHE": str(hub), "DMA_HF_API_KEY": "secret"}
-    with _serving("org/tiny", "--dtype", "float32", **variables) as client:
-        for headers in ({}, {"Authorization": "Bearer wrong"}):
-            status, error = client.refused("/v1/completions", prompt="word", headers=headers)
-            assert (status, error["code"]) == (401, "invalid_api_key")
-        assert client.get("/health") == {"status": "ok"}
-        key = {"Authorization": "Bearer secret"}
-        asked = openai.OpenAI(base_url=f"{client._address}/v1", api_key="secret", max_retries=0)
-        (listed,) = asked.models.list().data
-        assert listed.id == asked.models.retrieve("org/tiny").id == "org/tiny"
-        common = {"model": listed.id, "temperature": 0}
-        chat = common | {"messages": CHAT, "max_tokens": 2}
-        text = common | {"prompt": "The captain", "max_tokens": 2}
-        response = common | {"input": "The captain", "max_output_tokens": 2}
-        names = {asked.chat.completions.create(**chat).model, asked.completions.create(**text).model}
-        names |= {asked.responses.create(**response).model}
-        names |= {piece.model for piece in asked.chat.completions.create(**chat, stream=True)}
-        names |= {piece.model for piece in asked.completions.create(**text, stream=True)}
-        events = asked.responses.create(**response, stream=True)
-        names |= {event.response.model for event in events if hasattr(event, "response")}
-        assert names == {listed.id}
-        ready = {"status": "ready", "model": "org/tiny", "cached": True}
-        assert client.stream("/load_model", model="org/tiny", headers=key) == [ready]
-        _, error = client.refused("/v1/completions", prompt="word", model="org/tiny@dev", headers=key)
-        assert error["code"] == "model_not_found"
-
-
-def test_the_model_stays_after_a_reset(client, expected, asked):
-    """Transformers' own manager would load it again, with SDPA."""
-    assert client.post("/reset") == {"status": "ok"}
-    assert client.post("/v1/chat/completions", **asked)["choices"][0]["message"]["content"] == expected["+int4"]
-    assert client.get("/health") == {"status": "ok"}
+    assert client.refused("/load_model", model=5)[1]["param"] == "model"
 
 
 @pytest.mark.slow
@@ -534,6 +431,8 @@ def test_continuous_batching(suffix, end, folder, expected, question):
         cold = client.post("/v1/completions", **body | {"temperature": 1e-300})["choices"][0]["text"]
         for field in ({"seed": 1, "temperature": 1}, {"logit_bias": {"5": 1}}, {"presence_penalty": 1}):
             assert client.refused("/v1/completions", **body | field)[1]["param"] == next(iter(field))
+        refused = client.refused("/v1/completions", **body, generation_config='{"top_k": 5, "min_p": 0.1}')
+        assert refused[1]["param"] == "generation_config.min_p"
         statuses = _occupied(client, 3)
     assert [status.result(TIMEOUT) for status in statuses] == [503] * 3
     assert [answer["choices"][0]["text"] for answer in answers] == [expected[suffix]] * 3
@@ -562,14 +461,20 @@ async def _ask(gate, path, method="GET", key=None, *, body=b"", sent=None):
     return status
 
 
-def test_a_model_that_is_loaded_already_is_served():
-    """As the guide shows it for Python."""
-    loaded = load_model(str(DEMO_MODEL), dtype="float32", device="cpu")
-    gate, sent = make_app(Sequential(loaded.model, loaded.tokenizer)), []
-    body = {"prompt": "The captain", "max_tokens": 2, "temperature": 0}
-    assert asyncio.run(_ask(gate, "/v1/completions", "POST", body=json.dumps(body).encode(), sent=sent)) == 200
-    answer = json.loads(sent[-1]["body"])
-    assert (answer["model"], answer["usage"]["completion_tokens"]) == (str(DEMO_MODEL), 2)
+@pytest.mark.parametrize(
+    ("path", "body", "name"),
+    [
+        ("completions", {"prompt": "The captain", "max_tokens": 2}, None),
+        ("chat/completions", {"messages": CHAT, "max_tokens": 2}, "org/tiny"),
+        ("responses", {"input": "The captain", "max_output_tokens": 2}, "org/tiny"),
+    ],
+)
+def test_a_model_that_is_loaded_already_is_served(folder, path, body, name):
+    """As the guide shows it for Python. Transformers would add a revision to the name."""
+    loaded = load_model(str(folder), dtype="float32", device="cpu")
+    gate, sent = make_app(Sequential(loaded.model, loaded.tokenizer), name=name), []
+    assert asyncio.run(_ask(gate, f"/v1/{path}", "POST", body=json.dumps(body).encode(), sent=sent)) == 200
+    assert json.loads(sent[-1]["body"])["model"] == (name or str(folder))
 
 
 async def _answer_all(scope, receive, send):
@@ -583,10 +488,8 @@ async def _answer_all(scope, receive, send):
         ("GET", "/health", None, 200),
         ("HEAD", "/health", None, 200),
         ("POST", "/health", None, 401),
-        ("PUT", "/health", None, 401),
-        ("POST", "/health", "secret", 200),
         ("GET", "/v1/models", None, 401),
-        ("GET", "/v1/models", "secret", 200),
+        ("GET", "/v1/models", "wrong", 401),
         ("POST", "/v1/completions", "secret", 200),
     ],
 )
@@ -596,34 +499,26 @@ def test_only_reading_health_needs_no_key(method, path, key, status):
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "key"), [("POST", "/health", None), ("GET", "/health", None), ("GET", "/v1/models", "secret")]
+    ("method", "path", "key", "status"),
+    [
+        ("POST", "/v1/completions", "secret", 429),
+        ("POST", "/v1/completions", None, 200),
+        ("POST", "/health", None, 200),
+        ("GET", "/v1/models", "secret", 200),
+    ],
 )
-def test_requests_that_generate_nothing_take_no_slots(method, path, key):
+def test_only_requests_that_generate_and_have_the_key_are_limited(method, path, key, status):
     async def ask():
         gate = Gate(_answer_all, api_key="secret", most=2)
-        others = [asyncio.create_task(_ask(gate, path, method, key, body=None)) for _ in range(3)]
+        others = [asyncio.create_task(_ask(gate, path, method, key, body=None)) for _ in range(2)]
         await asyncio.sleep(0)
-        status = await _ask(gate, "/v1/completions", "POST", "secret")
-        for other in others:
-            other.cancel()
-        await asyncio.wait(others)
-        return status
-
-    assert asyncio.run(asyncio.wait_for(ask(), TIMEOUT)) == 200
-
-
-def test_requests_that_generate_are_limited():
-    async def ask():
-        gate = Gate(_answer_all, most=2)
-        others = [asyncio.create_task(_ask(gate, "/v1/completions", "POST", body=None)) for _ in range(2)]
-        await asyncio.sleep(0)
-        statuses = [await _ask(gate, path, method) for method, path in (("POST", "/v1/responses"), ("GET", "/health"))]
+        statuses = [await _ask(gate, "/v1/responses", "POST", "secret"), await _ask(gate, "/health")]
         for other in others:
             other.cancel()
         await asyncio.wait(others)
         return statuses
 
-    assert asyncio.run(asyncio.wait_for(ask(), TIMEOUT)) == [429, 200]
+    assert asyncio.run(asyncio.wait_for(ask(), TIMEOUT)) == [status, 200]
 
 
 def test_stopping_ends_open_requests_whether_they_have_begun_to_answer_or_not():
@@ -639,10 +534,10 @@ def test_stopping_ends_open_requests_whether_they_have_begun_to_answer_or_not():
         await asyncio.sleep(0.01)
         gate.close()
         statuses = await asyncio.wait_for(asyncio.gather(*asked), TIMEOUT)
-        return [*statuses, await _ask(gate, "/v1/models"), await _ask(gate, "/health")], sent
+        return [*statuses, await _ask(gate, "/v1/models")], sent
 
     statuses, sent = asyncio.run(stop())
-    assert statuses[:3] == [503, 200, 503]
+    assert statuses == [503, 200, 503]
     events = [message["body"] for message in sent if b"shutting down" in message.get("body", b"")]
     whole, event = (json.loads(body.removeprefix(b"data: ")) for body in events)
     assert (whole["error"]["type"], event["type"]) == ("server_error", "error")
@@ -661,7 +556,7 @@ def test_an_answer_is_cancelled_when_its_request_ends():
 
 def test_a_tokenizer_that_cannot_decode_streams_is_refused():
     loaded = load_model(str(DEMO_MODEL), dtype="float32", device="cpu")
-    with pytest.raises(TypeError, match=r"^tokenizer: expected one of the tokenizers library, .*; got a object$"):
+    with pytest.raises(TypeError, match="tokenizer: "):
         Sequential(loaded.model, object())
 
 
@@ -739,40 +634,43 @@ def test_batches_that_do_not_compile_are_an_error(monkeypatch):
         raise RuntimeError("no compiler\nlong output")
 
     monkeypatch.setattr("dma_hf.integrations.manager.DMAManager.warmup", fail)
-    with pytest.raises(UserError, match=r"dma_mxfp\+int8: no compiler"):
+    with pytest.raises(UserError, match="no compiler"):
         load(_options(attn="dma_mxfp+int8", continuous_batching=True, cache_gib=0.1, compile=True))
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([DEMO_MODEL, "--cache-gib", "1"], "--cache-gib is for --continuous-batching"),
-        ([DEMO_MODEL, "--compile"], "--compile is for --continuous-batching"),
-        ([DEMO_MODEL, "--port", "99999"], "'--port': Input should be less than or equal to 65535, got '99999'"),
-        ([DEMO_MODEL, "--host", "no.such.host.invalid", "--port", "0"], "cannot listen at no.such.host.invalid:0: "),
-        ([DEMO_MODEL, "--api-key", ""], "--api-key: expected a key, got ''"),
-        ([DEMO_MODEL, "--max-requests", "0"], "'--max-requests': Input should be greater than or equal to 1, got '0'"),
-        ([], "Missing argument 'NAME|FOLDER|FILE.gguf'"),
+        (["--cache-gib", "1"], "--cache-gib is for --continuous-batching"),
+        (["--compile"], "--compile is for --continuous-batching"),
+        (["--host", "no.such.host.invalid", "--port", "0"], "--port: cannot listen at no.such.host.invalid:0: "),
+        (["--api-key", ""], "--api-key: "),
+        (["--replicas", "3", "--max-replicas", "2"], "--max-replicas: "),
     ],
     ids=str,
 )
 def test_wrong_command_lines(arguments, message, run, refused):
-    assert message in refused(run("serve", *arguments))
+    assert message in refused(run("serve", DEMO_MODEL, *arguments))
 
 
 def test_a_port_in_use(run, refused):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         result = run("serve", DEMO_MODEL, "--host", "127.0.0.1", "--port", port)
-    assert f"--port: cannot listen at 127.0.0.1:{port}: Address already in use; choose another" in refused(result)
+    assert f"--port: cannot listen at 127.0.0.1:{port}: Address already in use; " in refused(result)
 
 
-def test_a_model_without_chat_template_triggers_a_warning(run, monkeypatch):
-    monkeypatch.setattr("dma_hf.serving.app.run", lambda *arguments, **options: None)
+def test_the_key_comes_from_the_environment_and_a_missing_chat_template_triggers_a_warning(run, monkeypatch):
+    gates = []
+    monkeypatch.setattr("dma_hf.serving.app.run", lambda gate, *arguments, **options: gates.append(gate))
     monkeypatch.setattr(serve, "_end_process", lambda: 0)
+    monkeypatch.setenv("DMA_HF_API_KEY", "secret")
     result = run("serve", DEMO_MODEL, "--device", "cpu", "--port", "0")
     assert result.exit_code == 0
-    assert "has no chat template, which /v1/chat/completions needs" in " ".join(result.stderr.split())
+    assert "has no chat template" in " ".join(result.stderr.split())
+    assert asyncio.run(_ask(gates[0], "/v1/models")) == 401
+    body = json.dumps({"messages": CHAT}).encode()
+    assert asyncio.run(_ask(gates[0], "/v1/chat/completions", "POST", "secret", body=body)) == 400
 
 
 @pytest.mark.parametrize(
@@ -799,5 +697,4 @@ def test_an_invalid_section_in_config_json_is_an_error(tmp_path):
 def test_packages_that_are_missing_are_named(run, refused, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(serve, "find_spec", lambda name: None if name == "uvicorn" else find(name))
-    message = refused(run("serve", DEMO_MODEL))
-    assert "serve needs uvicorn, not installed here: pip install 'dma-hf[serve]'" in message
+    assert "serve needs uvicorn, " in refused(run("serve", DEMO_MODEL))

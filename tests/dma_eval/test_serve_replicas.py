@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from urllib.request import ProxyHandler, build_opener
 
+import openai
 import psutil
 import pytest
 import yaml
@@ -28,7 +27,6 @@ from sampling import sampled
 
 ROOT = Path(__file__).parents[2]
 DEMO_MODEL = ROOT / "eval" / "dma_eval" / "assets" / "demo_model"
-TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 KEY = "secret"
 REQUESTS, CLIENTS, PROMPTS, NEW_TOKENS, LONG = 60, 8, 10, 6, 200
 MAX_REQUESTS, MAX_QUEUED = 8, 8
@@ -37,18 +35,10 @@ START_SECONDS, STOP_SECONDS, TIMEOUT = 300, 20, 120
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("served") / "model"
-    shutil.copytree(DEMO_MODEL, folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def expected(folder):
+def expected():
     """Prompts, with what one process says after them."""
     words = (DEMO_MODEL.parent / "heldout.txt").read_text(encoding="utf-8").split()
-    loaded = load_model(str(folder), dtype="float32", device="cpu")
+    loaded = load_model(str(DEMO_MODEL), dtype="float32", device="cpu")
     activate(loaded.model, parse_backends(["dma_mxfp"])[0])
 
     def say(prompt):
@@ -63,9 +53,8 @@ def expected(folder):
 class Server:
     """A server's process, and how to ask it."""
 
-    def __init__(self, process, address, model):
-        openai = pytest.importorskip("openai")
-        self.process, self.address, self.model = process, address, str(model)
+    def __init__(self, process, address):
+        self.process, self.address = process, address
         self.client = openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0, timeout=TIMEOUT)
         self.open = build_opener(ProxyHandler({})).open
 
@@ -79,41 +68,37 @@ class Server:
         return [each for each in children if "ServeReplica:dma-hf:Model" in " ".join(each.cmdline())]
 
     def complete(self, prompt, **options):
-        asked = {"model": self.model, "prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0} | options
+        asked = {"model": str(DEMO_MODEL), "prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0} | options
         return self.client.completions.create(**asked)
-
-    def chat(self, prompt, **options):
-        chat = [{"role": "user", "content": prompt}]
-        asked = {"model": self.model, "messages": chat, "max_tokens": NEW_TOKENS, "temperature": 0} | options
-        return self.client.chat.completions.create(**asked)
 
 
 @contextmanager
 def _serving(folder, *arguments, launcher=()):
+    """Run the command, and keep its log in a folder."""
     path = os.pathsep.join(str(ROOT / name) for name in (".", "kernels", "eval"))
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "NO_PROXY": "*"}
-    command = [sys.executable, *launcher, "-m", "dma_eval", "serve", str(folder), "--port", "0", "--device", "cpu"]
+    command = [sys.executable, *launcher, "-m", "dma_eval", "serve", str(DEMO_MODEL), "--port", "0", "--device", "cpu"]
     command += ["--dtype", "float32", "--host", "127.0.0.1", *map(str, arguments)]
     environment["DMA_HF_API_KEY"] = KEY
-    with open(folder.parent / "log", "w+") as log:
+    with open(folder / "log", "w+") as log:
         process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True)
         watchdog = threading.Timer(START_SECONDS, process.kill)
         watchdog.start()
         line = process.stdout.readline()  # ends with the process too
         watchdog.cancel()
         try:
-            assert " at http://127.0.0.1:" in line, (folder.parent / "log").read_text()
-            yield Server(process, line.split()[-1].removesuffix("/v1"), folder)
+            assert " at http://127.0.0.1:" in line, (folder / "log").read_text()
+            yield Server(process, line.split()[-1].removesuffix("/v1"))
         finally:
             process.kill()  # Ray's processes end with it
             process.communicate()
 
 
 @pytest.fixture(scope="module")
-def server(folder):
+def server(tmp_path_factory):
     pytest.importorskip("ray", reason="the extra 'ray' is not installed")
     limits = ("--max-requests", MAX_REQUESTS, "--max-queued", MAX_QUEUED)
-    with _serving(folder, "--replicas", 2, *limits) as server:
+    with _serving(tmp_path_factory.mktemp("served"), "--replicas", 2, *limits) as server:
         yield server
 
 
@@ -127,32 +112,23 @@ def _until(condition):
 @pytest.mark.slow
 def test_requests_survive_the_loss_of_a_replica(server, expected):
     """Requests of all kinds; those that stream from the lost replica end with an error, all others are right."""
-    openai = pytest.importorskip("openai")
-    errors, ended = [], []
+    errors = []
     prompts = list(expected)
 
     def ask(number):
         prompt = prompts[number % PROMPTS]
-        kind = random.Random(number).choice(["whole", "stream", "chat", "chat stream", "cancel"])
+        kind = ("whole", "stream", "cancel")[number % 3]
         try:
             if kind == "whole":
-                text = server.complete(prompt).choices[0].text
-            elif kind == "chat":
-                text = server.chat(prompt).choices[0].message.content
-            elif kind == "cancel":
-                with server.complete(prompt, stream=True, max_tokens=LONG) as stream:
-                    text = next(iter(stream)).choices[0].text
-                assert expected[prompt].startswith(text)
-                text = expected[prompt]
+                assert server.complete(prompt).choices[0].text == expected[prompt]
             elif kind == "stream":
-                text = "".join(chunk.choices[0].text for chunk in server.complete(prompt, stream=True))
+                pieces = server.complete(prompt, stream=True)
+                assert "".join(piece.choices[0].text for piece in pieces) == expected[prompt]
             else:
-                text = "".join(chunk.choices[0].delta.content or "" for chunk in server.chat(prompt, stream=True))
+                with server.complete(prompt, stream=True, max_tokens=LONG) as stream:
+                    assert expected[prompt].startswith(next(iter(stream)).choices[0].text)
         except openai.APIError as error:
             errors.append((kind, error.message))
-        else:
-            assert text == expected[prompt], kind
-        ended.append(number)
 
     def listen(started):
         try:
@@ -167,13 +143,12 @@ def test_requests_survive_the_loss_of_a_replica(server, expected):
         asked += [pool.submit(listen, each) for each in started]
         asked += [pool.submit(ask, number) for number in range(REQUESTS // 4, REQUESTS - 2)]
         assert all(each.wait(TIMEOUT) for each in started)
-        lost = random.Random(0).choice(server.replicas())
+        lost = server.replicas()[0]
         lost.kill()
         for each in asked:
             each.result(TIMEOUT)
-    assert len(ended) == REQUESTS - 2
     assert {message for _, message in errors} == {DIED}
-    assert not {"whole", "chat"} & {kind for kind, _ in errors}  # another replica has answered them
+    assert "whole" not in {kind for kind, _ in errors}  # another replica has answered them
     assert len(errors) <= MAX_REQUESTS
     _until(lambda: len(server.replicas()) == 2 and '"replicas":2' in server.get("/health"))
     assert lost.pid not in [each.pid for each in server.replicas()]
@@ -181,8 +156,6 @@ def test_requests_survive_the_loss_of_a_replica(server, expected):
 
 @pytest.mark.slow
 def test_more_requests_than_the_queue_takes_are_refused(server):
-    openai = pytest.importorskip("openai")
-
     def ask(number):
         try:
             return len(server.complete("The captain", max_tokens=4).choices)
@@ -197,16 +170,14 @@ def test_more_requests_than_the_queue_takes_are_refused(server):
 
 @pytest.mark.slow
 def test_the_gateway_needs_the_key(server):
-    openai = pytest.importorskip("openai")
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=f"{server.address}/v1", api_key="wrong", max_retries=0).models.list()
     (listed,) = server.client.models.list().data
-    assert listed.id == server.model
+    assert listed.id == str(DEMO_MODEL)
 
 
 @pytest.mark.slow
 def test_a_server_that_is_stopped_ends_open_requests(server):
-    openai = pytest.importorskip("openai")
     stream = iter(server.complete("The captain", stream=True, max_tokens=3000))
     assert next(stream)
     ray = psutil.Process(server.process.pid).children(recursive=True)
@@ -223,9 +194,9 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", sampled(["interrupted", "killed"], "killed".__eq__))
-def test_tensor_parallel_processes_answer_and_end_together(folder, expected, how):
+def test_tensor_parallel_processes_answer_and_end_together(tmp_path, expected, how):
     options = ("--continuous-batching", "--cache-gib", 0.05)
-    with _serving(folder, *options, launcher=TORCHRUN) as server, ThreadPoolExecutor(CLIENTS) as pool:
+    with _serving(tmp_path, *options, launcher=TORCHRUN) as server, ThreadPoolExecutor(CLIENTS) as pool:
         answers = pool.map(lambda prompt: server.complete(prompt).choices[0].text, expected)
         assert list(answers) == list(expected.values())
         ranks = psutil.Process(server.process.pid).children()
@@ -241,15 +212,13 @@ def test_tensor_parallel_processes_answer_and_end_together(folder, expected, how
 def test_processes_of_torchrun_need_continuous_batching(run, refused, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     for options in ((), ("--continuous-batching", "--replicas", 2), ("--continuous-batching", "--device-map", "auto")):
-        assert "torchrun: serve needs --continuous-batching, and neither " in refused(
-            run("serve", DEMO_MODEL, *options)
-        )
+        assert "torchrun: " in refused(run("serve", DEMO_MODEL, *options))
 
 
 def test_one_replica_does_without_ray(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)  # importing it fails
     monkeypatch.setattr("dma_hf.serving.app.run", lambda *arguments, **options: None)
-    monkeypatch.setattr("dma_eval.commands.serve._end_process", lambda: 0)
+    monkeypatch.setattr(serve, "_end_process", lambda: 0)
     result = run("serve", DEMO_MODEL, "--device", "cpu", "--port", "0", "--replicas", 1)
     assert result.exit_code == 0, result.output
 
@@ -289,8 +258,9 @@ def test_the_application_takes_options_as_texts():
     texts = {"model": "org/name", "replicas": "2", "continuous_batching": "true", "gpus_per_replica": "2"}
     config, args = _built(texts)
     assert config.num_replicas == 2
+    assert serve.build_application(texts | {"api_key": KEY})._bound_deployment.init_args[1] == KEY
     assert (args.continuous_batching, args.device_map) == (True, "auto")
-    with pytest.raises(ValueError, match=r"^unknown options of dma-hf serve: replica; valid: .*replicas, "):
+    with pytest.raises(ValueError, match=r": replica; valid: .*replicas, "):
         _built({"model": "org/name", "replica": 2})
 
 
@@ -336,57 +306,30 @@ def test_tokens_that_a_busy_replica_generates_meanwhile_are_sent_together():
         await send({"type": "http.response.start", "status": 200, "headers": []})
         raise RuntimeError("it failed")
 
-    def read(application, seconds_per_part=0.001):
-        model = _replica(application, seconds_per_part)
-        parts = []
+    async def read(seconds_per_part):
+        return [part async for part in _replica(application, seconds_per_part).answer({}, b"")]
 
-        async def collect():
-            async for part in model.answer({}, b""):
-                parts.append(part)
+    async def read_first_of_failing():
+        return await anext(_replica(failing).answer({}, b""))
 
-        try:
-            asyncio.run(collect())
-        except RuntimeError as error:
-            return parts, error
-        return parts, None
-
-    alone, _ = read(application)
-    busy, _ = read(application, seconds_per_part=0.5)
+    alone, busy = asyncio.run(read(0.001)), asyncio.run(read(0.5))
     for parts in (alone, busy):
         first, *others = (message for part in parts for message in part)
         assert first["type"] == "http.response.start"
         assert len(parts[0]) > 1  # another replica can take over until a text is sent
         assert b"".join(message["body"] for message in others) == b"012345678"
     assert len(busy) == 2 < len(alone)
-    parts, error = read(failing)
-    assert parts == []  # none without a text
-    assert str(error) == "it failed"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--replicas", "3", "--max-replicas", "2"], "--max-replicas: expected at least --replicas 3, got 2"),
-        (["--replicas", "0"], "'--replicas': Input should be greater than or equal to 1, got '0'"),
-    ],
-    ids=str,
-)
-def test_wrong_options(arguments, message, run, refused):
-    assert message in refused(run("serve", DEMO_MODEL, *arguments))
-
-
-def test_a_folder_that_is_missing_is_named(run, refused):
-    assert "no such folder: ./nowhere" in refused(run("serve", "./nowhere", "--replicas", 2))
+    with pytest.raises(RuntimeError, match="it failed"):  # no part without a text
+        asyncio.run(read_first_of_failing())
 
 
 def test_a_cluster_that_is_missing_is_named(run, refused):
     pytest.importorskip("ray", reason="the extra 'ray' is not installed")
     cluster = ("serve", DEMO_MODEL, "--ray-address", "127.0.0.1:1")
     assert "--ray-address: " in refused(run(*cluster))
-    assert "--port: expected a port that is free on every machine" in refused(run(*cluster, "--port", 0))
+    assert "--port: " in refused(run(*cluster, "--port", 0))
 
 
 def test_ray_that_is_missing_is_named(run, refused, monkeypatch):
-    find = __import__("importlib").util.find_spec
-    monkeypatch.setattr("dma_eval.commands.serve.find_spec", lambda name: None if name == "ray" else find(name))
-    assert "--replicas needs ray, not installed here" in refused(run("serve", DEMO_MODEL, "--replicas", 2))
+    monkeypatch.setattr(serve, "find_spec", lambda name: None if name == "ray" else name)
+    assert "--replicas needs ray, " in refused(run("serve", DEMO_MODEL, "--replicas", 2))

@@ -119,8 +119,9 @@ def serve(args: ServeOptions) -> int:
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise UserError(f"serve needs {', '.join(missing)}, not installed here: pip install 'dma-hf[serve]'")
-    api_key = os.environ.get(API_KEY_VARIABLE) if args.api_key is None else args.api_key
-    if api_key == "":
+    if args.api_key is None:
+        args = replace(args, api_key=os.environ.get(API_KEY_VARIABLE))
+    if args.api_key == "":
         raise UserError(f"--api-key: expected a key, got ''; leave out --api-key and {API_KEY_VARIABLE} to need none")
     parse_name(args.attn)
     if args.cache_gib is not None and not args.continuous_batching:
@@ -141,7 +142,7 @@ def serve(args: ServeOptions) -> int:
 
     parse_backends([args.attn])
     if on_ray:
-        return _serve_replicas(args, api_key)
+        return _serve_replicas(args)
     if rank > 0:
         console.quiet()
         with _terminated_as_interrupted(), suppress(KeyboardInterrupt):
@@ -151,7 +152,7 @@ def serve(args: ServeOptions) -> int:
         return _end_process()
     with _listen(args) as listener, _terminated_as_interrupted():
         with console.working(f"Loading {args.model}"):
-            engine, gate = load(args, api_key)
+            engine, gate = load(args)
         if engine.tokenizer.chat_template is None:
             console.print_warning(
                 f"the tokenizer of {args.model} has no chat template, which /v1/chat/completions needs; "
@@ -171,7 +172,7 @@ def _end_process() -> int:
     os._exit(0)
 
 
-def load(args: ServeOptions, api_key: str | None = None) -> tuple[Engine, Gate]:
+def load(args: ServeOptions) -> tuple[Engine, Gate]:
     """Load the model, switch it to its attention, and return its engine and its application."""
     import torch
     from transformers.utils import logging
@@ -200,14 +201,16 @@ def load(args: ServeOptions, api_key: str | None = None) -> tuple[Engine, Gate]:
             engine = Sequential(loaded.model, loaded.tokenizer)
     except (RuntimeError, TypeError, ValueError) as error:
         raise UserError(f"cannot serve {args.model} with {args.attn}: {one_line(error)}") from error
-    gate = make_app(engine, name=loaded.name, attention=backend.label, api_key=api_key, max_requests=args.max_requests)
+    gate = make_app(
+        engine, name=loaded.name, attention=backend.label, api_key=args.api_key, max_requests=args.max_requests
+    )
     return engine, gate
 
 
 def build_application(arguments: dict[str, Any]) -> Application:
     """Return the application for Ray's own commands and for Kubernetes. The arguments are options of ``dma-hf serve``.
 
-    The API key comes from an environment variable on the nodes.
+    Without ``api_key``, the API key comes from an environment variable on the nodes.
 
     Raises:
         ValueError: An argument is unknown, or has a value of a wrong type.
@@ -215,21 +218,22 @@ def build_application(arguments: dict[str, Any]) -> Application:
     known = ServeOptions.__dataclass_fields__
     if unknown := arguments.keys() - known:
         raise ValueError(f"unknown options of dma-hf serve: {', '.join(unknown)}; valid: {', '.join(known)}")
-    return _make_application(TypeAdapter(ServeOptions).validate_python(arguments), None)  # Ray passes texts
+    return _make_application(TypeAdapter(ServeOptions).validate_python(arguments))  # Ray passes texts
 
 
-def _make_application(args: ServeOptions, api_key: str | None) -> Application:
+def _make_application(args: ServeOptions) -> Application:
     from dma_hf.serving.replicas import make_application
 
     gpus = float(args.device != "cpu") if args.gpus_per_replica is None else args.gpus_per_replica
     if gpus > 1 and args.device_map is None:
         args = replace(args, device_map="auto")
-    names = ("replicas", "max_replicas", "max_requests", "max_queued", "log_level")
+    names = ("replicas", "max_replicas", "max_requests", "max_queued", "log_level", "api_key")
     same = {name: getattr(args, name) for name in names}
-    return make_application(partial(load, args), gpus=gpus, api_key=api_key, key_variable=API_KEY_VARIABLE, **same)
+    make = partial(load, replace(args, api_key=None))  # which the gateway checks
+    return make_application(make, gpus=gpus, key_variable=API_KEY_VARIABLE, **same)
 
 
-def _serve_replicas(args: ServeOptions, api_key: str | None) -> int:
+def _serve_replicas(args: ServeOptions) -> int:
     if find_spec("ray") is None:
         raise UserError("--replicas needs ray, not installed here: pip install 'dma-hf[ray]'")
     port = args.port
@@ -248,7 +252,7 @@ def _serve_replicas(args: ServeOptions, api_key: str | None) -> int:
         from dma_hf.serving import replicas
     if args.ray_address is None and not torch.cuda.is_available():
         args = replace(args, device="cpu")
-    application = _make_application(_absolute(args), api_key)
+    application = _make_application(_absolute(args))
     with ExitStack() as stack:
         try:
             with console.working(f"Starting {args.replicas} replicas of {args.model}"):
