@@ -292,7 +292,8 @@ class Batched(Engine):
         asked = [name for name in ("logit_bias", "frequency_penalty", "presence_penalty") if getattr(body, name)]
         if body.seed is not None and config.do_sample:
             asked.append("seed")
-        asked += [f"generation_config.{name}" for name in body.generation_config.model_fields_set - BATCHED]
+        given = body.generation_config.model_dump(exclude_none=True)
+        asked += [f"generation_config.{name}" for name in given if name not in BATCHED]
         if asked:
             message = f"{asked[0]}: continuous batching does not support it; serve without --continuous-batching"
             raise ApiError(message, param=asked[0])

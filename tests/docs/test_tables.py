@@ -13,6 +13,7 @@ import pytest
 import typer
 from dma_eval.cli import make_app
 from dma_eval.errors import UserError
+from kernel_bench.peers import PEERS
 from script_files import load_script
 
 ROOT = Path(__file__).parents[2]
