@@ -125,10 +125,8 @@ class Layer:
         return weights
 
 
-def find_layers(model: PreTrainedModel, tokens: Tensor, head_dim: int) -> list[Layer]:
+def find_layers(model: PreTrainedModel, tokens: Tensor) -> list[Layer]:
     """Find the sources of every attention layer that a pass over ``tokens`` ``[T]`` runs.
-
-    ``head_dim`` is that of the widest head.
 
     Raises:
         ValueError: A layer cannot be called by itself, is called more than once in a pass, or does not make queries and
@@ -136,7 +134,10 @@ def find_layers(model: PreTrainedModel, tokens: Tensor, head_dim: int) -> list[L
     """
     calls: dict[nn.Module, Arguments] = {}
     ran: list[nn.Module] = []
-    count = head_dim + 1  # more tokens than a head has channels, and a number that no other axis has
+    widths: list[int] = []
+    with watched(model, lambda _module, _query, key, _value: widths.append(key.shape[-1])):
+        model(input_ids=tokens[None, :1].to(model.device))
+    count = max(widths) + 1  # more tokens than a head has channels, and a number that no other axis has
     while any(count % divisor == 0 for divisor in range(2, math.isqrt(count) + 1)):
         count += 1
     with ExitStack() as stack:

@@ -86,7 +86,7 @@ def measure_stress(session: Session, text: Text, part: StressPart) -> StressSect
 
     try:
         key_ranges, query_ranges = ranges(TWINS[0])
-        layers = attention_layers(loaded.model, sample)
+        layers = find_layers(loaded.model, sample)
     except ValueError as error:
         raise UserError(f"{type(loaded.model).__name__} has no twins: {error}") from error
     twins = []
@@ -155,12 +155,6 @@ def channel_ranges(model: PreTrainedModel, tokens: Tensor) -> Ranges:
             ratio = float(ratios[head, channel])
             ranges.append(ChannelRange(layer=names[module], ratio=ratio, head=head, channel=channel))
     return found
-
-
-def attention_layers(model: PreTrainedModel, tokens: Tensor) -> list[Layer]:
-    """Find the layers that :func:`stressed` can change, from a pass over ``tokens`` ``[T]``."""
-    widest = max(keys.shape[-1] for _, keys in measure_ranges(model, tokens).values())
-    return find_layers(model, tokens, widest)
 
 
 @contextmanager
