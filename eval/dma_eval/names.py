@@ -77,14 +77,14 @@ def parse_name(name: str, option: str = "--attn", valid: Sequence[str] = ()) -> 
     return implementation, setting, cache
 
 
-def check_runs(names: Sequence[str], option: str = "--run") -> None:
+def check_runs(names: Sequence[str]) -> None:
     """Check the names that ``dma-hf bench`` compares: ``ATTENTION+CACHE``."""
     for name in names:
         attention, _, cache = name.rpartition("+")
         if cache not in GENERATE_CACHES:
             valid = ", ".join(GENERATE_CACHES)
-            raise UserError(f"{option}: expected ATTENTION+CACHE with a cache of {valid}, got {name!r}")
-        parse_name(attention, option)
+            raise UserError(f"--run: expected ATTENTION+CACHE with a cache of {valid}, got {name!r}")
+        parse_name(attention, "--run")
 
 
 def refuse_repeats(option: str, labels: Sequence[str]) -> None:
