@@ -23,6 +23,7 @@ from dma_eval.names import PRESETS
 from dma_eval.results import (
     BackendResult,
     Generation,
+    Origin,
     PerplexitySection,
     Report,
     here_and_now,
@@ -61,11 +62,10 @@ def report(session: Session, section: PerplexitySection) -> Report:
         same_tokens=2,
         seconds=0.5,
     )
-    section = replace(section, backends=[*section.backends, FAILED])
+    facts: dict[str, Any] = here_and_now() | {"command": "dma-hf ppl 'a|b'", "seed": 7, "model": session.loaded.info}
+    section = replace(section, backends=[*section.backends, FAILED], origin=Origin(**facts))
     return Report(
-        **here_and_now() | {"command": "dma-hf ppl 'a|b'"},
-        seed=7,
-        model=session.loaded.info,
+        **facts,
         perplexity=[section],
         generations=[generation],
     )
@@ -292,8 +292,11 @@ class TestMeasured:
         assert measured(model) == expected + "YaRN extends its positions 4 times; on cpu"
 
     def test_versions_and_commit(self, report: Report) -> None:
+        (section,) = report.perplexity
+        assert section.origin is not None
         machine = replace(report.environment, packages={"torch": "2.13"}, commit="abc-dirty")
-        assert "| versions | torch 2.13, commit abc-dirty |" in to_markdown(replace(report, environment=machine))
+        section = replace(section, origin=replace(section.origin, environment=machine))
+        assert "| versions | torch 2.13, commit abc-dirty |" in to_markdown(replace(report, perplexity=[section]))
 
     @pytest.mark.parametrize(
         ("label", "config", "expected"),

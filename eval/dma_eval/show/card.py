@@ -47,7 +47,8 @@ def make_card(
         raise UserError(f"the report has sections of several models ({which}); measure one in a folder of its own")
     base = _base_model(models[0], base_model)
     name = f"{base.rpartition('/')[2]} with {label}"
-    results = list(_eval_results(_reduced(report, label), label))
+    report = _reduced(report, label)
+    results = list(_eval_results(report, label))
     data = ModelCardData(
         base_model=base,
         library_name="transformers",
@@ -127,7 +128,6 @@ def _text(report: Report, label: str, base: str, name: str) -> str:
     config = backend_configs(report)[label]
     section = {key: value for key, value in config.items() if key not in RUNTIME}
     is_named = label.removeprefix(DMA).removeprefix(":").partition("+")[0] in ("", *PRESETS)
-    report = _reduced(report, label)
     origins = distinct_origins(report)
     content = {
         "name": name,
