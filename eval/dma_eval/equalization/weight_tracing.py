@@ -155,10 +155,6 @@ def find_layers(model: PreTrainedModel, tokens: Tensor) -> list[Layer]:
         return [_trace(names[module], module, calls[module], count) for module in ran]
 
 
-def _watched_attention(*arguments: Any, **options: Any) -> Any:
-    return _watching.get()(*arguments, **options)
-
-
 @contextmanager
 def watched(
     model: PreTrainedModel, watch: Callable[[nn.Module, Tensor, Tensor, Tensor], None] | None = None
@@ -179,7 +175,7 @@ def watched(
 
     configs = [(config, dict(vars(config))) for config in distinct_configs(model)]
     modes = [(module, module.training) for module in model.modules()]
-    AttentionInterface.register(WATCHED, _watched_attention)
+    AttentionInterface.register(WATCHED, lambda *arguments, **options: _watching.get()(*arguments, **options))
     AttentionMaskInterface.register(WATCHED, eager_mask)
     watching = _watching.set(attention)
     try:
