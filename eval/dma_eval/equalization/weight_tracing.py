@@ -91,7 +91,7 @@ class Layer:
         with ExitStack() as stack:
             for linear in self.module.modules():
                 if isinstance(linear, nn.Linear):
-                    stack.callback(linear.register_forward_pre_hook(lambda m, args: inputs.update({m: args[0]})).remove)
+                    stack.enter_context(linear.register_forward_pre_hook(lambda m, args: inputs.update({m: args[0]})))
             attended = self.run().attended.flatten()
         return next((m for m, taken in inputs.items() if torch.equal(taken.float().cpu().flatten(), attended)), None)
 
@@ -143,7 +143,7 @@ def find_layers(model: PreTrainedModel, tokens: Tensor) -> list[Layer]:
     with ExitStack() as stack:
         for module in model.modules():
             hook = module.register_forward_pre_hook(lambda *call: calls.update({call[0]: call[1:]}), with_kwargs=True)
-            stack.callback(hook.remove)
+            stack.enter_context(hook)
         with watched(model, lambda module, *_: ran.append(module)):
             model(input_ids=tokens[None, :count].to(model.device))
     names = {module: name for name, module in model.named_modules()}
@@ -241,7 +241,7 @@ def _sources(module: nn.Module, call: Arguments, count: int) -> tuple[Source, ..
             if is_known and isinstance(getattr(leaf, "weight", None), Tensor):
                 record = outputs.setdefault(leaf, [])
                 hook = leaf.register_forward_hook(lambda _m, _i, output, record=record: record.append(output))
-                stack.callback(hook.remove)
+                stack.enter_context(hook)
         _call(module, call)
     sources, start = [], 0
     for leaf, seen in outputs.items():
@@ -264,7 +264,7 @@ def _replaced(sources: tuple[Source, ...], numbers: Tensor) -> Iterator[None]:
     with ExitStack() as stack:
         for source in sources:
             own = numbers[:, source.start : source.start + source.channels]
-            stack.callback(source.module.register_forward_hook(partial(replace, own)).remove)
+            stack.enter_context(source.module.register_forward_hook(partial(replace, own)))
         yield
 
 

@@ -173,13 +173,12 @@ def stressed(model: PreTrainedModel, layers: Sequence[Layer], twin: Twin, seed: 
             factors[layer.query[scaled.repeat_interleave(layer.group, 0)]] = 1 / twin.keys
             addends[layer.key] = twin.bias * biased
             if twin.values != 1:
-                hook = _scale_values(model, layer, factors, twin.values, generator)
-                stack.callback(hook.remove)
+                stack.enter_context(_scale_values(model, layer, factors, twin.values, generator))
             for source in layer.sources:
                 own = slice(source.start, source.start + source.channels)
                 if (factors[own] != 1).any() or addends[own].any():
                     hook = _change(source.module, factors[own].view(source.shape), addends[own].view(source.shape))
-                    stack.callback(hook.remove)
+                    stack.enter_context(hook)
         yield
 
 
