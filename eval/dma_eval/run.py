@@ -57,10 +57,11 @@ class Run:
         self._suite = suite
         self._data = None if text is None else text.data
         column = "text" if text is None else text.column
-        if self._data is None and suite.needs_text:
+        names = suite.texts if self._data is None else [self._data]
+        if None in names:
             raise UserError(f"--data: suite {suite.name} names no text of its own; name one")
         self._texts: dict[str, Text] = {}
-        for name in dict.fromkeys([part.data for part in suite.readers] if self._data is None else [self._data]):
+        for name in dict.fromkeys(names):
             with console.working(f"Reading {name}"):
                 self._texts[name] = load_text(name, column=column)
         if suite.tasks is not None:
