@@ -316,14 +316,9 @@ class Suite:
     stress: StressPart | None = None
 
     @property
-    def readers(self) -> list[Any]:
-        """The parts that read a text."""
-        return [part for part in (self.perplexity, self.fidelity, self.stress) if part is not None]
-
-    @property
-    def needs_text(self) -> bool:
-        """Whether a part needs a text and names none."""
-        return any(part.data is None for part in self.readers)
+    def texts(self) -> list[Any]:
+        """The text that each part reads, if it reads one; ``None`` if it names none."""
+        return [part.data for part in (self.perplexity, self.fidelity, self.stress) if part is not None]
 
 
 PARTS: Mapping[str, type[Any]] = {

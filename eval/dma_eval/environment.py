@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import os
 import platform
 import re
@@ -14,7 +13,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from importlib import metadata
+from importlib import metadata, resources
 from pathlib import Path
 
 PACKAGES = (
@@ -59,13 +58,10 @@ def source_hash() -> str:
     """Return a hash of the Python files of this project, because many edits are the same commit with ``-dirty``."""
     digest = hashlib.sha256()
     for name in ("dma_kernels", "dma_hf", "dma_eval"):
-        spec = importlib.util.find_spec(name)
-        assert spec is not None, name
-        assert spec.origin is not None, name
-        folder = Path(spec.origin).parent
-        for file in sorted(folder.rglob("*.py")):
-            digest.update(f"{name}/{file.relative_to(folder)}".encode())
-            digest.update(hashlib.sha256(file.read_bytes()).digest())
+        with resources.as_file(resources.files(name)) as folder:
+            for file in sorted(folder.rglob("*.py")):
+                digest.update(f"{name}/{file.relative_to(folder)}".encode())
+                digest.update(hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Names of backends and models, checked without slow imports; and names that a command and a slow module share.
+"""Names of backends, models and texts, checked without slow imports; and names that fast and slow modules share.
 
 A backend is ``IMPLEMENTATION[:PRESET][+CACHE]``: ``sdpa``, ``dma_mxfp``, ``dma_mxfp:fp4``, ``dma_mxfp:balanced+int4``,
 ``dma_mxfp:FILE.toml+int8``, ``sdpa+hqq4``. A test compares the names below with those of ``dma_hf``, whose import takes
@@ -30,6 +30,9 @@ IMPLEMENTATIONS = (
 GENERATE_CACHES = ("dynamic", "static", "int8", "int4")  # caches of ``dma-hf bench``
 API_KEY_VARIABLE = "DMA_HF_API_KEY"  # environment variable with the key that the requests to a server must carry
 TILE = 128  # tokens of a chunk that is read through a cache
+# Files that `datasets` reads with a builder of that name; any other existing file is read as plain text.
+BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+TEXT_SUFFIXES = {".txt", ".raw", ".md", ".text", ".tokens", ".tex"}
 
 
 def split_suffix(name: str) -> tuple[str, str]:
@@ -74,14 +77,14 @@ def parse_name(name: str, option: str = "--attn", valid: Sequence[str] = ()) -> 
     return implementation, setting, cache
 
 
-def check_runs(names: Sequence[str], option: str = "--run") -> None:
+def check_runs(names: Sequence[str]) -> None:
     """Check the names that ``dma-hf bench`` compares: ``ATTENTION+CACHE``."""
     for name in names:
         attention, _, cache = name.rpartition("+")
         if cache not in GENERATE_CACHES:
             valid = ", ".join(GENERATE_CACHES)
-            raise UserError(f"{option}: expected ATTENTION+CACHE with a cache of {valid}, got {name!r}")
-        parse_name(attention, option)
+            raise UserError(f"--run: expected ATTENTION+CACHE with a cache of {valid}, got {name!r}")
+        parse_name(attention, "--run")
 
 
 def refuse_repeats(option: str, labels: Sequence[str]) -> None:
@@ -132,3 +135,17 @@ def parse_source(name: str, option: str = "--model") -> ModelSource:
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise UserError(f"{option}: no such folder: {name}")
     return ModelSource(name)
+
+
+def text_file(data: str) -> Path | None:
+    """Return the file that ``--data`` names, or ``None`` if it can only be a dataset of the Hub."""
+    if not data:
+        raise UserError("--data: expected a file or a dataset of the Hub, got ''")
+    path = Path(data).expanduser()
+    if path.is_dir():
+        raise UserError(f"--data: {data} is a folder; name a file in it, or a dataset of the Hub")
+    if path.is_file():
+        return path
+    if path.suffix.lower() in TEXT_SUFFIXES | BUILDERS.keys() or path.is_absolute() or data.startswith((".", "~")):
+        raise UserError(f"--data: no such file: {data}")
+    return None

@@ -335,10 +335,6 @@ class Report(Results):
         """How the last command measured."""
         return Origin(**{each.name: getattr(self, each.name) for each in fields(Origin) if each.name != "request"})
 
-    def origin_of(self, section: Section) -> Origin:
-        """Return how a section was measured: as it says, or as the last command did."""
-        return section.origin or self.own_origin
-
 
 SECTIONS = ("perplexity", "tasks", "fidelity", "stress")
 """The fields of a report that hold sections, in the order in which they are shown."""

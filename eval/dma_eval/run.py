@@ -27,7 +27,7 @@ from .load.data import Text, load_text
 from .measures.fidelity import measure_fidelity
 from .measures.perplexity import default_context, measure_perplexity
 from .measures.stress import measure_stress
-from .results import RESULTS, SECTIONS, Report, has_failures, here_and_now, merged, read_report
+from .results import RESULTS, Report, has_failures, here_and_now, merged, read_report
 from .session import Session, Store, join_processes, load
 from .show.pages import PAGES
 from .show.render import write_run
@@ -57,10 +57,11 @@ class Run:
         self._suite = suite
         self._data = None if text is None else text.data
         column = "text" if text is None else text.column
-        if self._data is None and suite.needs_text:
+        names = suite.texts if self._data is None else [self._data]
+        if None in names:
             raise UserError(f"--data: suite {suite.name} names no text of its own; name one")
         self._texts: dict[str, Text] = {}
-        for name in dict.fromkeys([part.data for part in suite.readers] if self._data is None else [self._data]):
+        for name in dict.fromkeys(names):
             with console.working(f"Reading {name}"):
                 self._texts[name] = load_text(name, column=column)
         if suite.tasks is not None:
@@ -128,9 +129,7 @@ class Run:
         tasks together, before the first one goes on alone.
         """
         session, out = self.session, self.session.store.folder
-        sections: dict[str, Any] = {name: [] for name in SECTIONS}
-        facts: dict[str, Any] = {"seed": session.seed, "model": session.loaded.info} | sections
-        report = Report(**here_and_now(session.environment), **facts)
+        report = Report(**here_and_now(session.environment), seed=session.seed, model=session.loaded.info)
         failed = is_interrupted = False
         resume = f"interrupted; {'run it again' if out else 'use --out FOLDER'} to resume"
         parts = list(self._parts(session.loaded.max_context if goes_on else None))
@@ -144,7 +143,7 @@ class Run:
             try:
                 section = self._section(name, measure, settings)
                 field = name.partition(",")[0]
-                sections[field].append(section)
+                getattr(report, field).append(section)
                 console.print_page(PAGES[field](section))
                 console.print_line("")
             except KeyboardInterrupt:
@@ -157,7 +156,7 @@ class Run:
                     console.err.print_exception()
                 console.print_error(f"{name} failed: {one_line(error)}")
                 failed = True
-            report = Report(**here_and_now(session.environment), **facts)
+            report = replace(report, **here_and_now(session.environment))
             if self._is_main:
                 _record(report, out)
             is_interrupted = any(section.windows_left for section in report.perplexity)

@@ -12,7 +12,6 @@ import torch
 from dma_eval.bench import attention, generate
 from dma_eval.bench.generate import build_model, cache_bytes, measure, parse_runs
 from dma_eval.bench.results import BenchReport, Shape
-from dma_eval.commands.bench import BenchOptions
 from dma_eval.errors import UserError
 from dma_eval.load.backends import parse_backends
 from dma_eval.load.data import tokenize
@@ -119,10 +118,6 @@ def test_flash_attention_3_is_a_default_where_it_is_installed(is_installed, monk
     assert [run.label for run in parse_runs(names)] == names
 
 
-def test_contexts_ascend_so_that_a_static_cache_is_no_larger_than_needed():
-    assert BenchOptions(context=[400, 20, 400]).contexts_on(CPU) == [20, 400]
-
-
 def test_a_run_that_fails_leaves_the_others(model, monkeypatch):
     def broken(model, prompt, run, *arguments):
         if run.cache == "static":
@@ -223,19 +218,24 @@ def test_unknown_shape():
 
 
 def test_command(tmp_path, run):
-    arguments = ["--device", "cpu", "--shape", "tiny", "--context", "40", "--new-tokens", "10"]
+    arguments = ["--device", "cpu", "--shape", "tiny", "--context", 40, 20, 40, "--new-tokens", 10]
     result = run("bench", *arguments, "--run", *RUNS[:3], "--json", tmp_path / "g.json")
     assert result.exit_code == 0, result.output
     assert "One layer, batch 1, head_dim 16, 4/2 heads, random inputs" in result.stdout
     assert "ran in the PyTorch reference, not in the kernels" in " ".join(result.stderr.split())
     report = json.loads((tmp_path / "g.json").read_text())
     assert report.keys() == {field.name for field in fields(BenchReport)}
-    assert [r["label"] for r in report["results"]] == list(RUNS[:3])
-    assert [(r["call"], r["label"]) for r in report["attention"]] == [
-        ("prompt", "sdpa"),
-        ("prompt", "dma_mxfp:balanced"),
-        ("step", "sdpa"),
-        ("step", "dma_mxfp:balanced+int8"),
+    # Contexts ascend, so that a static cache is no larger than needed.
+    assert [(r["context"], r["label"]) for r in report["results"]] == [(n, run) for n in (20, 40) for run in RUNS[:3]]
+    assert [(r["shape"]["length"], r["call"], r["label"]) for r in report["attention"]] == [
+        (length, *each)
+        for length in (20, 40)
+        for each in (
+            ("prompt", "sdpa"),
+            ("prompt", "dma_mxfp:balanced"),
+            ("step", "sdpa"),
+            ("step", "dma_mxfp:balanced+int8"),
+        )
     ]
     assert report["weight_bytes"] >= 2 * report["parameters"]
 

@@ -23,6 +23,7 @@ from dma_eval.names import PRESETS
 from dma_eval.results import (
     BackendResult,
     Generation,
+    Origin,
     PerplexitySection,
     Report,
     here_and_now,
@@ -30,7 +31,7 @@ from dma_eval.results import (
 )
 from dma_eval.session import Session
 from dma_eval.show import plots
-from dma_eval.show.pages import COLUMNS, format_kl, number, perplexity_page, warnings
+from dma_eval.show.pages import COLUMNS, format_kl, number, perplexity_page
 from dma_eval.show.plots import line_styles, plot_positions
 from dma_eval.show.render import Plot, cache_of, measured, to_html, to_markdown
 from PIL import Image
@@ -61,11 +62,10 @@ def report(session: Session, section: PerplexitySection) -> Report:
         same_tokens=2,
         seconds=0.5,
     )
-    section = replace(section, backends=[*section.backends, FAILED])
+    facts: dict[str, Any] = here_and_now() | {"command": "dma-hf ppl 'a|b'", "seed": 7, "model": session.loaded.info}
+    section = replace(section, backends=[*section.backends, FAILED], origin=Origin(**facts))
     return Report(
-        **here_and_now() | {"command": "dma-hf ppl 'a|b'"},
-        seed=7,
-        model=session.loaded.info,
+        **facts,
         perplexity=[section],
         generations=[generation],
     )
@@ -204,14 +204,14 @@ class TestMarkdown:
     def test_warnings(self, report: Report) -> None:
         section = report.perplexity[0]
         section.backends[1] = replace(section.backends[1], fallbacks={"this head_dim": 3})
-        assert warnings(section) == [
+        assert perplexity_page(section).warnings == [
             "broken failed: NaN | somewhere",
             "dma_mxfp:balanced fell back to other attention 3 times: this head_dim",
             "low tiles held less than 5 % of the keys at context 128 (0.00 %): its windows are too short to test low "
             "tiles",
         ]
-        assert len(warnings(replace(section, context=512))) == 2
-        assert len(warnings(replace(section, backends=section.backends[::3]))) == 1  # without dma_mxfp
+        assert len(perplexity_page(replace(section, context=512)).warnings) == 2
+        assert len(perplexity_page(replace(section, backends=section.backends[::3])).warnings) == 1  # without dma_mxfp
         assert "> **Warning**: broken failed" in to_markdown(report)
 
     def test_plots_and_continuations(self, report: Report) -> None:
@@ -292,8 +292,11 @@ class TestMeasured:
         assert measured(model) == expected + "YaRN extends its positions 4 times; on cpu"
 
     def test_versions_and_commit(self, report: Report) -> None:
+        (section,) = report.perplexity
+        assert section.origin is not None
         machine = replace(report.environment, packages={"torch": "2.13"}, commit="abc-dirty")
-        assert "| versions | torch 2.13, commit abc-dirty |" in to_markdown(replace(report, environment=machine))
+        section = replace(section, origin=replace(section.origin, environment=machine))
+        assert "| versions | torch 2.13, commit abc-dirty |" in to_markdown(replace(report, perplexity=[section]))
 
     @pytest.mark.parametrize(
         ("label", "config", "expected"),

@@ -60,7 +60,7 @@ def of_model(report: Report, **changes: Any) -> Report:
     """The report as if another model had been measured."""
     model = replace(report.model, **changes)
     sections = {
-        name: [replace(each, origin=replace(report.origin_of(each), model=model)) for each in getattr(report, name)]
+        name: [replace(each, origin=replace(each.origin, model=model)) for each in getattr(report, name)]
         for name in SECTIONS
     }
     return replace(report, model=model, **sections)
@@ -209,7 +209,8 @@ class TestCard:
 
     def test_several_models_or_configurations_are_refused(self, report: Report) -> None:
         section = report.perplexity[0]
-        origin = report.origin_of(section)
+        origin = section.origin
+        assert origin is not None
         other = replace(section, origin=replace(origin, model=replace(origin.model, quantization="Q4_1")))
         with pytest.raises(UserError, match=r"has sections of several models \(.*Q4_1.*; measure one in a folder"):
             make_card(replace(report, perplexity=[section, other]), base_model="me/tiny")
@@ -220,7 +221,8 @@ class TestCard:
     def test_names_every_measurement(self, report: Report) -> None:
         """A card of two commands gives machine, date and command of both."""
         section = report.perplexity[0]
-        origin = report.origin_of(section)
+        origin = section.origin
+        assert origin is not None
         environment = replace(origin.environment, commit="older", threads=99)
         other = replace(origin, environment=environment, command="dma-hf ppl old", created="2001-02-03T00:00:00+00:00")
         text = make_card(replace(report, perplexity=[replace(section, origin=other)]), base_model="me/tiny").text

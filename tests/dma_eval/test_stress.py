@@ -10,9 +10,10 @@ import pytest
 import torch
 from dma_eval.config import StressPart
 from dma_eval.equalization import measure_ranges
+from dma_eval.equalization.weight_tracing import find_layers
 from dma_eval.load.backends import parse_backends
 from dma_eval.load.data import load_text
-from dma_eval.measures.stress import TWINS, Twin, attention_layers, channel_ranges, measure_stress, stressed
+from dma_eval.measures.stress import TWINS, Twin, channel_ranges, measure_stress, stressed
 from dma_eval.results import ThresholdStudy, read_report
 from dma_eval.session import Session
 from dma_eval.show.pages import stress_page, verdict
@@ -38,7 +39,7 @@ def test_scales_keep_the_function_and_biases_change_it(name, twin):
     model, tokens = DECODERS[name].build(DECODERS[name].reference), _tokens()
     before = model(input_ids=tokens[None]).logits
     ranges = measure_ranges(model, tokens)
-    layers = attention_layers(model, tokens)
+    layers = find_layers(model, tokens)
     with stressed(model, layers, twin):
         during = model(input_ids=tokens[None]).logits
         changed = measure_ranges(model, tokens)
@@ -64,14 +65,14 @@ def test_scales_keep_the_function_and_biases_change_it(name, twin):
 def test_a_twin_with_other_keys_is_not_equalised(twin):
     model, tokens = DECODERS["llama"].build("sdpa"), _tokens()
     model.config.dma_equalized = True
-    with stressed(model, attention_layers(model, tokens), twin):
+    with stressed(model, find_layers(model, tokens), twin):
         assert model.config.dma_equalized == (twin.keys == 1 and twin.bias == 0)
     assert model.config.dma_equalized is True
 
 
 def test_gated_values_are_refused():
     model, tokens = DECODERS["llama"].build("sdpa"), _tokens()
-    layers = attention_layers(model, tokens)
+    layers = find_layers(model, tokens)
     layers[1].module.o_proj.register_forward_pre_hook(lambda _, args: (2 * args[0],))
     with (
         pytest.raises(ValueError, match="its values are not computed by"),

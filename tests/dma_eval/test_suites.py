@@ -68,7 +68,7 @@ class TestFiles:
         ],
     )
     def test_needs_a_text(self, values: dict[str, Any], needed: bool) -> None:
-        assert parse_suite("mine", values).needs_text is needed
+        assert (None in parse_suite("mine", values).texts) is needed
 
     @pytest.mark.parametrize(
         ("content", "message"),

@@ -82,15 +82,13 @@ def parse_runs(names: Sequence[str]) -> list[GenerateRun]:
     return runs
 
 
-def build_model(shape: str, device: torch.device, dtype: torch.dtype, layers: int | None = None) -> PreTrainedModel:
-    """Return a model of a shape with random weights, made on the device, by default with all its layers."""
+def build_model(shape: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """Return a model of a shape with random weights, made on the device."""
     if shape not in SHAPES:
         raise UserError(f"--shape: unknown shape {shape!r}; valid: {', '.join(SHAPES)}")
-    config = copy.deepcopy(SHAPES[shape])
-    config.num_hidden_layers = layers or config.num_hidden_layers
     try:
         with device:
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(SHAPES[shape]), dtype=dtype)
     except torch.OutOfMemoryError as error:
         raise UserError(f"--shape {shape} does not fit on {device}: {one_line(error)}") from None
     return never_stopping(model.eval())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from dma_eval import config, console
 from dma_eval.config import option
@@ -17,9 +17,6 @@ from dma_eval.files import check_file
 from dma_eval.load.hub import check_inputs
 from dma_eval.names import check_runs, check_yarn
 from dma_eval.results import here_and_now
-
-if TYPE_CHECKING:
-    import torch
 
 DEFAULT_MODEL, CPU_MODEL = "llama-3.1-8b", "tiny"
 
@@ -59,10 +56,6 @@ class BenchOptions(config.RunOptions):
     )
     json: Path | None = config.json_option()
 
-    def contexts_on(self, device: torch.device) -> list[int]:
-        """Return the contexts in ascending order, because a static cache is at least as large as the largest before."""
-        return sorted(set(self.context or ([8192] if device.type == "cuda" else [256])))
-
 
 def bench(args: BenchOptions) -> int:
     """Time a model on this machine, beside SDPA: attention of one layer, and generate.
@@ -100,7 +93,8 @@ def bench(args: BenchOptions) -> int:
     runs = generate.parse_runs(args.runs or generate.default_runs())
     device, dtype = parse_device(args.device), getattr(torch, args.dtype)
     torch.manual_seed(args.seed)
-    contexts = args.contexts_on(device)
+    # In ascending order, because a static cache is at least as large as the largest before.
+    contexts = sorted(set(args.context or ([8192] if device.type == "cuda" else [256])))
     begins_with: list[str] = []
     if args.model is None or args.data is None:
         name = args.shape or (DEFAULT_MODEL if device.type == "cuda" else CPU_MODEL)

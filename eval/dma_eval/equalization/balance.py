@@ -51,8 +51,7 @@ def equalize(model: PreTrainedModel, tokens: Tensor) -> dict[str, Tensor]:
     """
     _check(model, tokens)
     ranges = measure_ranges(model, tokens)
-    head_dim = max(keys.shape[-1] for _, keys in ranges.values())
-    layers = find_layers(model, tokens.flatten(), head_dim)
+    layers = find_layers(model, tokens.flatten())
     found = {layer.name: _exponents(layer, *ranges[layer.module]) for layer in layers}
     exponents = {name: each for name, (each, _) in found.items()}
     previous: list[tuple[Tensor, Tensor]] = []

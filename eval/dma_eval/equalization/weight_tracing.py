@@ -91,7 +91,7 @@ class Layer:
         with ExitStack() as stack:
             for linear in self.module.modules():
                 if isinstance(linear, nn.Linear):
-                    stack.callback(linear.register_forward_pre_hook(lambda m, args: inputs.update({m: args[0]})).remove)
+                    stack.enter_context(linear.register_forward_pre_hook(lambda m, args: inputs.update({m: args[0]})))
             attended = self.run().attended.flatten()
         return next((m for m, taken in inputs.items() if torch.equal(taken.float().cpu().flatten(), attended)), None)
 
@@ -125,10 +125,8 @@ class Layer:
         return weights
 
 
-def find_layers(model: PreTrainedModel, tokens: Tensor, head_dim: int) -> list[Layer]:
+def find_layers(model: PreTrainedModel, tokens: Tensor) -> list[Layer]:
     """Find the sources of every attention layer that a pass over ``tokens`` ``[T]`` runs.
-
-    ``head_dim`` is that of the widest head.
 
     Raises:
         ValueError: A layer cannot be called by itself, is called more than once in a pass, or does not make queries and
@@ -136,13 +134,16 @@ def find_layers(model: PreTrainedModel, tokens: Tensor, head_dim: int) -> list[L
     """
     calls: dict[nn.Module, Arguments] = {}
     ran: list[nn.Module] = []
-    count = head_dim + 1  # more tokens than a head has channels, and a number that no other axis has
+    widths: list[int] = []
+    with watched(model, lambda _module, _query, key, _value: widths.append(key.shape[-1])):
+        model(input_ids=tokens[None, :1].to(model.device))
+    count = max(widths) + 1  # more tokens than a head has channels, and a number that no other axis has
     while any(count % divisor == 0 for divisor in range(2, math.isqrt(count) + 1)):
         count += 1
     with ExitStack() as stack:
         for module in model.modules():
             hook = module.register_forward_pre_hook(lambda *call: calls.update({call[0]: call[1:]}), with_kwargs=True)
-            stack.callback(hook.remove)
+            stack.enter_context(hook)
         with watched(model, lambda module, *_: ran.append(module)):
             model(input_ids=tokens[None, :count].to(model.device))
     names = {module: name for name, module in model.named_modules()}
@@ -152,10 +153,6 @@ def find_layers(model: PreTrainedModel, tokens: Tensor, head_dim: int) -> list[L
             raise ValueError(f"{name} computes attention more than once in a pass, because layers share its weights")
     with watched(model):
         return [_trace(names[module], module, calls[module], count) for module in ran]
-
-
-def _watched_attention(*arguments: Any, **options: Any) -> Any:
-    return _watching.get()(*arguments, **options)
 
 
 @contextmanager
@@ -178,7 +175,7 @@ def watched(
 
     configs = [(config, dict(vars(config))) for config in distinct_configs(model)]
     modes = [(module, module.training) for module in model.modules()]
-    AttentionInterface.register(WATCHED, _watched_attention)
+    AttentionInterface.register(WATCHED, lambda *arguments, **options: _watching.get()(*arguments, **options))
     AttentionMaskInterface.register(WATCHED, eager_mask)
     watching = _watching.set(attention)
     try:
@@ -244,7 +241,7 @@ def _sources(module: nn.Module, call: Arguments, count: int) -> tuple[Source, ..
             if is_known and isinstance(getattr(leaf, "weight", None), Tensor):
                 record = outputs.setdefault(leaf, [])
                 hook = leaf.register_forward_hook(lambda _m, _i, output, record=record: record.append(output))
-                stack.callback(hook.remove)
+                stack.enter_context(hook)
         _call(module, call)
     sources, start = [], 0
     for leaf, seen in outputs.items():
@@ -267,7 +264,7 @@ def _replaced(sources: tuple[Source, ...], numbers: Tensor) -> Iterator[None]:
     with ExitStack() as stack:
         for source in sources:
             own = numbers[:, source.start : source.start + source.channels]
-            stack.callback(source.module.register_forward_hook(partial(replace, own)).remove)
+            stack.enter_context(source.module.register_forward_hook(partial(replace, own)))
         yield
 
 

@@ -5,21 +5,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from dma_eval.config import PerplexityPart
 from dma_eval.environment import portable
 from dma_eval.errors import UserError, one_line
+from dma_eval.names import BUILDERS, text_file
 from dma_eval.results import DataInfo
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 PARAGRAPH_BREAK = "\n\n"
-# Files that `datasets` reads with a builder of that name; any other existing file is read as plain text.
-BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
-TEXT_SUFFIXES = {".txt", ".raw", ".md", ".text", ".tokens", ".tex"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +58,6 @@ class Window:
 
     def of(self, tokens: Tensor) -> Tensor:
         """Return the window's tokens ``[length]`` from those of the text ``[N]``."""
-        import torch
-
         return torch.cat([tokens[: self.prefix], tokens[self.begin : self.end]])
 
 
@@ -98,20 +93,6 @@ def load_text(data: str, *, column: str = "text") -> Text:
     return text
 
 
-def text_file(data: str) -> Path | None:
-    """Return the file that ``--data`` names, or ``None`` if it can only be a dataset of the Hub."""
-    if not data:
-        raise UserError("--data: expected a file or a dataset of the Hub, got ''")
-    path = Path(data).expanduser()
-    if path.is_dir():
-        raise UserError(f"--data: {data} is a folder; name a file in it, or a dataset of the Hub")
-    if path.is_file():
-        return path
-    if path.suffix.lower() in TEXT_SUFFIXES | BUILDERS.keys() or path.is_absolute() or data.startswith((".", "~")):
-        raise UserError(f"--data: no such file: {data}")
-    return None
-
-
 def _load_dataset(data: str, name: str, config: str | None, split: str, column: str, **options: str) -> Text:
     import datasets  # takes a second to import, and plain files do not need it
 
@@ -138,8 +119,6 @@ def _load_dataset(data: str, name: str, config: str | None, split: str, column: 
 
 def tokenize(tokenizer: Any, text: str) -> Tensor:
     """Return token ids of the whole text, int64 ``[N]``, with the special tokens that the tokenizer adds by default."""
-    import torch  # takes seconds, and a wrong --data is an error at once
-
     return torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
 
 
@@ -152,8 +131,6 @@ def leading_tokens(tokenizer: Any) -> list[int]:
 
 def full_windows(tokens: Tensor, count: int, length: int, prefix: int) -> Tensor:
     """Return the first windows of a text, ``[count, length]``, each after the ``prefix`` special tokens of the text."""
-    import torch
-
     rows = tokens[prefix : prefix + count * (length - prefix)].view(count, length - prefix)
     return torch.cat([tokens[:prefix].expand(count, -1), rows], 1)
 

@@ -12,9 +12,7 @@ from urllib.error import HTTPError, URLError
 
 from dma_eval import console
 from dma_eval.errors import UserError, one_line
-from dma_eval.names import parse_source
-
-from .data import text_file
+from dma_eval.names import parse_source, text_file
 
 HUB = "https://huggingface.co"
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")

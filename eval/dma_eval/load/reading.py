@@ -147,11 +147,8 @@ def origin(model: PreTrainedModel, again: Callable[[], object]) -> str:
         if not found and module in names and isinstance(tensor, Tensor) and not tensor.isfinite().all():
             found.append(names[module])
 
-    hook = torch.nn.modules.module.register_module_forward_hook(check)
-    try:
+    with torch.nn.modules.module.register_module_forward_hook(check):
         again()
-    finally:
-        hook.remove()
     return f"; they begin in the output of {found[0]}" if found else ""
 
 

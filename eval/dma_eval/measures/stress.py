@@ -86,7 +86,7 @@ def measure_stress(session: Session, text: Text, part: StressPart) -> StressSect
 
     try:
         key_ranges, query_ranges = ranges(TWINS[0])
-        layers = attention_layers(loaded.model, sample)
+        layers = find_layers(loaded.model, sample)
     except ValueError as error:
         raise UserError(f"{type(loaded.model).__name__} has no twins: {error}") from error
     twins = []
@@ -157,12 +157,6 @@ def channel_ranges(model: PreTrainedModel, tokens: Tensor) -> Ranges:
     return found
 
 
-def attention_layers(model: PreTrainedModel, tokens: Tensor) -> list[Layer]:
-    """Find the layers that :func:`stressed` can change, from a pass over ``tokens`` ``[T]``."""
-    widest = max(keys.shape[-1] for _, keys in measure_ranges(model, tokens).values())
-    return find_layers(model, tokens, widest)
-
-
 @contextmanager
 def stressed(model: PreTrainedModel, layers: Sequence[Layer], twin: Twin, seed: int = 0) -> Iterator[None]:
     """Turn ``model`` into a twin within a ``with`` block. With other keys it does not count as equalized."""
@@ -179,13 +173,12 @@ def stressed(model: PreTrainedModel, layers: Sequence[Layer], twin: Twin, seed: 
             factors[layer.query[scaled.repeat_interleave(layer.group, 0)]] = 1 / twin.keys
             addends[layer.key] = twin.bias * biased
             if twin.values != 1:
-                hook = _scale_values(model, layer, factors, twin.values, generator)
-                stack.callback(hook.remove)
+                stack.enter_context(_scale_values(model, layer, factors, twin.values, generator))
             for source in layer.sources:
                 own = slice(source.start, source.start + source.channels)
                 if (factors[own] != 1).any() or addends[own].any():
                     hook = _change(source.module, factors[own].view(source.shape), addends[own].view(source.shape))
-                    stack.callback(hook.remove)
+                    stack.enter_context(hook)
         yield
 
 

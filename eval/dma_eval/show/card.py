@@ -13,7 +13,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from dma_eval.errors import UserError
 from dma_eval.files import parse
-from dma_eval.names import DMA, PRESETS
+from dma_eval.names import BUILDERS, DMA, PRESETS
 from dma_eval.results import ModelInfo, Report, backend_configs, backend_groups
 
 from .pages import Page, perplexity_page, task_page, templates
@@ -23,7 +23,6 @@ TAGS = ["dma_mxfp", "quantized-attention", "low-bit-attention", "dma-hf"]
 TASK = "text-generation"
 RUNTIME = ("backend", "on_unsupported")  # fields of a configuration that are not saved with a model
 WARNED = ", with warnings"  # end of the name of a result whose section has warnings
-FILE_SUFFIXES = (".gguf", ".toml", ".txt", ".json", ".jsonl", ".csv", ".parquet", ".md", ".png", ".yaml")
 
 
 def make_card(
@@ -48,7 +47,8 @@ def make_card(
         raise UserError(f"the report has sections of several models ({which}); measure one in a folder of its own")
     base = _base_model(models[0], base_model)
     name = f"{base.rpartition('/')[2]} with {label}"
-    results = list(_eval_results(_reduced(report, label), label))
+    report = _reduced(report, label)
+    results = list(_eval_results(report, label))
     data = ModelCardData(
         base_model=base,
         library_name="transformers",
@@ -91,7 +91,7 @@ def _eval_results(report: Report, label: str) -> Iterator[EvalResult]:
         part = "" if section.is_of_whole_text else f", {section.windows:,} window{'s' * (section.windows > 1)}"
         marked = mark(section, perplexity_page, part)
         data, path = section.data, Path(section.data.name)
-        is_file = data.column is None or path.suffix in FILE_SUFFIXES  # and no dataset of the Hub, OWNER/NAME
+        is_file = data.column is None or path.suffix.lower() in BUILDERS  # and no dataset of the Hub, OWNER/NAME
         dataset = {"dataset_config": data.config, "dataset_split": data.split}
         for each in section.backends:
             if each.label == label and each.perplexity is not None:
@@ -128,7 +128,6 @@ def _text(report: Report, label: str, base: str, name: str) -> str:
     config = backend_configs(report)[label]
     section = {key: value for key, value in config.items() if key not in RUNTIME}
     is_named = label.removeprefix(DMA).removeprefix(":").partition("+")[0] in ("", *PRESETS)
-    report = _reduced(report, label)
     origins = distinct_origins(report)
     content = {
         "name": name,

@@ -99,11 +99,18 @@ def templates() -> jinja2.Environment:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.globals["tile"] = TILE
+    environment.globals |= {
+        "tile": TILE,
+        "implausible": IMPLAUSIBLE,
+        "implausible_gain": IMPLAUSIBLE_GAIN,
+        "telling": TELLING,
+        "held": HELD,
+    }
     environment.tests |= {"reads_cache": reads_cache, "simulated": lambda label: label.startswith(SIMULATED)}
     environment.filters |= {
         "n": lambda value: f"{value:,}",
         "share": share,
+        "low_share": lambda backend, context: low_share([context], backend.config),
         "cell": lambda text: str(text).replace("|", "\\|"),
         "quote": lambda text: "\n".join(f"> {line}".rstrip() for line in text.strip().splitlines()),
         "quoted": lambda text: f"`{text}`",
@@ -135,24 +142,10 @@ FIDELITY_COLUMNS: Columns = dict(list(COLUMNS.items())[:5]) | {
 }
 
 
-def warnings(section: PerplexitySection) -> list[str]:
-    """Warn of failed backends, fallbacks, missing or too short windows, and an implausible text."""
-    lines = _lines("perplexity_warnings", section, IMPLAUSIBLE, IMPLAUSIBLE_GAIN)
-    return lines + too_short(section)
-
-
-def too_short(section: PerplexitySection) -> list[str]:
-    """Warn of windows in which hardly a key is in a low tile."""
-    shares = [low_share([section.context], each.config) for each in section.backends if each.config is not None]
-    if not shares or max(shares) >= TELLING:
-        return []
-    held = f"low tiles held less than {share(TELLING, '.0f')} of the keys at context {section.context:,}"
-    return [f"{held} ({share(max(shares))}): its windows are too short to test low tiles"]
-
-
 def perplexity_page(section: PerplexitySection) -> Page:
     title = f"Perplexity at context {section.context:,}"
-    return Page(title, [make_table(COLUMNS, section.backends)], _lines("perplexity", section), warnings(section))
+    table = make_table(COLUMNS, section.backends)
+    return Page(title, [table], _lines("perplexity", section), _lines("perplexity_warnings", section))
 
 
 def task_page(section: TaskSection) -> Page:
@@ -168,7 +161,7 @@ def task_page(section: TaskSection) -> Page:
     shares: dict[str, float] = {}
     for backend in (each for each in section.backends if each.config is not None):
         shares |= {name: max(held, shares.get(name, 0)) for name, held in backend.low_share.items()}
-    return Page("Tasks", tables, _lines("tasks", section, shares), _lines("tasks_warnings", section, shares, TELLING))
+    return Page("Tasks", tables, _lines("tasks", section, shares), _lines("tasks_warnings", section, shares))
 
 
 def _task_summary(section: TaskSection) -> Table:
@@ -231,7 +224,7 @@ def fidelity_page(section: FidelitySection) -> Page:
         tables.append(_skipped_table(skipping, tokens.context))
     if section.divergence:
         tables.append(divergence_table(section))
-    return Page("Fidelity to SDPA in fp32", tables, _lines("fidelity", section), warnings(tokens))
+    return Page("Fidelity to SDPA in fp32", tables, _lines("fidelity", section), _lines("perplexity_warnings", tokens))
 
 
 def _position_table(section: PerplexitySection) -> Table:
@@ -321,8 +314,7 @@ def stress_page(section: StressSection) -> Page:
         *map(_threshold_table, section.thresholds),
     ]
     notes = _lines("stress", section, measured[0][1]) + [verdict(study) for study in section.thresholds]
-    said = _lines("stress_warnings", section, worst, HELD, IMPLAUSIBLE, IMPLAUSIBLE_GAIN) + too_short(measured[0][1])
-    return Page("Stress: twins of the model", tables, notes, said)
+    return Page("Stress: twins of the model", tables, notes, _lines("stress_warnings", section, worst, measured[0][1]))
 
 
 def _threshold_table(study: ThresholdStudy) -> Table:

@@ -50,9 +50,9 @@ GRID: dict[str, Any] = {"color": "#dddddd", "linewidth": 0.8}
 MARKERS = ("o", "s", "^", "D", "v", "P")
 
 
-def make_figure(title: str, height: float, width: float = WIDTH) -> Figure:
-    """Return a figure with a title; sizes are in inches."""
-    figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
+def make_figure(title: str, height: float) -> Figure:
+    """Return a figure with a title, ``height`` inches high."""
+    figure = Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
     figure.suptitle(title, fontsize=12, fontweight="bold")
     return figure
 

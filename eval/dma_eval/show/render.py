@@ -62,7 +62,7 @@ def _drawings(report: Report) -> Iterator[tuple[Figure, str, str, Any]]:
     from dma_eval.show import plots  # Matplotlib takes half a second to import, and a card needs none
 
     def name(section: Any) -> str:
-        return Path(report.origin_of(section).model.name).name
+        return Path(section.origin.model.name).name
 
     for section in report.perplexity:
         context = f"context {section.context:,}"
@@ -132,7 +132,7 @@ def _content(report: Report, plots: Sequence[Plot]) -> dict[str, Any]:
 def distinct_origins(report: Report) -> list[Origin]:
     """Return how the sections were measured, each way once: by one command with one model on one machine."""
     found: list[Origin] = []
-    for origin in [report.origin_of(section) for _, section in report.sections] or [report.own_origin]:
+    for origin in [section.origin for _, section in report.sections] or [report.own_origin]:
         if origin not in [replace(each, created=origin.created, request=origin.request) for each in found]:
             found.append(origin)
     return found
@@ -143,7 +143,7 @@ def section_pages(report: Report) -> list[Page]:
     pages = [PAGES[name](section) for name, section in report.sections]
     if len(distinct_origins(report)) > 1:
         for page, (_, section) in zip(pages, report.sections, strict=True):
-            origin = report.origin_of(section)
+            origin = section.origin
             page.notes.append(f"Measured {origin.created[:10]} by `{origin.command}`: {measured(origin.model)}.")
             page.notes.append(f"Machine: {machine(origin.environment)}; {versions(origin.environment)}.")
     return pages
