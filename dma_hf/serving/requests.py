@@ -19,6 +19,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 INT32, INT64 = 2**31 - 1, 2**63 - 1
 LONGEST_MESSAGE = 400  # characters; errors of libraries may have tracebacks
@@ -83,7 +84,11 @@ def _as_parts(value: Any) -> Any:
 
 def _as_text(value: Any) -> Any:
     """Unpack a list of one prompt."""
-    return value[0] if isinstance(value, list) and len(value) == 1 else value
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if isinstance(value, (list, int)):
+        raise PydanticCustomError("one_text", "expected one text; this server takes neither several nor token ids")
+    return value
 
 
 def _as_items(value: Any) -> Any:
@@ -316,7 +321,8 @@ def check(kind: type[Body], body: bytes) -> Body:
     param = "".join(names).lstrip(".")
     message = first["msg"]
     if first["type"] == "extra_forbidden":
-        message = "this server does not support it; leave it out"
+        way_out = [f" or send {json.dumps(each)}" for each in NEUTRAL.get(str(first["loc"][-1]), ())]
+        message = "".join(["this server does not support it; leave it out", *way_out])
     elif first["type"] == "value_error":  # of a check of several fields, which names the one
         name, _, message = str(first["ctx"]["error"]).partition(": ")
         param = f"{param}.{name}".lstrip(".")

@@ -146,14 +146,14 @@ class Route:
             message = f"this server is pinned to {self._name!r}; requested {body.model!r}"
             raise ApiError(message, param="model", code="model_not_found")
         passed = body.passed_on() | {"model": self._name, "stream": True}  # so that all answers share one path
-        if passed.get("tools"):
-            self._check_tools()
+        if self.param != "prompt":
+            self._check_template(has_tools=bool(passed.get("tools")))
         await self._check_length(getattr(body, self.param))
         generation = _Generation(self._engine, body, self.param)
         handler = self.handler(self._models, generation)
         try:
             events = await handler.handle_request(passed, f"{self.prefix}{uuid.uuid4().hex}")
-        except (ValueError, TypeError, TemplateError) as error:  # of the chat template, or because there is none
+        except (ValueError, TypeError, TemplateError) as error:  # of the chat template
             raise ApiError(str(error), param=self.param) from error
         request.state.answer = generation.answer
         pieces = _pieces(events, generation.answer)
@@ -161,9 +161,14 @@ class Route:
             return StreamingResponse(self._stream(pieces, generation.answer, body.stream_options), media_type=SSE)
         return JSONResponse(self._join([piece async for piece in pieces]))
 
-    def _check_tools(self) -> None:
+    def _check_template(self, has_tools: bool) -> None:
         tokenizer, model = self._engine.tokenizer, self._engine.model
-        if "tools" not in str(tokenizer.chat_template) or get_response_template(tokenizer, model) is None:
+        if tokenizer.chat_template is None:
+            message = "the model's tokenizer has no chat template; /v1/completions takes plain text"
+            raise ApiError(message, param=self.param)
+        if has_tools and (
+            "tools" not in str(tokenizer.chat_template) or get_response_template(tokenizer, model) is None
+        ):
             raise ApiError("tools: the model's chat template has none", param="tools")
 
     async def _check_length(self, text: Any) -> None:
