@@ -148,7 +148,7 @@ def _of(module: nn.Module) -> Counts:
     found = _counts.get(id(module))
     if found is None:
         found = _counts[id(module)] = Counts()
-        weakref.finalize(module, _counts.pop, id(module), None)
+        weakref.finalize(module, _counts.pop, id(module), None).atexit = False
     return found
 
 
