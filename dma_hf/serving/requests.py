@@ -19,7 +19,6 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
 INT32, INT64 = 2**31 - 1, 2**63 - 1
 LONGEST_MESSAGE = 400  # characters; errors of libraries may have tracebacks
@@ -87,7 +86,7 @@ def _as_text(value: Any) -> Any:
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if isinstance(value, (list, int)):
-        raise PydanticCustomError("one_text", "expected one text; this server takes neither several nor token ids")
+        raise ValueError("expected one text; this server takes neither several nor token ids")
     return value
 
 
@@ -323,7 +322,7 @@ def check(kind: type[Body], body: bytes) -> Body:
     if first["type"] == "extra_forbidden":
         way_out = [f" or send {json.dumps(each)}" for each in NEUTRAL.get(str(first["loc"][-1]), ())]
         message = "".join(["this server does not support it; leave it out", *way_out])
-    elif first["type"] == "value_error":  # of a check of several fields, which names the one
-        name, _, message = str(first["ctx"]["error"]).partition(": ")
-        param = f"{param}.{name}".lstrip(".")
+    elif first["type"] == "value_error":
+        *fields, message = str(first["ctx"]["error"]).split(": ", 1)
+        param = ".".join([param, *fields]).lstrip(".")  # a check of several fields names the one
     raise ApiError(f"{param or 'the body: expected a JSON object'}: {message}", param=param or None)
