@@ -227,7 +227,6 @@ def attend(
     Raises:
         ValueError: The call is invalid. The new keys are dropped, and the cache does not change.
     """
-    layer.pending = None  # also if the call fails
     prompt = layer.owner.prompt_length
     if new.is_first and prompt is not None and prompt < query.shape[2]:
         return _attend_with_candidates(layer, new, prompt, query, geometry, recipe, tile_counts, **options)

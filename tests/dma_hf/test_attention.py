@@ -485,7 +485,7 @@ class TestRepeatedCalls:
 
     @pytest.mark.parametrize("case", CASES)
     def test_a_call_is_repeated_unless_it_differs(self, case, layer):
-        """The identity configuration: each result is that of the same call with a mask of its own."""
+        """With another mask no call can be repeated. The configuration is the identity."""
         others, changes = CASES[case]
         base = {"scaling": 0.25, "softcap": 5.0, "s_aux": torch.tensor([1.0, 2.0, -2.0, 0.5])}
         second = _Layer({}, layer_idx=1)
