@@ -33,7 +33,7 @@ class Answer(asyncio.Queue[Any]):
 
     def __init__(self, stops: Iterable[str]) -> None:
         super().__init__()
-        self.prompt_tokens = 0  # set when it is known, before the answer starts
+        self.prompt_tokens = self.max_new_tokens = 0  # set when they are known, before the answer starts
         self.streamer: Any = None  # counts the tokens; set by the engine, like the next
         self.on_cancel: Callable[[], Any] = lambda: None
         self.error: ApiError | None = None
@@ -50,6 +50,19 @@ class Answer(asyncio.Queue[Any]):
         """Numbers of tokens so far, in OpenAI's format."""
         prompt, new = self.prompt_tokens, self.total_tokens
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+
+    @property
+    def finish_reason(self) -> str:
+        """Why the answer ended, in OpenAI's words."""
+        return "length" if self.total_tokens >= self.max_new_tokens and not self.is_stopped else "stop"
+
+    def _put(self, item: Any) -> None:
+        """Append an item, or extend a text that has not been read yet."""
+        items: Any = self._queue  # type: ignore[attr-defined]
+        if items and isinstance(item, str) and type(item) is type(items[-1]):
+            items[-1] = type(item)(items[-1] + item)
+        else:
+            items.append(item)
 
     def put_nowait(self, item: Any) -> None:
         """Add an item, or ``None`` at the end."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 import uuid
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, ClassVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -84,6 +85,7 @@ class _Generation(GenerationState):  # type: ignore[misc]
         ids = inputs["input_ids"]
         self.answer.prompt_tokens = len(ids) if isinstance(ids, list) else ids.shape[-1]
         self._settle(config, self.answer.prompt_tokens)
+        self.answer.max_new_tokens = config.max_new_tokens
         self._engine.start(self.answer, inputs, config, self._body, response_parser)
         return self.answer, self.answer
 
@@ -146,20 +148,21 @@ class Route:
             message = f"this server is pinned to {self._name!r}; requested {body.model!r}"
             raise ApiError(message, param="model", code="model_not_found")
         passed = body.passed_on() | {"model": self._name, "stream": True}  # so that all answers share one path
+        request_id = f"{self.prefix}{uuid.uuid4().hex}"
         if self.param != "prompt":
             self._check_template(has_tools=bool(passed.get("tools")))
         await self._check_length(getattr(body, self.param))
         generation = _Generation(self._engine, body, self.param)
         handler = self.handler(self._models, generation)
         try:
-            events = await handler.handle_request(passed, f"{self.prefix}{uuid.uuid4().hex}")
+            events = await handler.handle_request(passed, request_id)
         except (ValueError, TypeError, TemplateError) as error:  # of the chat template
             raise ApiError(str(error), param=self.param) from error
-        request.state.answer = generation.answer
-        pieces = _pieces(events, generation.answer)
+        request.state.answer = answer = generation.answer
+        pieces = self._pieces(request_id, events, answer, body.stream_options)
         if body.stream:
-            return StreamingResponse(self._stream(pieces, generation.answer, body.stream_options), media_type=SSE)
-        return JSONResponse(self._join([piece async for piece in pieces]))
+            return StreamingResponse(self._stream(pieces), media_type=SSE)
+        return JSONResponse(self._join([piece async for piece in pieces], answer))
 
     def _check_template(self, has_tools: bool) -> None:
         tokenizer, model = self._engine.tokenizer, self._engine.model
@@ -181,58 +184,122 @@ class Route:
             if len(ids) > 2 * room:
                 raise too_long(room, f"more than {2 * room} tokens", self.param)
 
-    async def _stream(
-        self, pieces: AsyncIterator[dict[str, Any]], answer: Answer, options: StreamOptions
-    ) -> AsyncIterator[str]:
-        """Write pieces as server-sent events. An extra one at the end has the usage.
+    def _pieces(
+        self, request_id: str, events: Any, answer: Answer, options: StreamOptions
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Yield the pieces of a streamed answer, from its queue or from Transformers' server-sent events.
 
-        In the others it is null, or counts the tokens so far.
+        Raises:
+            ApiError: Generating failed.
         """
-        piece: dict[str, Any] = {}
+        raise NotImplementedError
+
+    def _join(self, pieces: list[dict[str, Any]], answer: Answer) -> dict[str, Any]:
+        """Join the pieces of an answer."""
+        raise NotImplementedError
+
+    async def _stream(self, pieces: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
+        """Write pieces as server-sent events."""
         try:
             async for piece in pieces:
-                if "choices" in piece:
-                    piece.pop("usage", None)
-                    if options.include_usage:
-                        piece["usage"] = answer.usage if options.continuous_usage_stats else None
                 yield f"data: {json.dumps(piece)}\n\n"
         except ApiError as error:
             yield error.event(self.path)
             return
-        if options.include_usage and "choices" in piece:
-            yield f"data: {json.dumps(piece | {'choices': [], 'usage': answer.usage})}\n\n"
         yield self.end
 
-    def _join(self, pieces: list[dict[str, Any]]) -> dict[str, Any]:
-        """Join the pieces of an answer."""
+
+class _Choices(Route):
+    """A route whose pieces are made here.
+
+    Those of Transformers' handlers are objects of OpenAI's client, which take longer to make than a token.
+    """
+
+    kind: str  # of an answer
+    piece_kind: str
+    first: ClassVar[dict[str, Any]] = {}  # fields of the first piece, if any, and of the last
+    last: ClassVar[dict[str, Any]]
+
+    async def _pieces(
+        self, request_id: str, events: Any, answer: Answer, options: StreamOptions
+    ) -> AsyncIterator[dict[str, Any]]:
+        common = {"id": request_id, "object": self.piece_kind, "created": int(time.time()), "model": self._name}
+
+        def piece(fields: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+            made = common | {"choices": [{"index": 0, **fields, "finish_reason": reason}]}
+            if options.include_usage:  # an extra piece at the end has it
+                made["usage"] = answer.usage if options.continuous_usage_stats else None
+            return made
+
+        if self.first:
+            yield piece(self.first)
+        calls = 0
+        while (item := await answer.get()) is not None:
+            if not isinstance(item, str):
+                function = {"name": item.name, "arguments": item.arguments}
+                item = {
+                    "index": calls,
+                    "id": f"{request_id}_tool_call_{calls}",
+                    "type": "function",
+                    "function": function,
+                }
+                calls += 1
+            yield piece(self._fields(item))
+        if answer.error is not None:
+            raise answer.error
+        yield piece(self.last, "tool_calls" if calls else answer.finish_reason)
+        if options.include_usage:
+            yield common | {"choices": [], "usage": answer.usage}
+
+    def _fields(self, item: Any) -> dict[str, Any]:
+        """Return the fields of a piece with text, reasoning or a tool call."""
         raise NotImplementedError
 
+    def _one_answer(self, pieces: list[dict[str, Any]], answer: Answer, choice: dict[str, Any]) -> dict[str, Any]:
+        last = pieces[-1]
+        choice |= {"index": 0, "logprobs": None, "finish_reason": last["choices"][0]["finish_reason"]}
+        return last | {"object": self.kind, "choices": [choice], "usage": answer.usage}
 
-class Chat(Route):
+
+class Chat(_Choices):
     """The route of chats."""
 
     path, param, prefix = "/v1/chat/completions", "messages", "chatcmpl-"
     body_type, handler = ChatRequest, ChatCompletionHandler
+    kind, piece_kind = "chat.completion", "chat.completion.chunk"
+    first: ClassVar = {"delta": {"role": "assistant"}}
+    last: ClassVar = {"delta": {}}
 
-    def _join(self, pieces: list[dict[str, Any]]) -> dict[str, Any]:
-        deltas = [choice["delta"] for piece in pieces for choice in piece["choices"]]
+    def _fields(self, item: Any) -> dict[str, Any]:
+        if isinstance(item, dict):
+            return {"delta": {"tool_calls": [item]}}
+        return {"delta": {"content" if type(item) is str else "reasoning_content": item}}
+
+    def _join(self, pieces: list[dict[str, Any]], answer: Answer) -> dict[str, Any]:
+        deltas = [piece["choices"][0]["delta"] for piece in pieces]
         message: dict[str, Any] = {"role": "assistant", "content": _text(deltas, "content"), "refusal": None}
         if reasoning := _text(deltas, "reasoning_content"):
             message["reasoning_content"] = reasoning
         if calls := [call for delta in deltas for call in delta.get("tool_calls", ())]:
             message["tool_calls"] = [{name: call[name] for name in ("id", "type", "function")} for call in calls]
             message["content"] = message["content"] or None
-        return _one_answer(pieces, "chat.completion", {"message": message})
+        return self._one_answer(pieces, answer, {"message": message})
 
 
-class Complete(Route):
+class Complete(_Choices):
     """The route of continuations of a text."""
 
     path, param, prefix = "/v1/completions", "prompt", "cmpl-"
     body_type, handler = CompletionRequest, CompletionHandler
+    kind = piece_kind = "text_completion"
+    last: ClassVar = {"text": ""}
 
-    def _join(self, pieces: list[dict[str, Any]]) -> dict[str, Any]:
-        return _one_answer(pieces, "text_completion", {"text": _text([each["choices"][0] for each in pieces], "text")})
+    def _fields(self, item: Any) -> dict[str, Any]:
+        return {"text": item}
+
+    def _join(self, pieces: list[dict[str, Any]], answer: Answer) -> dict[str, Any]:
+        text = _text([piece["choices"][0] for piece in pieces], "text")
+        return self._one_answer(pieces, answer, {"text": text})
 
 
 class Respond(Route):
@@ -241,33 +308,18 @@ class Respond(Route):
     path, param, end = "/v1/responses", "input", ""
     body_type, handler = ResponseRequest, ResponseHandler
 
-    def _join(self, pieces: list[dict[str, Any]]) -> dict[str, Any]:
+    async def _pieces(
+        self, request_id: str, events: Any, answer: Answer, options: StreamOptions
+    ) -> AsyncIterator[dict[str, Any]]:
+        async for text in events.body_iterator:
+            if answer.error is not None:
+                raise answer.error
+            for line in filter(None, text.split("\n\n")):
+                yield json.loads(line.removeprefix("data: "))
+
+    def _join(self, pieces: list[dict[str, Any]], answer: Answer) -> dict[str, Any]:
         return dict(pieces[-1]["response"])
-
-
-async def _pieces(events: Any, answer: Answer) -> AsyncIterator[dict[str, Any]]:
-    """Yield the pieces of a streamed answer. The last has the usage and the finish reason.
-
-    Raises:
-        ApiError: Generating failed.
-    """
-    async for text in events.body_iterator:
-        if answer.error is not None:
-            raise answer.error
-        for line in filter(None, text.split("\n\n")):
-            piece: dict[str, Any] = json.loads(line.removeprefix("data: "))
-            for choice in piece.get("choices", ()):
-                if choice.setdefault("finish_reason", None) == "length" and answer.is_stopped:
-                    choice["finish_reason"] = "stop"
-            yield piece
 
 
 def _text(parts: list[dict[str, Any]], name: str) -> str:
     return "".join(part.get(name) or "" for part in parts)
-
-
-def _one_answer(pieces: list[dict[str, Any]], kind: str, choice: dict[str, Any]) -> dict[str, Any]:
-    last = pieces[-1]
-    choice |= {"index": 0, "logprobs": None, "finish_reason": last["choices"][0]["finish_reason"]}
-    kept = {name: last[name] for name in ("id", "created", "model", "usage")}
-    return kept | {"object": kind, "choices": [choice]}
