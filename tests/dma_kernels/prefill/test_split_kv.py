@@ -16,7 +16,6 @@ from dma_kernels.runtime import chip
 from dma_kernels.runtime.reports import kernel_reports
 from dma_kernels.testing import assert_bits_equal, random_qkv, relative_error
 from prefill_cases import RECIPES, SHORT, Case, assert_matches_reference
-from sampling import sampled
 from torch import Tensor
 
 pytestmark = [
@@ -42,10 +41,11 @@ def test_a_short_call_matches_the_reference(case: str) -> None:
 
 @pytest.mark.parametrize(
     ("case", "sms"),
-    sampled(
-        product(("one-query", "nothing-visible", "rows-of-uneven-length", "63-queries-of-8-heads"), (1, 3, 16, 200)),
-        lambda case, sms: sms in {"rows-of-uneven-length": (16,), "63-queries-of-8-heads": (200,)}.get(case, (sms,)),
-    ),
+    [
+        *product(("one-query", "nothing-visible"), (1, 3, 200)),
+        ("rows-of-uneven-length", 16),
+        ("63-queries-of-8-heads", 200),
+    ],
 )
 def test_any_number_of_ctas_gives_the_same_result(case: str, sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chip, "INTERPRETED_SMS", sms)
@@ -96,8 +96,7 @@ def test_strides_do_not_matter(layout: str) -> None:
     assert_bits_equal(out, attention(*dense, BALANCED, backend="triton"))
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.uint8], ids=str)
-@pytest.mark.parametrize("shape", [(), (1,), (2,)], ids=str)
+@pytest.mark.parametrize(("dtype", "shape"), [(torch.int64, ()), (torch.int16, (1,)), (torch.uint8, (2,))], ids=str)
 def test_offsets_of_any_integer_dtype_and_shape_are_read(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     qkv = random_qkv(batch=2, q_len=3, kv_len=200, dtype=torch.float16)
     expected = attention(*qkv, BALANCED, q_offset=torch.tensor([130, 130]), backend="triton")
@@ -163,19 +162,17 @@ def test_other_lengths_launch_the_same_kernels() -> None:
 @pytest.mark.parametrize(
     ("recipe", "q_len", "kv_len", "options", "kernel"),
     [
-        ("balanced", 1, 300, {}, "split-KV"),
         ("balanced", 63, 300, {}, "split-KV"),
-        ("balanced", 64, 300, {}, "multi-CTA"),
+        ("balanced", 64, 300, {}, "portable"),
         ("balanced", 40, 40, {}, "portable"),
         ("balanced", 1, 300, {"is_causal": False}, "portable"),
         ("paper", 1, 300, {}, "portable"),
     ],
 )
 def test_short_calls_run_on_the_split_kv_kernel(
-    recipe: str, q_len: int, kv_len: int, options: dict[str, Any], kernel: str, monkeypatch: pytest.MonkeyPatch
+    recipe: str, q_len: int, kv_len: int, options: dict[str, Any], kernel: str
 ) -> None:
     inputs = random_qkv(q_len=q_len, kv_len=kv_len, dtype=torch.float16)
-    kernel = "portable" if kernel == "multi-CTA" else kernel  # the interpreter runs no Gluon
     assert kernels_of(*inputs, RECIPES[recipe], backend="triton", **options) == [kernel]
 
 
@@ -213,8 +210,7 @@ class TestSDPA:
         inputs = random_qkv(q_len=1, kv_len=300, dtype=torch.float16)
         assert kernels_of(*inputs, BALANCED, **options) == ["split-KV"]
 
-    @pytest.mark.parametrize("length", [2, 130, 512])
-    @pytest.mark.parametrize("options", [{}, {"window": 512}, {"q_offset": 0}], ids=str)
+    @pytest.mark.parametrize(("length", "options"), [(2, {}), (130, {"q_offset": 0}), (512, {"window": 512})], ids=str)
     def test_a_prompt_below_the_border_runs_on_pytorchs_kernel(self, length: int, options: dict[str, Any]) -> None:
         inputs = random_qkv(q_heads=4, kv_heads=2, q_len=length, kv_len=length, dtype=torch.float16)
         assert kernels_of(*inputs, EXACT_START, **options) == ["sdpa"]
@@ -244,14 +240,3 @@ class TestSDPA:
             attention(*random_qkv(q_len=2, kv_len=300, dtype=torch.float16), BALANCED)
             attention(*random_qkv(q_len=1, kv_len=300, value_dim=32, dtype=torch.float16), BALANCED)
         assert names == ["split-KV"] * 3
-
-
-def test_a_compiled_step_over_a_static_cache_equals_the_eager_one() -> None:
-    query, key, value = random_qkv(q_heads=4, kv_heads=2, q_len=1, kv_len=200, dtype=torch.float16)
-
-    def step(offset: Tensor) -> Tensor:
-        return attention(query, key, value, BALANCED, q_offset=offset, backend="triton")
-
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    for position in (0, 77, 199):
-        assert_bits_equal(compiled(torch.tensor(position)), step(torch.tensor(position)))

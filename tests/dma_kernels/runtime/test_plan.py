@@ -120,14 +120,11 @@ def check(plan: LaunchPlan, times: int = 1) -> None:
         torch.testing.assert_close(out, expected)
 
 
-def test_planning_launches_nothing(device: Device) -> None:
+def test_the_first_run_compiles_and_later_ones_launch_the_compiled_kernels(device: Device) -> None:
     plan = device.plan()
     assert not device.compiled.launches
     assert plan.kernels == ["_scale", "_scale"]
-
-
-def test_the_first_run_compiles_and_later_ones_launch_the_compiled_kernels(device: Device) -> None:
-    check(device.plan(), 4)
+    check(plan, 4)
     assert device.compilations == 2
     assert device.compiled.launches == [(1, 1, 1), (2, 1, 1)] * 4
 
@@ -147,20 +144,17 @@ def test_a_captured_tensor_is_passed_to_every_call(device: Device) -> None:
         constant.fill_(3.0)
 
 
-def test_changing_a_triton_setting_recompiles(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_setting_recompiles_and_launch_hooks_see_every_launch(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = device.plan()
     check(plan, 2)
     monkeypatch.setattr(triton.knobs.runtime, "debug", True)
     check(plan, 2)
     assert device.compilations == 4
-
-
-def test_launch_hooks_see_the_launch(device: Device) -> None:
-    plan = device.plan()
-    check(plan, 2)
     device.kernel.add_pre_run_hook(lambda *arguments, **options: None)
     check(plan, 2)
-    assert device.compilations == 6
+    assert device.compilations == 8
 
 
 @pytest.mark.parametrize("attribute", ["global_scratch_size", "profile_scratch_size", "gsan_enabled"])
@@ -181,16 +175,9 @@ def test_an_untested_triton_version_uses_tritons_own_launch(device: Device, monk
 
 def test_the_first_launch_of_a_call_must_not_use_pdl(device: Device) -> None:
     """It would read inputs before the work that produces them has finished."""
-    early = partial(launch_kernel, device.kernel, {"BLOCK": SIZE}, launch_pdl=True)
-    x = TensorLayout.dense((SIZE,), torch.float32, CPU)
-
-    def function(x: Any) -> list[Any]:
-        out = x.new_empty((SIZE,))
-        early((1, 1, 1), x, None, out, 1.0)
-        return [out]
-
+    device.launcher = partial(launch_kernel, device.kernel, {"BLOCK": SIZE}, launch_pdl=True)
     with pytest.raises(RuntimeError, match="_scale starts before the previous launch ends"):
-        make_plan(function, [x], CPU)
+        device.plan()
 
 
 @pytest.mark.parametrize("kind", ["zeroed", "twice", "input"])
