@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise
 from typing import Any
 
@@ -67,17 +66,6 @@ def test_a_document_equals_the_document_alone(recipe: Recipe, options: dict[str,
     assert relative_error(out, alone(arguments, recipe, **options)) < 1e-5
 
 
-def test_documents_do_not_see_each_other() -> None:
-    arguments = packed((128, 700))
-    query, key, value, *_ = arguments
-    out = attention_varlen(*arguments, BALANCED)
-    for x in (query, key, value):
-        x[:128] = math.nan
-    assert torch.equal(attention_varlen(*arguments, BALANCED)[128:], out[128:])
-    one = attention(*(x.transpose(0, 1)[None] for x in (query, key, value)), EXACT)[0].transpose(0, 1)
-    assert one[128:].isnan().all()  # as one sequence they do
-
-
 @pytest.mark.parametrize(
     ("q_lengths", "k_lengths"),
     [((5, 70, 1), (200, 430, 391)), ((70, 9), (40, 9)), ((0, 6), (5, 6)), ((6, 3), (0, 9)), ((), ()), ((0,), (0,))],
@@ -101,25 +89,19 @@ def test_values_may_have_another_head_dim_and_inputs_any_strides() -> None:
     assert relative_error(attention_varlen(query, key, value, *lengths, BALANCED), expected) < 1e-5
 
 
-class TestSkipping:
-    RECIPE = Recipe(low="mxint8", shared_scale="tile", skip_threshold=3.0, diagonal_tiles=0, sink_tiles=0)
+SKIPPING = Recipe(low="mxint8", shared_scale="tile", skip_threshold=3.0, diagonal_tiles=0, sink_tiles=0)
 
-    def test_tiles_are_skipped_and_counted_as_in_documents_alone(self) -> None:
-        arguments = packed((700, 630, 150, 70))
-        query, key = (x.transpose(0, 1)[None] for x in arguments[:2])
-        make_sparse(query, key)
-        counts, expected_counts = (torch.zeros(4, 2, dtype=torch.int64) for _ in range(2))
-        out = attention_varlen(*arguments, self.RECIPE, tile_counts=counts)
-        expected = alone(arguments, self.RECIPE, tile_counts=expected_counts)
-        assert relative_error(out, expected) < 1e-5
-        assert torch.equal(counts, expected_counts)
-        assert counts[:, 0].sum() > 0
 
-    def test_a_document_is_never_padded(self) -> None:
-        """Padding would complete its last block of 64 queries, which may then skip tiles."""
-        arguments = packed((640, 630), dtype=torch.float16)
-        calls = recorded(arguments, self.RECIPE, backend="triton")
-        assert calls == [(1, 640), (1, 630)]
+def test_tiles_are_skipped_and_counted_as_in_documents_alone() -> None:
+    arguments = packed((700, 630, 150, 70))
+    query, key = (x.transpose(0, 1)[None] for x in arguments[:2])
+    make_sparse(query, key)
+    counts, expected_counts = (torch.zeros(4, 2, dtype=torch.int64) for _ in range(2))
+    out = attention_varlen(*arguments, SKIPPING, tile_counts=counts)
+    expected = alone(arguments, SKIPPING, tile_counts=expected_counts)
+    assert relative_error(out, expected) < 1e-5
+    assert torch.equal(counts, expected_counts)
+    assert counts[:, 0].sum() > 0
 
 
 def recorded(arguments: tuple[Any, ...], recipe: Recipe, **options: Any) -> list[tuple[int, int]]:
@@ -161,35 +143,34 @@ class TestBatches:
         arguments = packed(lengths, tuple(max(100, length) for length in lengths), dtype=torch.float16, q_heads=8)
         assert recorded(arguments, BALANCED, backend="triton") == calls
 
-    def test_the_reference_pads_nothing(self) -> None:
+    def test_nothing_is_padded_in_the_reference_and_where_tiles_are_skipped(self) -> None:
+        """Padding would complete a document's last block of 64 queries, which may then skip tiles."""
         assert recorded(packed((100, 90, 100)), BALANCED) == [(2, 100), (1, 90)]
+        arguments = packed((640, 630), dtype=torch.float16)
+        assert recorded(arguments, SKIPPING, backend="triton") == [(1, 640), (1, 630)]
 
     @pytest.mark.parametrize(
-        ("recipe", "options"),
-        [("balanced", {"is_causal": False}), ("balanced", {"window": 150}), ("paper", {})],
-        ids=str,
+        ("q_lengths", "k_lengths", "calls", "recipe", "options"),
+        [
+            ((300, 65, 290, 20, 8), None, [(3, 300), (2, 20)], "balanced", {"is_causal": False}),
+            ((300, 65, 290, 20, 8), None, [(3, 300), (2, 20)], "balanced", {"window": 150}),
+            ((300, 65, 290, 20, 8), None, [(3, 300), (2, 20)], "paper", {}),
+            ((90, 70, 64), (300, 280, 0), [(3, 90)], "balanced", {}),
+        ],
+        ids=["bidirectional", "window", "paper", "chunks"],
     )
     @pytest.mark.usefixtures("poisoned")
     def test_padded_documents_equal_the_documents_alone(
-        self, recipe: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+        self, q_lengths: Any, k_lengths: Any, calls: Any, recipe: str, options: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Up to the order of sums, which depends on whether a kernel reads positions on the device."""
         monkeypatch.setattr(varlen, "CALL_COST", 1 << 30)
-        arguments = packed((300, 65, 290, 20, 8), dtype=torch.float16, q_heads=1, kv_heads=1)
-        assert recorded(arguments, KERNEL_RECIPES[recipe], backend="triton") == [(3, 300), (2, 20)]
+        arguments = packed(q_lengths, k_lengths, dtype=torch.float16, q_heads=1, kv_heads=1)
+        assert recorded(arguments, KERNEL_RECIPES[recipe], backend="triton") == calls
         out = attention_varlen(*arguments, KERNEL_RECIPES[recipe], backend="triton", **options)
         expected = alone(arguments, KERNEL_RECIPES[recipe], backend="triton", **options)
-        lengths = arguments[3].diff().tolist()
-        for ours, one in zip(out.split(lengths), expected.split(lengths), strict=True):
+        for ours, one in zip(out.split(q_lengths), expected.split(q_lengths), strict=True):
             assert relative_error(ours, one) < 1e-3
-
-    def test_padded_chunks_equal_the_chunks_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(varlen, "CALL_COST", 1 << 30)
-        arguments = packed((90, 70, 64), (300, 280, 0), dtype=torch.float16, q_heads=2, kv_heads=1)
-        assert len(recorded(arguments, KERNEL_RECIPES["balanced"], backend="triton")) == 1
-        out = attention_varlen(*arguments, KERNEL_RECIPES["balanced"], backend="triton")
-        assert relative_error(out, alone(arguments, KERNEL_RECIPES["balanced"], backend="triton")) < 1e-3
-        assert not out[160:].any()  # without keys
 
 
 class TestGradient:

@@ -10,7 +10,6 @@ from decode_cases import FORMATS, STORED_FORMATS, Case, assert_storages_equal
 from dma_kernels.cache.append import append_tokens
 from dma_kernels.cache.decode import decode_step
 from dma_kernels.cache.reference import CacheOptions
-from dma_kernels.cache.storage import LayerStorage
 from dma_kernels.runtime import launch
 from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
@@ -83,31 +82,23 @@ def asserting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
 
 
-def _full(page: int, format: str) -> tuple[Case, LayerStorage]:
-    """Return a cache whose next token completes tile 2, which has no page: it is one too many, or its entry says so.
-
-    As in a CUDA graph, the host does not know the lengths.
-    """
-    case = Case(kv_len=384, kv_heads=2)
-    _, key, value = case.inputs(torch.float16, "cpu")
-    storage = case.storage(format, torch.float16, "cpu", is_filled=False)
-    storage.append(key[:, :, :383], value[:, :, :383])
-    if page < 0:
-        storage.page_table[:, 2] = page
-    else:
-        storage.page_table = storage.page_table[:, :2].contiguous()
-    storage.appended = 0
-    return case, storage
-
-
 @pytest.mark.parametrize("page", [0, -1], ids=["too-few", "negative"])
 @pytest.mark.parametrize("in_step", [False, True], ids=["append", "decode"])
 @formats
 def test_a_tile_without_a_page_fails_an_assertion_and_overwrites_no_other(
     format: str, in_step: bool, page: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case, storage = _full(page, format)
-    query, key, value = (x[:, :, -1:] for x in case.inputs(torch.float16, "cpu"))
+    """Tile 2, which the next token completes, is one too many, or its entry says that it has no page."""
+    case = Case(kv_len=384)
+    query, *kv = case.inputs(torch.float16, "cpu")
+    storage = case.storage(format, torch.float16, "cpu", is_filled=False)
+    storage.append(*(x[:, :, :-1] for x in kv))
+    if page < 0:
+        storage.page_table[:, 2] = page
+    else:
+        storage.page_table = storage.page_table[:, :2].contiguous()
+    storage.appended = 0  # as in a CUDA graph, the host does not know the lengths
+    key, value = (x[:, :, -1:] for x in kv)
 
     def store() -> None:
         if in_step:

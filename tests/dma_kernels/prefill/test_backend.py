@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import partial
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -69,15 +67,6 @@ def test_an_infinite_value_spreads_by_tile(backend: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(chip, "INTERPRETED_ARCH", 80)  # the interpreter reads the NaN of E4M3 as a number
     assert_an_infinite_value_spreads_by_tile(backend, "cpu")
     assert_an_infinite_value_shows_where_the_exact_start_ends(backend, "cpu")
-
-
-@pytest.mark.parametrize("window", [2**31 - 1, 2**40])
-@pytest.mark.parametrize("options", [{"is_causal": False}, {"kv_offset": torch.tensor([-70])}], ids=["both", "padded"])
-def test_a_window_larger_than_the_sequence_masks_nothing(options: dict[str, Any], window: int) -> None:
-    query, key, value = random_qkv(q_len=150, kv_len=150, head_dim=16, dtype=torch.float16)
-    call = partial(attention_with_lse, query, key, value, RECIPES["balanced"], backend="triton", **options)
-    for ours, expected in zip(call(window=window), call(), strict=True):
-        assert_bits_equal(ours, expected)
 
 
 @pytest.mark.parametrize(

@@ -102,14 +102,9 @@ SPILLS = {
 }
 """Most accesses to spilled registers in the loop over low tiles, for calls that have more than two.
 
-- 256 channels: the output takes half of the registers. Configurations that spill less load more from memory, and are
-  slower on Hopper.
-- Multi-CTA kernel, masked tiles: the loop reads bounds back, which are scalars.
-- 16-bit keys, multi-CTA kernel: 5 of 600 instructions. The portable kernel spills nothing, but `fp4` takes 1.2 times as
-  long there, and with a mask 4 times.
-- Skipping with 64 or 256 channels: the branch around a tile, in loops without a free register. With Triton 3.6 it costs
-  8 accesses instead of 30, and up to 5 % of the time on inputs that skip nothing.
-- ``fp4:100:128:skip`` depends on the order of the kernel's parameters. It has not run on a chip.
+Configurations for 256 channels that spill less load more from memory, and are slower on Hopper. With a mask, padding or
+a window the multi-CTA kernel reads bounds back, which are scalars. Skipping with 64 channels branches around a tile in
+a loop without a free register; ``fp4:100:128:skip`` depends on the order of the kernel's parameters.
 """
 
 

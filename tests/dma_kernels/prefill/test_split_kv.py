@@ -16,7 +16,6 @@ from dma_kernels.runtime import chip
 from dma_kernels.runtime.reports import kernel_reports
 from dma_kernels.testing import assert_bits_equal, random_qkv, relative_error
 from prefill_cases import RECIPES, SHORT, Case, assert_matches_reference
-from torch import Tensor
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these on the device"),
@@ -78,22 +77,19 @@ def test_slots_that_a_static_cache_has_not_filled_are_not_read(filler: float) ->
         assert_bits_equal(ours, out)
 
 
-@pytest.mark.parametrize("layout", ["token-major", "sliced", "every-other-channel", "broadcast-heads"])
+STRIDED = {
+    "sliced": lambda x: torch.cat((x, x + 1.0), 2)[:, :, : x.shape[2]],
+    "every-other-channel": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+    "broadcast-heads": lambda x: x[:, :1].expand(x.shape),
+}
+
+
+@pytest.mark.parametrize("layout", STRIDED)
 def test_strides_do_not_matter(layout: str) -> None:
-    query, key, value = random_qkv(batch=2, q_heads=4, kv_heads=2, q_len=3, kv_len=90, dtype=torch.float16)
-    if layout == "broadcast-heads":
-        key, value = (x[:, :1].expand(-1, 2, -1, -1) for x in (key, value))
-
-    def strided(x: Tensor) -> Tensor:
-        if layout == "token-major":
-            return x.transpose(1, 2).contiguous().transpose(1, 2)
-        if layout == "sliced":
-            return torch.cat((x, x + 1.0), 2)[:, :, : x.shape[2]]
-        return x.repeat_interleave(2, -1)[..., ::2] if layout == "every-other-channel" else x
-
-    out = attention(*map(strided, (query, key, value)), BALANCED, backend="triton")
-    dense = (x.contiguous() for x in (query, key, value))
-    assert_bits_equal(out, attention(*dense, BALANCED, backend="triton"))
+    qkv = random_qkv(batch=2, q_heads=4, kv_heads=2, q_len=3, kv_len=90, dtype=torch.float16)
+    strided = [STRIDED[layout](x) for x in qkv]
+    out, dense = (attention(*each, BALANCED, backend="triton") for each in (strided, [x.contiguous() for x in strided]))
+    assert_bits_equal(out, dense)
 
 
 @pytest.mark.parametrize(("dtype", "shape"), [(torch.int64, ()), (torch.int16, (1,)), (torch.uint8, (2,))], ids=str)
@@ -193,22 +189,30 @@ class TestSDPA:
         assert relative_error(out, expected) < 2e-3
 
     @pytest.mark.parametrize(
-        "options",
+        ("shape", "options"),
         [
-            {"backend": "triton"},
-            {"window": 299},
-            {"q_offset": 298},
-            {"q_offset": torch.tensor(299)},
-            {"kv_range": torch.tensor([[0, 300]])},
-            {"mask": torch.ones(1, 300, dtype=torch.bool)},
-            {"softcap": 5.0},
-            {"sinks": torch.zeros(2)},
+            ({}, {"backend": "triton"}),
+            ({}, {"window": 299}),
+            ({}, {"q_offset": 298}),
+            ({}, {"q_offset": torch.tensor(299)}),
+            ({}, {"kv_range": torch.tensor([[0, 300]])}),
+            ({}, {"mask": torch.ones(1, 300, dtype=torch.bool)}),
+            ({}, {"softcap": 5.0}),
+            ({}, {"sinks": torch.zeros(2)}),
+            ({"q_len": 2}, {}),
+            ({"value_dim": 32}, {}),
         ],
-        ids=lambda options: next(iter(options)),
+        ids=str,
     )
-    def test_other_calls_run_on_the_split_kv_kernel(self, options: dict[str, Any]) -> None:
-        inputs = random_qkv(q_len=1, kv_len=300, dtype=torch.float16)
+    def test_other_calls_run_on_the_split_kv_kernel(self, shape: dict[str, int], options: dict[str, Any]) -> None:
+        inputs = random_qkv(**({"q_len": 1} | shape), kv_len=300, dtype=torch.float16)
         assert kernels_of(*inputs, BALANCED, **options) == ["split-KV"]
+
+    def test_a_call_with_a_log_sum_exp_runs_on_the_split_kv_kernel(self) -> None:
+        names: list[str] = []
+        with kernel_reports(names.append):
+            attention_with_lse(*random_qkv(q_len=1, kv_len=300, dtype=torch.float16), BALANCED)
+        assert names == ["split-KV"]
 
     @pytest.mark.parametrize(("length", "options"), [(2, {}), (130, {"q_offset": 0}), (512, {"window": 512})], ids=str)
     def test_a_prompt_below_the_border_runs_on_pytorchs_kernel(self, length: int, options: dict[str, Any]) -> None:
@@ -232,11 +236,3 @@ class TestSDPA:
     def test_other_prompts_do_not(self, recipe: Recipe, length: int, options: dict[str, Any]) -> None:
         inputs = random_qkv(q_heads=1, kv_heads=1, q_len=length, kv_len=length, head_dim=16, dtype=torch.float16)
         assert kernels_of(*inputs, recipe, **options) == ["portable"]
-
-    def test_a_call_with_a_log_sum_exp_or_two_queries_runs_on_the_split_kv_kernel(self) -> None:
-        names: list[str] = []
-        with kernel_reports(names.append):
-            attention_with_lse(*random_qkv(q_len=1, kv_len=300, dtype=torch.float16), BALANCED)
-            attention(*random_qkv(q_len=2, kv_len=300, dtype=torch.float16), BALANCED)
-            attention(*random_qkv(q_len=1, kv_len=300, value_dim=32, dtype=torch.float16), BALANCED)
-        assert names == ["split-KV"] * 3

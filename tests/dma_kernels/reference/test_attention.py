@@ -90,6 +90,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "more-queries-than-keys": (SMALL | {"q_len": 41, "kv_len": 9}, {}),
 }
 cases = pytest.mark.parametrize("case", CASES)
+recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 
 
 def run(case: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -149,26 +150,21 @@ class TestIdentity:
             torch.testing.assert_close(transformed, plain, rtol=1e-11, atol=1e-12)
 
 
-class TestRowsWithoutKeys:
-    @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-    def test_fully_masked_rows_are_zero_under_every_recipe(self, recipe: Recipe) -> None:
-        qkv = random_qkv(batch=2, q_len=64, kv_len=70)
-        out, lse = attention_with_lse(*qkv, recipe, kv_range=ints([4, 4], [0, 70]))
-        assert_bits_equal(out[0], torch.zeros_like(out[0]))
-        assert_bits_equal(lse[0], torch.full_like(lse[0], -math.inf))
-        assert out[1].isfinite().all()
-
-    @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-    @pytest.mark.parametrize(("q_len", "kv_len"), [(0, 7), (3, 0), (0, 0)], ids=["no-queries", "no-keys", "neither"])
-    def test_empty_sequences_have_zero_outputs(self, recipe: Recipe, q_len: int, kv_len: int) -> None:
-        query, key, value = random_qkv(q_len=q_len, kv_len=kv_len, value_dim=24)
-        out, lse = attention_with_lse(query, key, value, recipe)
+@recipes
+def test_rows_without_keys_are_zero_under_every_recipe(recipe: Recipe) -> None:
+    qkv = random_qkv(batch=2, q_len=64, kv_len=70)
+    out, lse = attention_with_lse(*qkv, recipe, kv_range=ints([4, 4], [0, 70]))
+    assert_bits_equal(out[0], torch.zeros_like(out[0]))
+    assert_bits_equal(lse[0], torch.full_like(lse[0], -math.inf))
+    assert out[1].isfinite().all()
+    for q_len, kv_len in ((0, 7), (3, 0), (0, 0)):
+        out, lse = attention_with_lse(*random_qkv(q_len=q_len, kv_len=kv_len, value_dim=24), recipe)
         assert_bits_equal(out, torch.zeros(1, 2, q_len, 24))
         assert_bits_equal(lse, torch.full((1, 2, q_len), -math.inf))
 
 
 class TestHiddenContent:
-    @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+    @recipes
     @pytest.mark.parametrize("filler", [math.nan, math.inf, 1e30], ids=str)
     def test_keys_outside_the_range_do_not_matter(self, recipe: Recipe, filler: float) -> None:
         # Neither for scales nor for means that tokens share.
@@ -181,7 +177,7 @@ class TestHiddenContent:
         assert expected.isfinite().all()
         assert_bits_equal(attention(query, key, value, recipe, **options), expected)
 
-    @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+    @recipes
     @pytest.mark.parametrize("broken", ["query", "key", "value"])
     def test_a_visible_nan_reaches_the_output(self, recipe: Recipe, broken: str) -> None:
         query, key, value = random_qkv(q_heads=1, q_len=6, kv_len=6)
@@ -200,7 +196,7 @@ class TestLayout:
         assert lse.shape == (2, 4, 37)
         assert lse.is_contiguous()
 
-    @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+    @recipes
     def test_input_strides_do_not_matter(self, recipe: Recipe) -> None:
         qkv = random_qkv(**SMALL)
         token_major = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv]
@@ -211,12 +207,9 @@ class TestLayout:
             torch.testing.assert_close(attention(*strided, recipe), expected, rtol=1e-5, atol=1e-6)
 
     def test_inputs_are_unchanged(self) -> None:
-        qkv = random_qkv(**SMALL)
-        copies = [x.clone() for x in qkv]
-        options = {"kv_range": ints([5, 37], [0, 30]), "mask": random_mask(2, 1, 37, 37), "sinks": torch.ones(4)}
-        option_copies = {name: x.clone() for name, x in options.items()}
-        attention(*qkv, RECIPES["nvfp4-mxfp8"], softcap=3.0, **options)
-        for x, copy in zip(qkv, copies, strict=True):
-            assert_bits_equal(x, copy)
-        for name, copy in option_copies.items():
-            assert torch.equal(options[name], copy)
+        given = dict(zip(("query", "key", "value"), random_qkv(**SMALL), strict=True))
+        given |= {"kv_range": ints([5, 37], [0, 30]), "mask": random_mask(2, 1, 37, 37), "sinks": torch.ones(4)}
+        copies = {name: x.clone() for name, x in given.items()}
+        attention(**given, recipe=RECIPES["nvfp4-mxfp8"], softcap=3.0)
+        for name, copy in copies.items():
+            assert_bits_equal(given[name], copy)

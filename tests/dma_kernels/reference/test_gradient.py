@@ -111,9 +111,7 @@ def test_only_some_inputs_may_require_a_gradient() -> None:
 
 
 TRANSFORMS: dict[str, Any] = {
-    "grad of vmap": lambda loss, leaves: torch.func.grad(
-        lambda *args: torch.func.vmap(loss)(*(x[None] for x in args)).sum(), argnums=tuple(range(len(leaves)))
-    )(*leaves),
+    "vjp": lambda loss, leaves: torch.func.vjp(loss, *leaves)[1](torch.ones((), dtype=leaves[0].dtype)),
     "vmap of grad": lambda loss, leaves: [
         gradient[0]
         for gradient in torch.func.vmap(torch.func.grad(loss, tuple(range(len(leaves)))))(*(x[None] for x in leaves))
