@@ -1,14 +1,59 @@
-"""The reference does not import Triton, and the portable kernels do not import Gluon."""
+"""The folders of ``dma_kernels`` are layers: each imports only what a table allows. The reference needs no Triton."""
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import dma_kernels
+import pytest
 import torch
+
+PACKAGE = Path(dma_kernels.__file__).parent
+ROOMS = {
+    "numerics": set(),
+    "reference": {"numerics"},
+    "runtime": {"numerics"},
+    "device": {"numerics"},
+    "prefill": {"numerics", "reference", "runtime", "device"},
+    "cache": {"numerics", "reference", "runtime", "device", "prefill"},
+}
+"""Which folders a folder may import from, besides itself. ``api.py`` may import all except the cache."""
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Yield the folders, or top-level modules, that a file imports from."""
+    room = path.relative_to(PACKAGE).parts[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.level > 0:
+            module = (node.module or "").split(".")
+            parts = [*room[: len(room) - node.level + 1], *filter(None, module)]
+            yield from [parts[0]] if parts else (alias.name for alias in node.names)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            assert not any(name.split(".")[0] in ("dma_kernels", "dma_hf", "transformers") for name in names), (
+                f"{path}:{node.lineno} imports {', '.join(names)}"
+            )
+
+
+def test_every_folder_has_a_row_in_the_table() -> None:
+    assert {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()} == set(ROOMS)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_folder_imports_only_what_its_row_allows(room: str) -> None:
+    for path in (PACKAGE / room).rglob("*.py"):
+        assert set(imported(path)) <= ROOMS[room] | {room}, path
+
+
+def test_the_attention_api_does_not_import_the_cache() -> None:
+    for path in (PACKAGE / "__init__.py", PACKAGE / "api.py", PACKAGE / "testing.py"):
+        assert "cache" not in set(imported(path))
+
 
 REFERENCE = """
 import torch
@@ -27,11 +72,11 @@ for backend in BACKENDS:
 """
 
 
-def imported(program: str, prefix: str) -> list[str]:
+def loaded(program: str, prefix: str) -> list[str]:
     """Return the modules with names in ``prefix`` that a program imports in a new process."""
     program += f"\nimport sys\nprint(*(name for name in sys.modules if name.startswith({prefix!r})))"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(Path(dma_kernels.__file__).parents[1])
+    environment["PYTHONPATH"] = str(PACKAGE.parent)
     result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment
     )
@@ -40,9 +85,9 @@ def imported(program: str, prefix: str) -> list[str]:
 
 def test_the_reference_imports_no_triton() -> None:
     backends = ["reference"] if torch.cuda.is_available() else ["reference", "auto"]
-    assert not imported(REFERENCE.replace("BACKENDS", repr(backends)), "triton")
+    assert not loaded(REFERENCE.replace("BACKENDS", repr(backends)), "triton")
 
 
 def test_portable_kernels_import_no_gluon() -> None:
     """Nothing is launched, because Triton imports Gluon at its first launch."""
-    assert not imported("from dma_kernels.cache import append, chunked_prefill, restore", "triton.experimental")
+    assert not loaded("from dma_kernels.cache import append, chunked_prefill, restore", "triton.experimental")

@@ -16,11 +16,27 @@ from triton.runtime.errors import InterpreterError
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these on the device")
 
-STEPS = (100, 20, 30, 300, 1, 500, 3)  # in a tile, across a boundary, several tiles, more than the residual KV holds
 formats = pytest.mark.parametrize("format", FORMATS)
+STEPS = (100, 20, 30, 300, 1, 500, 3)  # in a tile, across a boundary, several tiles, more than the residual KV holds
+CALLS = [
+    *((Case(kv_len=sum(STEPS), kv_heads=1, head_dim=80, value_dim=96), format, STEPS) for format in STORED_FORMATS),
+    *(
+        (Case(kv_len=270, kv_heads=1, head_dim=dim, value_dim=value_dim), format, (100, 170))
+        for dim, value_dim in ((64, 128), (33, 65), (8, 20), (128, 256))
+        for format in FORMATS
+    ),
+    *((Case(kv_len=430, padding=(0, 37, 250)), format, (130, 150, 1, 149)) for format in FORMATS),
+    *((Case(kv_len=1500, kv_heads=1, window=200), format, (600, 700, 200)) for format in FORMATS),
+]
+"""A cache, its format, and the tokens of each step."""
 
 
-def _append_both(case: Case, format: str, steps: tuple[int, ...], dtype: torch.dtype = torch.float16) -> None:
+@pytest.mark.parametrize(("case", "format", "steps"), CALLS)
+def test_stored_bits_equal_torch(
+    case: Case, format: str, steps: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asserting(monkeypatch)  # in a ring of pages, which holds the last tiles, no tile lacks a page
+    dtype = torch.bfloat16 if case.kv_len == 270 else torch.float16
     _, key, value = case.inputs(dtype, "cpu")
     ours, expected = (case.storage(format, dtype, "cpu", is_filled=False) for _ in range(2))
     start = 0
@@ -30,23 +46,6 @@ def _append_both(case: Case, format: str, steps: tuple[int, ...], dtype: torch.d
         expected.append(key[:, :, new], value[:, :, new])
         assert_storages_equal(ours, expected)
         start += step
-
-
-@pytest.mark.parametrize("format", STORED_FORMATS)
-def test_stored_bits_equal_torch(format: str) -> None:
-    _append_both(Case(kv_len=sum(STEPS), kv_heads=1, head_dim=80, value_dim=96), format, STEPS)
-
-
-@formats
-@pytest.mark.parametrize("dims", [(64, 128), (33, 65), (8, 20), (128, 256)], ids=str)
-def test_head_dims_equal_torch(format: str, dims: tuple[int, int]) -> None:
-    case = Case(kv_len=270, kv_heads=1, head_dim=dims[0], value_dim=dims[1])
-    _append_both(case, format, (100, 170), torch.bfloat16)
-
-
-@formats
-def test_padded_rows_of_different_lengths_equal_torch(format: str) -> None:
-    _append_both(Case(kv_len=430, padding=(0, 37, 250)), format, (130, 150, 1, 149))
 
 
 def test_appending_zero_tokens_changes_nothing() -> None:
@@ -113,11 +112,3 @@ def test_a_tile_without_a_page_fails_an_assertion_and_overwrites_no_other(
     asserting(monkeypatch)
     with pytest.raises(InterpreterError, match="the cache has no page for a complete tile; reserve more tiles"):
         store()
-
-
-@formats
-def test_a_window_keeps_only_the_last_tiles_and_never_lacks_a_page(
-    format: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asserting(monkeypatch)
-    _append_both(Case(kv_len=1500, kv_heads=1, window=200), format, (600, 700, 200))

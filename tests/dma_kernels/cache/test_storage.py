@@ -273,6 +273,9 @@ class TestCrop:
         assert_storages_equal(storage, before)
 
 
+MASK = torch.ones(3, 23).bool()
+
+
 class TestErrors:
     @pytest.fixture
     def storage(self):
@@ -282,11 +285,7 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("changes", "error", "message"),
         [
-            (
-                {"key": (2, 2, 3, 16)},
-                ValueError,
-                r"key must be \[2, 2, tokens, 32\] as in the cache, got \[2, 2, 3, 16\]",
-            ),
+            ({"key": (2, 2, 3, 16)}, ValueError, r"key must be \[2, 2, tokens, 32\] as in the cache"),
             ({"key": (2, 3, 3, 32)}, ValueError, r"key must be \[2, 2, tokens, 32\]"),
             ({"value": (1, 2, 3, 24)}, ValueError, r"value must be \[2, 2, tokens, 24\] as in the cache"),
             ({"value": (2, 2, 4, 24)}, ValueError, "value must have as many tokens as key, 3, got 4"),
@@ -294,29 +293,21 @@ class TestErrors:
             ({"query": (2, 4, 4, 32)}, ValueError, "key must have as many tokens as query, 4, got 3"),
             ({"query": (2, 3, 3, 32)}, ValueError, r"query must be \[2, a multiple of 2, tokens, 32\]"),
             ({"query": None}, TypeError, r"query must be a torch\.Tensor, got NoneType"),
-            ({"query": torch.ones(2, 4, 3, 32, device="meta")}, ValueError, "query must be on the device of the cache"),
+            ({"query": torch.ones(1, device="meta")}, ValueError, "query must be on the device of the cache, cpu"),
             ({"dtype": torch.float32}, TypeError, "key must have the dtype of the cache, torch.float64"),
             ({"scale": 0.0}, ValueError, "scale must be a positive finite number, got 0.0"),
             ({"sinks": torch.zeros(3)}, ValueError, r"sinks must be \[4\], one logit per query head, got \[3\]"),
-            ({"mask": torch.ones(2, 2, 3, 1).bool()}, ValueError, r"mask must be broadcastable to \[2, 4, 3, 1\]"),
-            ({"mask": torch.ones(3, 23).bool()}, ValueError, "mask_position must say which position column 0"),
-            *(
-                (
-                    {"mask": torch.ones(3, 23).bool(), "mask_position": position},
-                    ValueError,
-                    r"mask_position must be .*\[2\]",
-                )
-                for position in (torch.zeros(1).int(), torch.zeros(2))
-            ),
+            ({"mask": MASK[:, :1].expand(2, 2, 3, 1)}, ValueError, r"mask must be broadcastable to \[2, 4, 3, 1\]"),
+            ({"mask": MASK}, ValueError, "mask_position must say which position column 0"),
+            ({"mask": MASK, "mask_position": torch.zeros(1).int()}, ValueError, r"mask_position must be integer \[2\]"),
+            ({"mask": MASK, "mask_position": torch.zeros(2)}, ValueError, r"mask_position must be integer \[2\]"),
             ({"backend": "cuda"}, ValueError, "backend must be one of auto, reference, triton; got 'cuda'"),
         ],
     )
     def test_an_error_leaves_the_cache_unchanged(self, storage, changes, error, message):
-        dtype = changes.get("dtype", torch.float64)
+        dtype = changes.pop("dtype", torch.float64)
         given = {"query": (2, 4, 3, 32), "key": (2, 2, 3, 32), "value": (2, 2, 3, 24)} | changes
-        given = {
-            name: torch.ones(x, dtype=dtype) if type(x) is tuple else x for name, x in given.items() if name != "dtype"
-        }
+        given = {name: torch.ones(x, dtype=dtype) if type(x) is tuple else x for name, x in given.items()}
         before = storage.mapped(torch.clone)
         with pytest.raises(error, match=message):
             cached_attention(**given, storage=storage)
