@@ -47,33 +47,15 @@ class TestRotation:
 
 
 class TestKeyMean:
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-    def test_key_mean_is_rounded_to_bfloat16(self, dtype: torch.dtype) -> None:
-        _, key, _ = random_qkv(batch=2, kv_heads=3, q_len=1, kv_len=33, dtype=dtype)
-        mean = key_mean(key)
-        assert mean.shape == (2, 3, 1, 64)
-        assert mean.dtype == torch.float32
-        assert_bits_equal(mean, key.double().mean(-2, keepdim=True).to(torch.bfloat16).float())
+    """``test_rule.py`` compares smoothing with its definition."""
 
-    def test_masked_keys_do_not_count(self) -> None:
-        _, key, _ = random_qkv(batch=3, kv_heads=2, q_len=1, kv_len=20, dtype=torch.float64)
-        visible = torch.zeros(3, 20, dtype=torch.bool)
-        visible[0, 4:] = True
-        visible[1, :13] = True
-        hidden_nan = key.masked_fill(~visible[:, None, :, None], math.nan)
-        mean = key_mean(hidden_nan, visible)
-        assert_bits_equal(mean[0], key_mean(key[:1, :, 4:])[0])
-        assert_bits_equal(mean[1], key_mean(key[1:2, :, :13])[0])
-        assert_bits_equal(mean[2], torch.zeros(2, 1, 64, dtype=torch.float64))  # every key masked
-
-    def test_the_mean_of_no_keys_is_zero(self) -> None:
-        assert_bits_equal(key_mean(torch.zeros(1, 2, 0, 8)), torch.zeros(1, 2, 1, 8))
-
-    def test_only_the_first_tile_is_averaged(self) -> None:
-        _, key, _ = random_qkv(batch=2, kv_heads=2, q_len=1, kv_len=300)
-        visible = torch.ones(2, 300, dtype=torch.bool)
-        visible[0, :50] = False
-        mean = key_mean(key, visible)
-        assert_bits_equal(mean[0], key_mean(key[:1, :, 50:178])[0])
-        assert_bits_equal(mean[1], key_mean(key[1:, :, :128])[0])
+    def test_it_is_the_mean_of_the_first_128_visible_keys_in_bfloat16(self) -> None:
+        _, key, _ = random_qkv(batch=3, kv_heads=2, q_len=1, kv_len=300)
+        visible = torch.ones(3, 300, dtype=torch.bool)
+        visible[0, :50] = visible[2] = False
+        mean = key_mean(key.masked_fill(~visible[:, None, :, None], math.nan), visible)
+        for row, first in enumerate((key[:1, :, 50:178], key[1:2, :, :128])):
+            assert_bits_equal(mean[row], first[0].double().mean(-2, keepdim=True).bfloat16().float())
+        assert_bits_equal(mean[2], torch.zeros(2, 1, 64))
         assert_bits_equal(key_mean(key), key_mean(key[:, :, :128]))
+        assert_bits_equal(key_mean(torch.zeros(1, 2, 0, 8)), torch.zeros(1, 2, 1, 8))

@@ -1,17 +1,25 @@
-"""The folders of ``dma_kernels`` are layers: each imports only what a table allows. The reference needs no Triton."""
+"""The folders of ``dma_kernels`` are layers: each imports only what a table allows. The reference needs no Triton.
+
+Kernels have signatures that every version of Triton takes.
+"""
 
 from __future__ import annotations
 
 import ast
+import dataclasses
+import importlib
 import os
+import pkgutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import dma_kernels
 import pytest
 import torch
+from dma_kernels.prefill import constants
 
 PACKAGE = Path(dma_kernels.__file__).parent
 ROOMS = {
@@ -91,3 +99,29 @@ def test_the_reference_imports_no_triton() -> None:
 def test_portable_kernels_import_no_gluon() -> None:
     """Nothing is launched, because Triton imports Gluon at its first launch."""
     assert not loaded("from dma_kernels.cache import append, chunked_prefill, restore", "triton.experimental")
+
+
+def kernels() -> Iterator[Any]:
+    """Yield the kernels of the package."""
+    for module in pkgutil.walk_packages(dma_kernels.__path__, "dma_kernels."):
+        for name, value in vars(importlib.import_module(module.name)).items():
+            function = getattr(value, "fn", None)
+            if name.endswith("_kernel") and getattr(function, "__module__", None) == module.name:
+                yield pytest.param(function, id=name)
+
+
+@pytest.mark.parametrize("kernel", kernels())
+def test_a_kernel_has_fewer_than_40_parameters(kernel: Any) -> None:
+    assert kernel.__code__.co_argcount < 40
+
+
+def test_string_attributes_of_constexprs_are_assigned_before_they_are_passed() -> None:
+    """Triton 3.6 rejects a string attribute of a constexpr as a function argument."""
+    kinds = filter(dataclasses.is_dataclass, vars(constants).values())
+    strings = {field.name for kind in kinds for field in dataclasses.fields(kind) if field.type == "str"}
+    assert "low_form" in strings
+    for path in PACKAGE.rglob("*.py"):
+        calls = (node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call))
+        for argument in (argument for call in calls for argument in call.args):
+            is_constant = isinstance(argument, ast.Attribute) and ast.unparse(argument.value) == "CONFIG"
+            assert not (is_constant and argument.attr in strings), f"{path}:{argument.lineno}: {ast.unparse(argument)}"
