@@ -9,13 +9,11 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from dma_kernels.device.arithmetic import hadamard
 from dma_kernels.device.operands import prepare_queries
 from dma_kernels.numerics.formats import MXINT8_UNIT
 from dma_kernels.numerics.quantize import QuantizedTensor, e8m0_to_float, nvfp4_global_scale, quantize
-from dma_kernels.numerics.transforms import hadamard_rotate, hadamard_size
 from dma_kernels.prefill.operands import DEQUANTIZED, E4M3, E5M2, INT8, PACKED, OperandFormat
-from dma_kernels.testing import assert_bits_equal, mixed_magnitudes, random_qkv, relative_error
+from dma_kernels.testing import assert_bits_equal, mixed_magnitudes
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs these")
@@ -35,12 +33,6 @@ def _prepare_kernel(
     tl.store(descale_ptr + rows, descale)
     if BLOCKS > 0:
         tl.store(scale_ptr + rows[:, None] * BLOCKS + tl.arange(0, BLOCKS)[None, :], scale)
-
-
-@triton.jit
-def _rotate_kernel(q_ptr, out_ptr, norm, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr):
-    offset = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    tl.store(out_ptr + offset, hadamard(tl.load(q_ptr + offset).to(tl.float32), SIZE, norm))
 
 
 def queries() -> Tensor:
@@ -132,16 +124,3 @@ def test_dequantized_queries_equal_the_specification(format: str, shared: str) -
     q, _, descale = prepare(x, DEQUANTIZED, format, shared=shared)
     assert torch.equal(q.float(), quantize(x, format, shared_scale=shared).dequantize())
     assert torch.equal(descale, torch.ones(ROWS))
-
-
-@pytest.mark.parametrize("head_dim", [8, 32, 64, 96, 128, 256])
-def test_rotation_is_exact_to_fp32_rounding(head_dim: int) -> None:
-    q, _, _ = random_qkv(q_heads=1, q_len=ROWS, kv_len=1, head_dim=head_dim, dtype=torch.float16)
-    columns = max(32, triton.next_power_of_2(head_dim))
-    padded = torch.zeros(ROWS, columns, dtype=torch.float16)
-    padded[:, :head_dim] = q[0, 0]
-    out = torch.full((ROWS, columns), torch.nan)
-    size = hadamard_size(head_dim)
-    _rotate_kernel[(1,)](padded, out, size**-0.5, ROWS=ROWS, COLUMNS=columns, SIZE=size)
-    assert relative_error(out[:, :head_dim], hadamard_rotate(q[0, 0])) < 1e-6
-    assert not out[:, head_dim:].any()
