@@ -69,7 +69,7 @@ SHORT = [call for call in CALLS if re.fullmatch(r"[\w-]+:90:(64|96|128)(:(padded
 
 
 def calls(names: Iterable[str]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("call", names)
+    return pytest.mark.parametrize("call", [*names])
 
 
 @pytest.fixture(scope="module")

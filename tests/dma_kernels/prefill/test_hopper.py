@@ -174,7 +174,8 @@ SCALE = 0.25 * LOG2_E
 def quantized_queries(recipe: Recipe, form: OperandFormat, dtype: torch.dtype) -> tuple[Tensor, QuantizedQueries]:
     """Return queries, and the same quantized for low keys in an operand format."""
     query, _, _ = random_qkv(q_len=70, kv_len=70, head_dim=128, dtype=dtype)
-    return query, quantize_q(query, None, None, recipe, form, RAW, logit_scale=SCALE, use_pdl=False)
+    global_scale = query_global_scale(query, recipe)
+    return query, quantize_q(query, None, global_scale, recipe, form, RAW, logit_scale=SCALE, use_pdl=False)
 
 
 @pytest.mark.parametrize(("form", "format"), [(INT8, "mxint8"), (E4M3, "mxfp8")])
@@ -185,6 +186,14 @@ def test_quantized_queries_equal_the_specification_bit_for_bit(form: OperandForm
     unit = 2.0**-6 if form is INT8 else 1.0
     descale = e8m0_to_float(expected.scale[..., 0]) * unit * SCALE
     torch.testing.assert_close(made.descale_and_bias[0], descale, rtol=1e-6, atol=0.0)
+
+
+def test_nvfp4_queries_have_their_heads_global_scale() -> None:
+    recipe = Recipe(low="nvfp4", scale_rounding="search", pv="fp8")
+    query, made = quantized_queries(recipe, DEQUANTIZED, torch.bfloat16)
+    assert made.low.dtype == torch.bfloat16
+    assert torch.equal(made.low.float(), quantize(query.float(), "nvfp4", scale_rounding="search").dequantize())
+    assert (made.descale_and_bias[0] == SCALE).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
