@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -19,12 +19,11 @@ from dma_kernels.prefill.plan import forget_plans
 ELEMENTS = {"mxfp4": (2, 6.0), "mxfp8": (8, 448.0), "mxint8": (0, 127 / 64)}
 
 
-@dataclass(frozen=True)
-class OracleTensor:
-    """A quantized ``[N, T, D]``: element codes ``[N, T, D']``, scales ``[N, T, blocks]``, values."""
+class OracleTensor(NamedTuple):
+    """A quantized ``[N, T, D]``."""
 
-    codes: np.ndarray
-    scales: np.ndarray
+    codes: np.ndarray  # of elements, ``[N, T, D']``
+    scales: np.ndarray  # ``[N, T, blocks]``
     values: np.ndarray
 
 

@@ -6,40 +6,19 @@ import math
 
 import pytest
 import torch
-from dma_kernels.testing import (
-    assert_as_accurate,
-    assert_bits_equal,
-    relative_error,
-)
+from dma_kernels.testing import assert_as_accurate, assert_bits_equal, relative_error
 
 
-def test_assert_bits_equal_accepts_equal_bits_and_any_nan() -> None:
-    assert_bits_equal(torch.tensor([1.0, math.nan]), torch.tensor([1.0, -math.nan]))
-    assert_bits_equal(torch.zeros(0, 3), torch.zeros(0, 3))
+def test_bits_differ_in_the_sign_of_zero_one_ulp_dtype_and_shape_but_not_in_those_of_nan() -> None:
+    one, nan = torch.tensor([1.0, 0.0]), torch.tensor([1.0, math.nan])
+    assert_bits_equal(nan, torch.tensor([1.0, -math.nan]))
     assert_bits_equal(torch.ones(2, 3).T, torch.ones(3, 2))
+    for other in (torch.tensor([1.0, -0.0]), nan, torch.tensor([1.0 + 2**-23, 0.0]), one.double(), one[None]):
+        with pytest.raises(AssertionError):
+            assert_bits_equal(one, other)
 
 
-@pytest.mark.parametrize(
-    ("actual", "expected", "message"),
-    [
-        (
-            torch.tensor([0.0]),
-            torch.tensor([-0.0]),
-            r"1 of 1 elements differ; the first at \[0\]: 0\.0, expected -0\.0",
-        ),
-        (torch.tensor([1.0, math.nan]), torch.tensor([1.0, 2.0]), r"1 of 2 elements differ; the first at \[1\]: nan"),
-        (torch.tensor([1.0]), torch.tensor([1.0 + 2**-23]), "1 of 1 elements differ"),
-        (torch.tensor([1.0]), torch.tensor([1]), r"dtype torch\.float32, expected torch\.int64"),
-        (torch.zeros(2, 1), torch.zeros(2), r"shape \[2, 1\], expected \[2\]"),
-    ],
-    ids=["zero-sign", "nan", "one-ulp", "dtype", "shape"],
-)
-def test_assert_bits_equal_rejects_differences(actual: torch.Tensor, expected: torch.Tensor, message: str) -> None:
-    with pytest.raises(AssertionError, match=message):
-        assert_bits_equal(actual, expected)
-
-
-def test_relative_error_is_relative_to_the_expected_norm() -> None:
+def test_relative_error_is_relative_to_the_largest_expected_number() -> None:
     assert relative_error(torch.tensor([1.0, 3.5]), torch.tensor([1.0, 4.0])) == 0.125
     assert relative_error(torch.zeros(0), torch.zeros(0)) == 0.0
     assert math.isnan(relative_error(torch.tensor([math.nan]), torch.tensor([1.0])))
@@ -51,9 +30,10 @@ def test_as_accurate_rejects_a_larger_error() -> None:
     exact = torch.zeros(4, dtype=torch.float64)
     baseline = torch.tensor([0.1, 0.0, 0.0, 0.0])
     assert_as_accurate(torch.tensor([0.0, 0.15, 0.0, 0.0]), baseline, exact)
-    with pytest.raises(AssertionError, match=r"maximum error 0\.25 is over 2\.0 x 0\.1 of the baseline"):
-        assert_as_accurate(torch.tensor([0.25, 0.0, 0.0, 0.0]), baseline, exact)
-    with pytest.raises(AssertionError, match=r"mean error 0\.1 is over 2\.0 x 0\.025 of the baseline"):
-        assert_as_accurate(torch.full((4,), 0.1), baseline, exact)
-    with pytest.raises(AssertionError, match="NaN where the exact result has none"):
-        assert_as_accurate(torch.tensor([math.nan, 0.0, 0.0, 0.0]), baseline, exact)
+    for actual, message in (
+        ([0.25, 0.0, 0.0, 0.0], "maximum"),
+        ([0.1] * 4, "mean"),
+        ([math.nan, 0.0, 0.0, 0.0], "NaN"),
+    ):
+        with pytest.raises(AssertionError, match=f"^{message}"):
+            assert_as_accurate(torch.tensor(actual), baseline, exact)

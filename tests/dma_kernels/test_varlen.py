@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise
 from typing import Any
 
@@ -67,17 +66,6 @@ def test_a_document_equals_the_document_alone(recipe: Recipe, options: dict[str,
     assert relative_error(out, alone(arguments, recipe, **options)) < 1e-5
 
 
-def test_documents_do_not_see_each_other() -> None:
-    arguments = packed((128, 700))
-    query, key, value, *_ = arguments
-    out = attention_varlen(*arguments, BALANCED)
-    for x in (query, key, value):
-        x[:128] = math.nan
-    assert torch.equal(attention_varlen(*arguments, BALANCED)[128:], out[128:])
-    one = attention(*(x.transpose(0, 1)[None] for x in (query, key, value)), EXACT)[0].transpose(0, 1)
-    assert one[128:].isnan().all()  # as one sequence they do
-
-
 @pytest.mark.parametrize(
     ("q_lengths", "k_lengths"),
     [((5, 70, 1), (200, 430, 391)), ((70, 9), (40, 9)), ((0, 6), (5, 6)), ((6, 3), (0, 9)), ((), ()), ((0,), (0,))],
@@ -101,25 +89,19 @@ def test_values_may_have_another_head_dim_and_inputs_any_strides() -> None:
     assert relative_error(attention_varlen(query, key, value, *lengths, BALANCED), expected) < 1e-5
 
 
-class TestSkipping:
-    RECIPE = Recipe(low="mxint8", shared_scale="tile", skip_threshold=3.0, diagonal_tiles=0, sink_tiles=0)
+SKIPPING = Recipe(low="mxint8", shared_scale="tile", skip_threshold=3.0, diagonal_tiles=0, sink_tiles=0)
 
-    def test_tiles_are_skipped_and_counted_as_in_documents_alone(self) -> None:
-        arguments = packed((700, 630, 150, 70))
-        query, key = (x.transpose(0, 1)[None] for x in arguments[:2])
-        make_sparse(query, key)
-        counts, expected_counts = (torch.zeros(4, 2, dtype=torch.int64) for _ in range(2))
-        out = attention_varlen(*arguments, self.RECIPE, tile_counts=counts)
-        expected = alone(arguments, self.RECIPE, tile_counts=expected_counts)
-        assert relative_error(out, expected) < 1e-5
-        assert torch.equal(counts, expected_counts)
-        assert counts[:, 0].sum() > 0
 
-    def test_a_document_is_never_padded(self) -> None:
-        """Padding would complete its last block of 64 queries, which may then skip tiles."""
-        arguments = packed((640, 630), dtype=torch.float16)
-        calls = recorded(arguments, self.RECIPE, backend="triton")
-        assert calls == [(1, 640), (1, 630)]
+def test_tiles_are_skipped_and_counted_as_in_documents_alone() -> None:
+    arguments = packed((700, 630, 150, 70))
+    query, key = (x.transpose(0, 1)[None] for x in arguments[:2])
+    make_sparse(query, key)
+    counts, expected_counts = (torch.zeros(4, 2, dtype=torch.int64) for _ in range(2))
+    out = attention_varlen(*arguments, SKIPPING, tile_counts=counts)
+    expected = alone(arguments, SKIPPING, tile_counts=expected_counts)
+    assert relative_error(out, expected) < 1e-5
+    assert torch.equal(counts, expected_counts)
+    assert counts[:, 0].sum() > 0
 
 
 def recorded(arguments: tuple[Any, ...], recipe: Recipe, **options: Any) -> list[tuple[int, int]]:
@@ -141,61 +123,54 @@ class TestBatches:
     """How many calls the documents take."""
 
     def test_documents_of_one_length_share_a_call_without_a_copy(self) -> None:
-        arguments = packed((70,) * 5)
-        assert recorded(arguments, BALANCED) == [(5, 70)]
-        query = arguments[0]
+        query = packed((70,) * 5)[0]
         (spans, _), *others = varlen._batches(tuple(range(0, 351, 70)), tuple(range(0, 351, 70)), 4, 0)
         assert not others
         assert spans.take(query).data_ptr() == query.data_ptr()
 
-    def test_many_short_documents_share_one_kernel_call(self) -> None:
-        lengths = tuple(torch.randint(64, 129, (50,), generator=torch.Generator().manual_seed(1)).tolist())
-        assert recorded(packed(lengths, dtype=torch.float16), BALANCED, backend="triton") == [(50, max(lengths))]
+    @pytest.mark.parametrize(
+        ("lengths", "calls"),
+        [
+            (tuple(range(64, 114)), [(50, 113)]),
+            ((4000, *range(100, 120)), [(1, 4000), (20, 119)]),
+            ((64, 63, 62), [(1, 64), (2, 63)]),  # a call of fewer than 64 queries is computed differently
+        ],
+        ids=["many-short", "a-long-one", "around-64"],
+    )
+    def test_kernels_pad_documents_of_similar_lengths(
+        self, lengths: tuple[int, ...], calls: list[tuple[int, int]]
+    ) -> None:
+        arguments = packed(lengths, tuple(max(100, length) for length in lengths), dtype=torch.float16, q_heads=8)
+        assert recorded(arguments, BALANCED, backend="triton") == calls
 
-    def test_a_long_document_is_not_the_size_of_all(self) -> None:
-        lengths = (4000, *(range(100, 120)))
-        calls = recorded(packed(lengths, dtype=torch.float16, q_heads=8), BALANCED, backend="triton")
-        assert calls == [(1, 4000), (20, 119)]
-
-    def test_the_reference_pads_nothing(self) -> None:
+    def test_nothing_is_padded_in_the_reference_and_where_tiles_are_skipped(self) -> None:
+        """Padding would complete a document's last block of 64 queries, which may then skip tiles."""
         assert recorded(packed((100, 90, 100)), BALANCED) == [(2, 100), (1, 90)]
-
-    def test_short_calls_are_not_padded_to_long_ones(self) -> None:
-        """A call of fewer than 64 queries is computed differently."""
-        arguments = packed((64, 63, 62), (100, 100, 100), dtype=torch.float16)
-        assert recorded(arguments, BALANCED, backend="triton") == [(1, 64), (2, 63)]
+        arguments = packed((640, 630), dtype=torch.float16)
+        assert recorded(arguments, SKIPPING, backend="triton") == [(1, 640), (1, 630)]
 
     @pytest.mark.parametrize(
-        ("recipe", "options"),
+        ("q_lengths", "k_lengths", "calls", "recipe", "options"),
         [
-            ("balanced", {}),
-            ("balanced", {"is_causal": False}),
-            ("balanced", {"window": 150}),
-            ("paper", {}),
+            ((300, 65, 290, 20, 8), None, [(3, 300), (2, 20)], "balanced", {"is_causal": False}),
+            ((300, 65, 290, 20, 8), None, [(3, 300), (2, 20)], "balanced", {"window": 150}),
+            ((300, 65, 290, 20, 8), None, [(3, 300), (2, 20)], "paper", {}),
+            ((90, 70, 64), (300, 280, 0), [(3, 90)], "balanced", {}),
         ],
-        ids=["balanced", "bidirectional", "window", "paper"],
+        ids=["bidirectional", "window", "paper", "chunks"],
     )
     @pytest.mark.usefixtures("poisoned")
     def test_padded_documents_equal_the_documents_alone(
-        self, recipe: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+        self, q_lengths: Any, k_lengths: Any, calls: Any, recipe: str, options: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Up to the order of sums, which depends on whether a kernel reads positions on the device."""
         monkeypatch.setattr(varlen, "CALL_COST", 1 << 30)
-        arguments = packed((300, 65, 290, 20, 8), dtype=torch.float16, q_heads=1, kv_heads=1)
-        assert recorded(arguments, KERNEL_RECIPES[recipe], backend="triton") == [(3, 300), (2, 20)]
+        arguments = packed(q_lengths, k_lengths, dtype=torch.float16, q_heads=1, kv_heads=1)
+        assert recorded(arguments, KERNEL_RECIPES[recipe], backend="triton") == calls
         out = attention_varlen(*arguments, KERNEL_RECIPES[recipe], backend="triton", **options)
         expected = alone(arguments, KERNEL_RECIPES[recipe], backend="triton", **options)
-        lengths = arguments[3].diff().tolist()
-        for ours, one in zip(out.split(lengths), expected.split(lengths), strict=True):
+        for ours, one in zip(out.split(q_lengths), expected.split(q_lengths), strict=True):
             assert relative_error(ours, one) < 1e-3
-
-    def test_padded_chunks_equal_the_chunks_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(varlen, "CALL_COST", 1 << 30)
-        arguments = packed((90, 70, 64), (300, 280, 0), dtype=torch.float16, q_heads=2, kv_heads=1)
-        assert len(recorded(arguments, KERNEL_RECIPES["balanced"], backend="triton")) == 1
-        out = attention_varlen(*arguments, KERNEL_RECIPES["balanced"], backend="triton")
-        assert relative_error(out, alone(arguments, KERNEL_RECIPES["balanced"], backend="triton")) < 1e-3
-        assert not out[160:].any()  # without keys
 
 
 class TestGradient:
@@ -223,24 +198,17 @@ class TestGradient:
         for ours, expected in zip(*found, strict=True):
             torch.testing.assert_close(ours, expected)
 
-    def test_it_passes_straight_through_the_rounding(self) -> None:
-        query, key, value, *ends = packed(LENGTHS)
-        leaves = [x.requires_grad_() for x in (query, key, value)]
-        exact, lossy = (
-            torch.autograd.grad(attention_varlen(*leaves, *ends, recipe).sum(), leaves) for recipe in (EXACT, PAPER)
-        )
-        for ours, expected in zip(lossy, exact, strict=True):
+    def test_it_passes_straight_through_the_rounding_also_under_torch_func(self) -> None:
+        tensors, ends = packed(LENGTHS)[:3], packed(LENGTHS)[3:]
+
+        def loss(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe = PAPER) -> Tensor:
+            return attention_varlen(query, key, value, *ends, recipe).sum()
+
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        lossy, exact = (torch.autograd.grad(loss(*leaves, recipe), leaves) for recipe in (PAPER, EXACT))
+        for ours, transformed, expected in zip(lossy, torch.func.grad(loss, (0, 1, 2))(*tensors), exact, strict=True):
             assert torch.equal(ours, expected)
-
-    def test_torch_func_differentiates(self) -> None:
-        query, key, value, *ends = packed((30, 9))
-
-        def loss(query: Tensor) -> Tensor:
-            return attention_varlen(query, key, value, *ends, EXACT).square().sum()
-
-        leaf = query.clone().requires_grad_()
-        (expected,) = torch.autograd.grad(loss(leaf), leaf)
-        torch.testing.assert_close(torch.func.grad(loss)(query), expected)
+            torch.testing.assert_close(transformed, expected)
 
 
 class TestOperator:
@@ -269,80 +237,36 @@ class TestOperator:
 
 
 ENDS = torch.tensor([0, 6, 15])
-REJECTED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "query-4d": (
-        {"query": torch.zeros(1, 15, 4, 32)},
-        ValueError,
-        r"query must be \[tokens, heads, head_dim\], got shape \[1, 15, 4, 32\]",
+# What replaces a valid argument, the exception, and what its message begins with; other checks are those of attention.
+REJECTED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"query": torch.zeros(1, 15, 4, 32)}, ValueError, r"query must be \[tokens, heads, head_dim\], got shape"),
+    ({"key": None}, TypeError, r"key must be a torch\.Tensor, got NoneType"),
+    ({"value": torch.zeros(14, 2, 32)}, ValueError, r"value must have the heads and tokens of key, \[2, 15\]"),
+    ({"window": 0}, ValueError, "window must be an integer of at least 1, got 0"),
+    ({"recipe": "balanced"}, TypeError, r"recipe must be a dma_kernels\.Recipe, got str"),
+    ({"backend": "flash"}, ValueError, "backend must be one of auto, reference, triton; got 'flash'"),
+    ({"tile_counts": torch.zeros(4, 2).long()}, ValueError, "tile_counts needs a recipe that skips tiles"),
+    ({"cu_seqlens_q": [0, 6, 15]}, TypeError, r"cu_seqlens_q must be a torch\.Tensor, got list"),
+    *(
+        ({"cu_seqlens_k": ends}, ValueError, r"cu_seqlens_k must be integer \[documents \+ 1\], got torch")
+        for ends in (ENDS.float(), ENDS[None], ENDS[:0])
     ),
-    "key-none": ({"key": None}, TypeError, r"key must be a torch\.Tensor, got NoneType"),
-    "value-tokens": (
-        {"value": torch.zeros(14, 2, 32)},
-        ValueError,
-        r"value must have the heads and tokens of key, \[2, 15\], got \[2, 14\]",
+    ({"cu_seqlens_q": ENDS.to("meta")}, ValueError, "cu_seqlens_q must be on the CPU or on cpu, got meta"),
+    ({"cu_seqlens_k": torch.tensor([0, 3, 6, 15])}, ValueError, "cu_seqlens_k must have the 3 entries of cu_seqlens_q"),
+    *(
+        ({"cu_seqlens_q": torch.tensor(ends)}, ValueError, "cu_seqlens_q must rise from 0 to the 15 tokens packed")
+        for ends in ([0, 6, 14], [1, 6, 15], [0, 16, 15])
     ),
-    "key-head_dim": ({"key": torch.zeros(15, 2, 16)}, ValueError, "key must have the head_dim of query, 32, got 16"),
-    "sinks": ({"sinks": torch.zeros(3)}, ValueError, r"sinks must be \[4\], one logit per query head, got \[3\]"),
-    "window": ({"window": 0}, ValueError, "window must be an integer of at least 1, got 0"),
-    "recipe": ({"recipe": "balanced"}, TypeError, r"recipe must be a dma_kernels\.Recipe, got str"),
-    "backend": ({"backend": "flash"}, ValueError, "backend must be one of auto, reference, triton; got 'flash'"),
-    "tile_counts": (
-        {"tile_counts": torch.zeros(4, 2, dtype=torch.int64)},
-        ValueError,
-        "tile_counts needs a recipe that skips tiles; its skip_threshold is None",
-    ),
-    "ends-list": ({"cu_seqlens_q": [0, 6, 15]}, TypeError, r"cu_seqlens_q must be a torch\.Tensor, got list"),
-    "ends-float": (
-        {"cu_seqlens_k": ENDS.float()},
-        ValueError,
-        r"cu_seqlens_k must be integer \[documents \+ 1\], got torch\.float32 \[3\]",
-    ),
-    "ends-2d": (
-        {"cu_seqlens_q": ENDS[None]},
-        ValueError,
-        r"cu_seqlens_q must be integer \[documents \+ 1\], got torch\.int64 \[1, 3\]",
-    ),
-    "ends-empty": ({"cu_seqlens_q": ENDS[:0]}, ValueError, r"cu_seqlens_q must be integer .*, got torch\.int64 \[0\]"),
-    "ends-device": (
-        {"cu_seqlens_q": ENDS.to("meta")},
-        ValueError,
-        "cu_seqlens_q must be on the CPU or on cpu, got meta",
-    ),
-    "ends-of-another-count": (
-        {"cu_seqlens_k": torch.tensor([0, 3, 6, 15])},
-        ValueError,
-        "cu_seqlens_k must have the 3 entries of cu_seqlens_q, got 4",
-    ),
-    "ends-before-the-end": (
-        {"cu_seqlens_q": torch.tensor([0, 6, 14])},
-        ValueError,
-        r"cu_seqlens_q must rise from 0 to the 15 tokens packed, got \[0, 6, 14\]",
-    ),
-    "ends-after-the-start": (
-        {"cu_seqlens_k": torch.tensor([1, 6, 15])},
-        ValueError,
-        r"cu_seqlens_k must rise from 0 to the 15 tokens packed, got \[1, 6, 15\]",
-    ),
-    "ends-that-fall": (
-        {"cu_seqlens_q": torch.tensor([0, 16, 15])},
-        ValueError,
-        r"cu_seqlens_q must rise from 0 to the 15 tokens packed, got \[0, 16, 15\]",
-    ),
-    "max_seqlen-small": (
-        {"max_seqlen_k": 8},
-        ValueError,
-        "max_seqlen_k must be at least the length of the longest document, 9, got 8",
-    ),
-    "max_seqlen-float": ({"max_seqlen_q": 9.0}, TypeError, r"max_seqlen_q must be an int, got 9\.0"),
-}
+    ({"max_seqlen_k": 8}, ValueError, "max_seqlen_k must be at least the length of the longest document, 9, got 8"),
+    ({"max_seqlen_q": 9.0}, TypeError, r"max_seqlen_q must be an int, got 9\.0"),
+]
 
 
-@pytest.mark.parametrize("case", REJECTED)
-def test_an_invalid_input_is_rejected_with_its_message(case: str) -> None:
-    replaced, exception, message = REJECTED[case]
+@pytest.mark.parametrize(("replaced", "error", "message"), REJECTED)
+def test_an_invalid_input_is_rejected(replaced: dict[str, Any], error: type[Exception], message: str) -> None:
     names = ("query", "key", "value", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
     good = dict(zip(names, packed((6, 9)), strict=True)) | {"recipe": BALANCED}
-    with pytest.raises(exception, match=message):
+    with pytest.raises(error, match=f"^{message}"):
         attention_varlen(**(good | replaced))
 
 

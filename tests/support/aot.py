@@ -31,32 +31,17 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "": {"softcap": None, "sinks": None},
-    "fp16": {"softcap": None, "sinks": None},
-    "softcap": {"softcap": 50.0, "sinks": None},
-    "sinks": {"softcap": None, "sinks": torch.empty(4)},
-    "window": {"softcap": None, "sinks": None, "window": 700},
-    "padded": {"softcap": None, "sinks": None, "kv_range": torch.tensor([[0, 2_048]])},
-    "bidirectional": {"softcap": None, "sinks": None, "is_causal": False},
-    "mask": {"softcap": None, "sinks": None, "mask": torch.empty(1, 1, 2_048, 2_048, dtype=torch.bool)},
-    "skip": {"softcap": None, "sinks": None},
-    "long": {"softcap": None, "sinks": None},
-    "long-skip": {"softcap": None, "sinks": None},
-    "long-window": {"softcap": None, "sinks": None, "window": 8_192},
-    "long-padded": {"softcap": None, "sinks": None, "kv_range": torch.tensor([[0, 65_536]])},
-    "long-mask": {"softcap": None, "sinks": None, "mask": torch.empty(1, 1, 1, 65_536, dtype=torch.bool)},
-    "short": {"softcap": None, "sinks": None},
-    "many": {"softcap": None, "sinks": None},
-    "decode": {"softcap": None, "sinks": None},
+    **{name: {} for name in ("", "skip", "long", "long-skip", "short", "decode", "decode-63")},
+    "padded": {"kv_range": torch.tensor([[0, 2_048]])},
+    "mask": {"mask": torch.empty(1, 1, 2_048, 2_048, dtype=torch.bool)},
+    "long-mask": {"mask": torch.empty(1, 1, 1, 65_536, dtype=torch.bool)},
     "decode-options": {
         "softcap": 50.0, "sinks": torch.empty(4), "window": 700, "kv_range": torch.tensor([[0, 2_048]]),
         "mask": torch.empty(1, 1, 1, 2_048, dtype=torch.bool),
     },
-    "decode-63": {"softcap": None, "sinks": None},
 }  # fmt: skip
 """Options of a call by name. ``long`` ones run on the warp-specialized kernel, ``short`` has only high tiles,
-``decode`` ones have one query or 63, ``many`` is a decode step of 32 rows, and names that end in ``skip`` have a recipe
-that skips tiles."""
+``decode`` ones have one query or 63, and names that end in ``skip`` have a recipe that skips tiles."""
 
 EIGHT_BIT_PRODUCT = r"\b(IGMMA|QGMMA|IMMA|QMMA|UTCQMMA|UTCIMMA|UTCOMMA|OMMA)\b"
 """Matrix instructions with operands of at most 8 bits, as the disassembler names them."""

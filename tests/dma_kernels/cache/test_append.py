@@ -10,18 +10,33 @@ from decode_cases import FORMATS, STORED_FORMATS, Case, assert_storages_equal
 from dma_kernels.cache.append import append_tokens
 from dma_kernels.cache.decode import decode_step
 from dma_kernels.cache.reference import CacheOptions
-from dma_kernels.cache.storage import LayerStorage
 from dma_kernels.runtime import launch
 from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these on the device")
 
-STEPS = (100, 20, 30, 300, 1, 500, 3)  # in a tile, across a boundary, several tiles, more than the residual KV holds
 formats = pytest.mark.parametrize("format", FORMATS)
+STEPS = (100, 20, 30, 300, 1, 500, 3)  # in a tile, across a boundary, several tiles, more than the residual KV holds
+CALLS = [
+    *((Case(kv_len=sum(STEPS), kv_heads=1, head_dim=80, value_dim=96), format, STEPS) for format in STORED_FORMATS),
+    *(
+        (Case(kv_len=270, kv_heads=1, head_dim=dim, value_dim=value_dim), format, (100, 170))
+        for dim, value_dim in ((64, 128), (33, 65), (8, 20), (128, 256))
+        for format in FORMATS
+    ),
+    *((Case(kv_len=430, padding=(0, 37, 250)), format, (130, 150, 1, 149)) for format in FORMATS),
+    *((Case(kv_len=1500, kv_heads=1, window=200), format, (600, 700, 200)) for format in FORMATS),
+]
+"""A cache, its format, and the tokens of each step."""
 
 
-def _append_both(case: Case, format: str, steps: tuple[int, ...], dtype: torch.dtype = torch.float16) -> None:
+@pytest.mark.parametrize(("case", "format", "steps"), CALLS)
+def test_stored_bits_equal_torch(
+    case: Case, format: str, steps: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asserting(monkeypatch)  # in a ring of pages, which holds the last tiles, no tile lacks a page
+    dtype = torch.bfloat16 if case.kv_len == 270 else torch.float16
     _, key, value = case.inputs(dtype, "cpu")
     ours, expected = (case.storage(format, dtype, "cpu", is_filled=False) for _ in range(2))
     start = 0
@@ -31,23 +46,6 @@ def _append_both(case: Case, format: str, steps: tuple[int, ...], dtype: torch.d
         expected.append(key[:, :, new], value[:, :, new])
         assert_storages_equal(ours, expected)
         start += step
-
-
-@pytest.mark.parametrize("format", STORED_FORMATS)
-def test_stored_bits_equal_torch(format: str) -> None:
-    _append_both(Case(kv_len=sum(STEPS), kv_heads=1, head_dim=80, value_dim=96), format, STEPS)
-
-
-@formats
-@pytest.mark.parametrize("dims", [(64, 128), (33, 65), (8, 20), (128, 256)], ids=str)
-def test_head_dims_equal_torch(format: str, dims: tuple[int, int]) -> None:
-    case = Case(kv_len=270, kv_heads=1, head_dim=dims[0], value_dim=dims[1])
-    _append_both(case, format, (100, 170), torch.bfloat16)
-
-
-@formats
-def test_padded_rows_of_different_lengths_equal_torch(format: str) -> None:
-    _append_both(Case(kv_len=430, padding=(0, 37, 250)), format, (130, 150, 1, 149))
 
 
 def test_appending_zero_tokens_changes_nothing() -> None:
@@ -83,31 +81,23 @@ def asserting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
 
 
-def _full(page: int, format: str) -> tuple[Case, LayerStorage]:
-    """Return a cache whose next token completes tile 2, which has no page: it is one too many, or its entry says so.
-
-    As in a CUDA graph, the host does not know the lengths.
-    """
-    case = Case(kv_len=384, kv_heads=2)
-    _, key, value = case.inputs(torch.float16, "cpu")
-    storage = case.storage(format, torch.float16, "cpu", is_filled=False)
-    storage.append(key[:, :, :383], value[:, :, :383])
-    if page < 0:
-        storage.page_table[:, 2] = page
-    else:
-        storage.page_table = storage.page_table[:, :2].contiguous()
-    storage.appended = 0
-    return case, storage
-
-
 @pytest.mark.parametrize("page", [0, -1], ids=["too-few", "negative"])
 @pytest.mark.parametrize("in_step", [False, True], ids=["append", "decode"])
 @formats
 def test_a_tile_without_a_page_fails_an_assertion_and_overwrites_no_other(
     format: str, in_step: bool, page: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case, storage = _full(page, format)
-    query, key, value = (x[:, :, -1:] for x in case.inputs(torch.float16, "cpu"))
+    """Tile 2, which the next token completes, is one too many, or its entry says that it has no page."""
+    case = Case(kv_len=384)
+    query, *kv = case.inputs(torch.float16, "cpu")
+    storage = case.storage(format, torch.float16, "cpu", is_filled=False)
+    storage.append(*(x[:, :, :-1] for x in kv))
+    if page < 0:
+        storage.page_table[:, 2] = page
+    else:
+        storage.page_table = storage.page_table[:, :2].contiguous()
+    storage.appended = 0  # as in a CUDA graph, the host does not know the lengths
+    key, value = (x[:, :, -1:] for x in kv)
 
     def store() -> None:
         if in_step:
@@ -122,11 +112,3 @@ def test_a_tile_without_a_page_fails_an_assertion_and_overwrites_no_other(
     asserting(monkeypatch)
     with pytest.raises(InterpreterError, match="the cache has no page for a complete tile; reserve more tiles"):
         store()
-
-
-@formats
-def test_a_window_keeps_only_the_last_tiles_and_never_lacks_a_page(
-    format: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asserting(monkeypatch)
-    _append_both(Case(kv_len=1500, kv_heads=1, window=200), format, (600, 700, 200))

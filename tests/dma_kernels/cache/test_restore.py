@@ -9,19 +9,18 @@ from itertools import product
 
 import pytest
 import torch
-from decode_cases import FORMATS, STORED_FORMATS, Case
+from decode_cases import STORED_FORMATS, Case
 from dma_kernels.cache import restore
 from dma_kernels.cache.restore import restore_dense
 from dma_kernels.testing import assert_bits_equal
 from restore_cases import CASES, assert_dense, assert_restored, random_pages
-from sampling import sampled
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these on the device")
 
 
 @pytest.mark.parametrize(
     ("format", "case"),
-    sampled(product(FORMATS, CASES), lambda format, case: format == "int4" or case in ("ragged", "head-dim-80-96")),
+    [*product(["int4"], CASES), ("int8", "ragged"), ("int8", "head-dim-80-96")],
 )
 def test_every_shape_restores_the_same_bits(case: str, format: str) -> None:
     storage = CASES[case].storage(format, torch.float16, "cpu")
@@ -36,15 +35,11 @@ def test_every_byte_restores_the_same_bits(format: str) -> None:
     assert_restored(random_pages(format, torch.float16, "cpu"), torch.float16)
 
 
-STARTS = {
-    "step": torch.tensor([5, 0, 77, 0], dtype=torch.int32)[::2],
-    "expanded": torch.tensor(9, dtype=torch.int32).expand(2),
-}
-
-
-@pytest.mark.parametrize("start", STARTS)
-def test_positions_may_have_any_stride(start: str) -> None:
-    storage, first = Case(kv_len=300, padding=(0, 30)).storage("int8", torch.float16, "cpu"), STARTS[start]
+@pytest.mark.parametrize(
+    "first", [torch.tensor([5, 0, 77, 0])[::2], torch.tensor(9).expand(2)], ids=["step", "expanded"]
+)
+def test_positions_may_have_any_stride(first: torch.Tensor) -> None:
+    storage = Case(kv_len=300, padding=(0, 30)).storage("int8", torch.float16, "cpu")
     for actual, expected in zip(restore_dense(storage, first, 20), storage.restore(first, 20), strict=True):
         assert_bits_equal(actual, expected)
 

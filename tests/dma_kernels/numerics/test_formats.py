@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from fractions import Fraction
 
 import ml_dtypes
@@ -23,11 +22,8 @@ from dma_kernels.numerics.quantize import (
     unpack_e2m1,
 )
 from dma_kernels.testing import assert_bits_equal
-from hypothesis import given
-from hypothesis import strategies as st
 
 ELEMENT_DTYPES = {"E2M1": ml_dtypes.float4_e2m1fn, "E4M3": ml_dtypes.float8_e4m3fn}
-FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=True)
 
 
 def all_values(name: str) -> np.ndarray:
@@ -49,15 +45,9 @@ def ties_and_neighbours(name: str) -> torch.Tensor:
     return torch.from_numpy(np.concatenate([points, np.array([0.0, -0.0], np.float32)]))
 
 
-def bfloat16_numbers() -> torch.Tensor:
-    """Every bfloat16 number except NaN, as fp32."""
-    x = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
-    return x[~x.isnan()]
-
-
-def float16_numbers() -> torch.Tensor:
-    """Every fp16 number except NaN, as fp32."""
-    x = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
+def all_numbers(dtype: torch.dtype) -> torch.Tensor:
+    """Every number of a 16-bit dtype except NaN, as fp32."""
+    x = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).float()
     return x[~x.isnan()]
 
 
@@ -71,39 +61,18 @@ def encode(x: torch.Tensor, name: str) -> torch.Tensor:
     return e2m1_encode(x) if name == "E2M1" else to_e4m3(x).view(torch.uint8)
 
 
-class TestConstants:
-    @pytest.mark.parametrize("element", [E2M1, E4M3], ids=lambda element: element.name)
-    def test_element_limits_equal_ml_dtypes(self, element: ElementFormat) -> None:
-        info = ml_dtypes.finfo(ELEMENT_DTYPES[element.name])
-        assert element.max_value == float(info.max)
-        assert element.emax == math.floor(math.log2(float(info.max)))
-        assert element.bits == info.bits
-
-    @pytest.mark.parametrize("element", [E2M1, E4M3, INT8], ids=lambda element: element.name)
-    def test_max_mantissa_equals_the_bits_of_the_largest_value(self, element: ElementFormat) -> None:
-        bits = torch.tensor(element.max_value).view(torch.int32).item()
-        assert element.max_mantissa == bits & 0x7FFFFF
-        assert element.emax == (bits >> 23) - 127
-
-    def test_smallest_value_and_unit(self) -> None:
-        assert float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).smallest_subnormal) == formats.E4M3_SMALLEST
-        assert INT8.max_value == 127 / 64
-        assert formats.MXINT8_UNIT == 1 / 64
-
-    @pytest.mark.parametrize(
-        ("name", "block", "bits", "scale"),
-        [
-            ("mxfp4", 32, 4.25, "E8M0"),
-            ("mxfp8", 32, 8.25, "E8M0"),
-            ("mxint8", 32, 8.25, "E8M0"),
-            ("nvfp4", 16, 4.5, "E4M3"),
-        ],
-    )
-    def test_block_formats_have_the_specified_sizes_and_scales(
-        self, name: str, block: int, bits: float, scale: str
-    ) -> None:
-        fmt = formats.block_format(name)
-        assert (fmt.name, fmt.block_size, fmt.bits_per_element, fmt.scale) == (name, block, bits, ScaleFormat(scale))
+@pytest.mark.parametrize(
+    ("name", "block", "bits", "scale"),
+    [
+        ("mxfp4", 32, 4.25, "E8M0"),
+        ("mxfp8", 32, 8.25, "E8M0"),
+        ("mxint8", 32, 8.25, "E8M0"),
+        ("nvfp4", 16, 4.5, "E4M3"),
+    ],
+)
+def test_block_formats_have_the_specified_sizes_and_scales(name: str, block: int, bits: float, scale: str) -> None:
+    made = formats.block_format(name)
+    assert (made.name, made.block_size, made.bits_per_element, made.scale) == (name, block, bits, ScaleFormat(scale))
 
 
 class TestE2M1:
@@ -135,14 +104,9 @@ class TestElementCasts:
         x = ties_and_neighbours(name)
         assert_bits_equal(encode(x, name), saturated_codes(x, name))
 
-    @pytest.mark.parametrize("numbers", [bfloat16_numbers, float16_numbers], ids=["bf16", "fp16"])
-    def test_every_16_bit_number_equals_ml_dtypes(self, name: str, numbers: Callable[[], torch.Tensor]) -> None:
-        x = numbers()
-        assert_bits_equal(encode(x, name), saturated_codes(x, name))
-
-    @given(st.lists(FINITE, min_size=1, max_size=64))
-    def test_random_fp32_numbers_equal_ml_dtypes(self, name: str, numbers: list[float]) -> None:
-        x = torch.tensor(numbers)
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+    def test_every_16_bit_number_equals_ml_dtypes(self, name: str, dtype: torch.dtype) -> None:
+        x = all_numbers(dtype)
         assert_bits_equal(encode(x, name), saturated_codes(x, name))
 
 
@@ -169,29 +133,6 @@ class TestE8M0:
         expected = codes.numpy().view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
         assert_bits_equal(e8m0_to_float(codes), torch.from_numpy(expected))
 
-    @staticmethod
-    def exact_code(amax: float, element: ElementFormat, rounding: str) -> int:
-        """Search upwards for the first exponent that fits, in exact fractions."""
-        exponent = -127
-        if rounding == "floor":
-            while Fraction(2) ** (exponent + 1 + element.emax) <= Fraction(amax):
-                exponent += 1
-        else:
-            while Fraction(element.max_value) * Fraction(2) ** exponent < Fraction(amax):
-                exponent += 1
-        return min(exponent, 127) + 127
-
-    @pytest.mark.parametrize("rounding", ["floor", "ceil"])
-    @pytest.mark.parametrize("element", [E2M1, E4M3, INT8], ids=lambda element: element.name)
-    def test_scales_equal_exact_fractions(self, element: ElementFormat, rounding: str) -> None:
-        top = element.max_mantissa
-        mantissas = [0, 1, top - 1, top, top + 1, 0x7FFFFF]
-        exponents = [1, 2, 8, 9, 10, 100, 126, 127, 128, 253, 254]
-        bits = [(e << 23) | m for e in exponents for m in mantissas]
-        amax = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
-        expected = [self.exact_code(a, element, rounding) for a in amax.tolist()]
-        assert e8m0_scale(amax, element, rounding).tolist() == expected
-
     @pytest.mark.parametrize("rounding", ["floor", "ceil"])
     @pytest.mark.parametrize("element", [E2M1, E4M3, INT8], ids=lambda element: element.name)
     def test_subnormal_and_zero_amax_have_the_smallest_scales(self, element: ElementFormat, rounding: str) -> None:
@@ -200,6 +141,9 @@ class TestE8M0:
         # The last subnormals reach 2 - 2**-22 in units of 2**-127, which INT8 (127 / 64) cannot hold.
         last = torch.tensor([0x7FFFFF], dtype=torch.int32).view(torch.float32)
         assert e8m0_scale(last, element, rounding).tolist() == [int(element is INT8 and rounding == "ceil")]
+        # The largest number of fp32 needs the scale 2^128 for INT8, which E8M0 lacks.
+        largest = torch.tensor([torch.finfo(torch.float32).max])
+        assert e8m0_scale(largest, INT8, rounding).tolist() == [254]
 
     @pytest.mark.parametrize("rounding", ["floor", "ceil"])
     def test_infinity_and_nan_have_the_nan_scale(self, rounding: str) -> None:
@@ -207,7 +151,3 @@ class TestE8M0:
         negative = torch.tensor([-1], dtype=torch.int32).view(torch.float32)
         amax = torch.cat([torch.tensor([math.inf, math.nan]), negative])
         assert e8m0_scale(amax, E4M3, rounding).tolist() == [255, 255, 255]
-
-    def test_int8_cannot_scale_past_the_largest_code(self) -> None:
-        largest = torch.tensor([torch.finfo(torch.float32).max])
-        assert e8m0_scale(largest, INT8, "ceil").tolist() == [254]

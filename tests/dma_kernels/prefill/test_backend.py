@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import partial
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -30,7 +28,6 @@ from prefill_cases import (
     assert_skips_as_the_reference,
     with_one_head,
 )
-from sampling import sampled
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these on the device"),
@@ -49,15 +46,13 @@ PATHS = [*LOWERED.values(), ("int8", 89), ("paper", 89)]
 FEATURES = ("bidirectional", "window", "softcap", "sinks", "softcap-and-sinks", "mask", "offset", "head-dim-80-96")
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_default_recipe_matches_the_reference(case: str) -> None:
-    call = CASES[case] if case == "causal" else with_one_head(CASES[case])
-    assert_matches_reference(call, RECIPES["balanced"], torch.float16, "cpu")
+CALLS = {name: case if name == "causal" else with_one_head(case) for name, case in CASES.items()}
+CALLS |= {f"masked-{name}": replace(MASKED[name], head_dim=64) for name in ("bidirectional", "packed-left-padded")}
 
 
-@pytest.mark.parametrize("case", ["bidirectional", "packed-left-padded"])
-def test_bidirectional_masks_match_the_reference(case: str) -> None:
-    assert_matches_reference(replace(MASKED[case], head_dim=64), RECIPES["balanced"], torch.float16, "cpu")
+@pytest.mark.parametrize("call", CALLS)
+def test_default_recipe_matches_the_reference(call: str) -> None:
+    assert_matches_reference(CALLS[call], RECIPES["balanced"], torch.float16, "cpu")
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
@@ -72,21 +67,12 @@ def test_an_infinite_value_spreads_by_tile(backend: str, monkeypatch: pytest.Mon
     assert_an_infinite_value_shows_where_the_exact_start_ends(backend, "cpu")
 
 
-@pytest.mark.parametrize("window", [2**30, 2**31 - 1, 2**31, 2**40])
-@pytest.mark.parametrize("options", [{"is_causal": False}, {"kv_offset": torch.tensor([-70])}], ids=["both", "padded"])
-def test_a_window_larger_than_the_sequence_masks_nothing(options: dict[str, Any], window: int) -> None:
-    query, key, value = random_qkv(q_len=150, kv_len=150, head_dim=16, dtype=torch.float16)
-    call = partial(attention_with_lse, query, key, value, RECIPES["balanced"], backend="triton", **options)
-    for ours, expected in zip(call(window=window), call(), strict=True):
-        assert_bits_equal(ours, expected)
-
-
 @pytest.mark.parametrize(
     ("recipe", "arch", "case"),
-    sampled(
-        [(*path, case) for case in ("causal", "left-padded") for path in PATHS],
-        lambda recipe, arch, case: case == "causal" or recipe in ("fp4", "int8-pv16"),
-    ),
+    [
+        *((*path, "causal") for path in PATHS),
+        *((*path, "left-padded") for path in PATHS if path[0] in ("fp4", "int8-pv16")),
+    ],
 )
 def test_every_compute_path_matches_the_reference(
     recipe: str, arch: int, case: str, monkeypatch: pytest.MonkeyPatch
@@ -97,10 +83,7 @@ def test_every_compute_path_matches_the_reference(
 
 @pytest.mark.parametrize(
     ("recipe", "arch"),
-    sampled(
-        product(("int8", "paper", "fp4", "nvfp4-keys"), (80, 89, 90, 100, 120)),
-        lambda recipe, arch: recipe == "paper" or (arch in (80, 90) if recipe == "int8" else arch == 100),
-    ),
+    [*product(["paper"], (80, 89, 90, 100, 120)), ("int8", 80), ("int8", 90), ("fp4", 100), ("nvfp4-keys", 100)],
 )
 def test_head_dim_256_matches_the_reference_on_every_chip(
     recipe: str, arch: int, monkeypatch: pytest.MonkeyPatch
@@ -114,10 +97,10 @@ def test_head_dim_256_matches_the_reference_on_every_chip(
 
 @pytest.mark.parametrize(
     ("recipe", "arch", "case"),
-    sampled(
-        [(*path, case) for path in (("paper", 90), ("nvfp4-keys", 90), ("nvfp4", 100)) for case in FEATURES],
-        lambda recipe, arch, case: arch == 100 or case in ("window", "softcap-and-sinks", "mask"),
-    ),
+    [
+        *(("nvfp4", 100, case) for case in FEATURES),
+        *product(("paper", "nvfp4-keys"), [90], ("window", "softcap-and-sinks", "mask")),
+    ],
 )
 def test_features_with_4_bit_operands_match_the_reference(
     recipe: str, arch: int, case: str, monkeypatch: pytest.MonkeyPatch
@@ -147,7 +130,7 @@ def test_ranges_past_32_bits_are_clamped(ends: tuple[int, int]) -> None:
     assert torch.equal(out, cut)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.uint16, torch.int32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint16], ids=str)
 @pytest.mark.parametrize("name", ["kv_offset", "q_offset"])
 def test_offsets_may_have_small_integer_dtypes(name: str, dtype: torch.dtype) -> None:
     """Derived positions need more bits: with ``kv_offset`` 3 the first query is at 394."""
@@ -205,19 +188,12 @@ def test_triton_is_rejected_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize(
     ("case", "recipe", "arch"),
-    sampled(
-        [
-            *((case, "balanced", 90) for case in SPARSE),
-            *(("causal", "balanced", arch) for arch in (80, 100)),
-            *product(("causal",), ("fp4", "paper", "nvfp4-keys", "identity"), (80, 90, 100)),
-            *((case, "nvfp4-keys", 80) for case in ("inside-a-tile", "window", "left-padded", "mask")),  # 64-key blocks
-        ],
+    [
         # Not gqa, because all cases have two query heads for each KV head.
-        lambda case, recipe, arch: (
-            ((recipe, arch) in (("balanced", 90), ("fp4", 100)) and case != "gqa")
-            or (case, recipe) in (("inside-a-tile", "nvfp4-keys"), ("left-padded", "nvfp4-keys"))
-        ),
-    ),
+        *((case, "balanced", 90) for case in SPARSE if case != "gqa"),
+        ("causal", "fp4", 100),
+        *((case, "nvfp4-keys", 80) for case in ("inside-a-tile", "left-padded")),  # blocks of 64 keys
+    ],
 )
 def test_the_same_tiles_are_skipped_as_in_the_reference(
     case: str, recipe: str, arch: int, monkeypatch: pytest.MonkeyPatch
@@ -227,14 +203,12 @@ def test_the_same_tiles_are_skipped_as_in_the_reference(
     assert_skips_as_the_reference(call, RECIPES[recipe], torch.float16, "cpu")
 
 
-@pytest.mark.parametrize("case", EXACT_STARTS)
-def test_an_exact_start_matches_the_reference(case: str) -> None:
-    assert_an_exact_start_has_no_low_tile(EXACT_STARTS[case], RECIPES["balanced"], torch.float16, "cpu")
-
-
-@pytest.mark.parametrize("recipe", ["paper", "nvfp4-keys", "int8-pv16"])
-def test_an_exact_start_of_other_recipes_matches_the_reference(recipe: str) -> None:
-    assert_an_exact_start_has_no_low_tile(EXACT_STARTS["chunk"], RECIPES[recipe], torch.float16, "cpu")
+@pytest.mark.parametrize(
+    ("case", "recipe"),
+    [*product(EXACT_STARTS, ["balanced"]), *product(["chunk"], ("paper", "nvfp4-keys", "int8-pv16"))],
+)
+def test_an_exact_start_matches_the_reference(case: str, recipe: str) -> None:
+    assert_an_exact_start_has_no_low_tile(EXACT_STARTS[case], RECIPES[recipe], torch.float16, "cpu")
 
 
 def test_no_tile_of_an_exact_start_is_skipped() -> None:
@@ -242,19 +216,13 @@ def test_no_tile_of_an_exact_start_is_skipped() -> None:
     assert_skips_as_the_reference(SPARSE["inside-a-block"], recipe, torch.float16, "cpu")
 
 
-@pytest.mark.parametrize("arch", sampled([90, 100], lambda arch: arch == 90))
-def test_an_infinite_threshold_skips_nothing(arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chip, "INTERPRETED_ARCH", arch)
+def test_an_infinite_threshold_skips_nothing() -> None:
     case = replace(SPARSE["causal"], head_dim=64)
     infinite = replace(RECIPES["balanced"], skip_threshold=math.inf)
     counts, expected_counts = case.zero_counts("cpu"), case.zero_counts("cpu")
     case.call(infinite, "reference", torch.float32, "cpu", expected_counts)
-    for ours, expected in zip(
-        case.call(infinite, "triton", torch.float16, "cpu", counts),
-        case.call(RECIPES["balanced"], "triton", torch.float16, "cpu"),
-        strict=True,
-    ):
-        assert_bits_equal(ours, expected)
+    out, _ = case.call(infinite, "triton", torch.float16, "cpu", counts)
+    assert_bits_equal(out, case.call(RECIPES["balanced"], "triton", torch.float16, "cpu")[0])
     assert torch.equal(counts, expected_counts)
     assert counts[:, 0].eq(0).all()
     assert counts[:, 1].gt(0).all()

@@ -10,36 +10,27 @@ import torch
 from dma_kernels import Recipe, attention
 from dma_kernels.numerics.layout import is_describable
 from dma_kernels.prefill.config import L2_BYTES, select_swizzle_group
-from dma_kernels.prefill.plan import forget_plans, plan
+from dma_kernels.prefill.plan import plan
 from dma_kernels.runtime import chip
 from dma_kernels.testing import random_qkv, relative_error
 from prefill_cases import Case, assert_matches_reference
-from torch import Tensor
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs these")
 
-LENGTH, CHUNK = 650, 70
 INT8 = Recipe(low="mxint8", shared_scale="tile", smooth_k=True, pv="fp8")
-
-
-def inputs() -> tuple[Tensor, Tensor, Tensor]:
-    return random_qkv(q_len=CHUNK, kv_len=LENGTH, dtype=torch.float16)
-
-
-def run(recipe: Recipe, arch: int, monkeypatch: pytest.MonkeyPatch) -> Tensor:
-    """Attend to a chunk of the last positions."""
-    monkeypatch.setattr(chip, "INTERPRETED_ARCH", arch)
-    forget_plans()
-    # With a key range on the device, the host does not know that all tiles are high.
-    kv_range = torch.tensor([[0, LENGTH]])
-    return attention(*inputs(), recipe, q_offset=LENGTH - CHUNK, kv_range=kv_range, backend="triton")
 
 
 @pytest.mark.parametrize("arch", [80, 90])
 def test_values_of_high_tiles_are_not_rounded(arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    all_high = replace(INT8, diagonal_tiles=LENGTH)
-    exact = replace(all_high, pv="bf16")
-    assert relative_error(run(all_high, arch, monkeypatch), run(exact, arch, monkeypatch)) < 1e-3
+    monkeypatch.setattr(chip, "INTERPRETED_ARCH", arch)
+    inputs = random_qkv(q_len=70, kv_len=650, dtype=torch.float16)
+    all_high = replace(INT8, diagonal_tiles=650)
+    # With a key range on the device, the host does not know that all tiles are high.
+    out, exact = (
+        attention(*inputs, replace(all_high, pv=pv), kv_range=torch.tensor([[0, 650]]), backend="triton")
+        for pv in ("fp8", "bf16")
+    )
+    assert relative_error(out, exact) < 1e-3
 
 
 @pytest.mark.parametrize("heads", [1, 2])

@@ -34,20 +34,14 @@ CHUNK = SMALL | {"q_len": 9, "kv_len": 41}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "causal": (SMALL, {}),
     "bidirectional": (SMALL, {"is_causal": False}),
-    "one-head": (SMALL | {"q_heads": 1, "kv_heads": 1}, {}),
-    "mha": (SMALL | {"q_heads": 3, "kv_heads": 3}, {}),
-    "gqa": (SMALL | {"q_heads": 6, "kv_heads": 2}, {}),
     "mqa": (SMALL | {"q_heads": 5, "kv_heads": 1}, {}),
     "own-scale": (SMALL, {"scale": 0.7}),
     "chunk-at-the-end": (CHUNK, {}),
     "chunk-in-the-middle": (CHUNK, {"q_offset": 20}),
-    "chunk-from-0": (CHUNK, {"q_offset": 0}),
     "chunk-before-the-keys": (CHUNK, {"q_offset": torch.tensor(-4)}),
     "chunk-past-the-keys": (CHUNK, {"q_offset": 100}),
     "offset-tensor-0d": (CHUNK, {"q_offset": torch.tensor(17)}),
-    "offset-tensor-1": (CHUNK, {"q_offset": ints(17)}),
     "offset-per-row": (CHUNK, {"q_offset": ints(3, 32)}),
-    "offset-per-row-int32": (CHUNK, {"q_offset": ints(3, 32).int()}),
     "kv-offset": (CHUNK, {"q_offset": 25, "kv_offset": 10}),
     "kv-offset-default-q": (CHUNK, {"kv_offset": ints(-7, 0)}),
     "cross": (CHUNK | {"q_len": 50}, {"is_causal": False}),
@@ -55,60 +49,41 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "decode-from-static-cache": (SMALL | {"q_len": 1}, {"q_offset": 20, "kv_range": ints([0, 21], [0, 21])}),
     "left-padding": (SMALL, {"kv_range": ints([11, 37], [0, 37]), "kv_offset": ints(-11, 0)}),
     "left-padding-chunk": (CHUNK, {"kv_range": ints([33, 41], [2, 41]), "kv_offset": ints(-33, -2)}),
-    "left-padding-decode": (SMALL | {"q_len": 1}, {"kv_range": ints([36, 37], [5, 37]), "kv_offset": ints(-36, -5)}),
     "left-padding-bidirectional": (
         SMALL,
         {"is_causal": False, "kv_range": ints([5, 37], [0, 37]), "kv_offset": ints(-5, 0), "q_offset": ints(-5, 0)},
     ),
     "right-padding": (SMALL, {"kv_range": ints([0, 20], [0, 37])}),
-    "right-padding-bidirectional": (SMALL, {"is_causal": False, "kv_range": ints([0, 37], [0, 12]).int()}),
     "both-paddings": (SMALL, {"kv_range": ints([3, 30], [9, 20]), "kv_offset": ints(-3, -9)}),
-    "all-rows-padded": (SMALL, {"kv_range": ints([3, 30], [4, 31])}),
     "empty-range": (SMALL, {"kv_range": ints([0, 0], [30, 12])}),
     "range-past-the-ends": (SMALL, {"kv_range": ints([-5, 30], [7, 1000])}),
     "window-1": (SMALL, {"window": 1}),
-    "window-8": (SMALL, {"window": 8}),
-    "window-over-all": (SMALL, {"window": 1000}),
     "window-chunk": (CHUNK, {"window": 5}),
     "window-beyond-the-keys": (CHUNK, {"window": 5, "q_offset": 100}),
     "window-bidirectional": (SMALL, {"window": 6, "is_causal": False}),
     "window-cross": (CHUNK, {"window": 6, "is_causal": False, "q_offset": 12}),
-    "window-cross-default-offset": (CHUNK, {"window": 6, "is_causal": False}),
-    "window-offset-per-row": (CHUNK, {"window": 5, "q_offset": ints(3, 32)}),
     "window-offset-per-row-bidirectional": (CHUNK, {"window": 5, "q_offset": ints(30, 3), "is_causal": False}),
-    "window-left-padding": (SMALL, {"window": 6, "kv_range": ints([11, 37], [0, 37]), "kv_offset": ints(-11, 0)}),
     "mask-full": (SMALL, {"mask": random_mask(2, 4, 37, 37)}),
-    "mask-full-bidirectional": (SMALL, {"mask": random_mask(2, 4, 37, 37), "is_causal": False}),
-    "mask-no-batch": (SMALL, {"mask": random_mask(1, 4, 37, 37)}),
     "mask-no-heads": (SMALL, {"mask": random_mask(2, 1, 37, 37)}),
     "mask-no-queries": (SMALL, {"mask": random_mask(2, 4, 1, 37)}),
-    "mask-no-keys": (SMALL, {"mask": random_mask(2, 4, 37, 1)}),
     "mask-keys-only": (SMALL, {"mask": random_mask(1, 1, 1, 37)}),
-    "mask-queries-only": (SMALL, {"mask": random_mask(1, 1, 37, 1)}),
-    "mask-scalar": (SMALL, {"mask": torch.ones(1, 1, 1, 1, dtype=torch.bool)}),
-    "mask-expanded": (SMALL, {"mask": random_mask(2, 1, 37, 37).expand(2, 4, 37, 37)}),
     "mask-transposed": (SMALL, {"mask": random_mask(2, 4, 37, 37).mT}),
     "mask-one-query-head": (SMALL | {"q_heads": 1, "kv_heads": 1}, {"mask": random_mask(2, 1, 37, 37)}),
-    "mask-gqa": (SMALL | {"q_heads": 6}, {"mask": random_mask(2, 6, 37, 37)}),
     "mask-and-range": (SMALL, {"mask": random_mask(2, 4, 37, 37), "kv_range": ints([4, 33], [2, 20])}),
     "mask-and-window": (CHUNK, {"mask": random_mask(2, 4, 9, 41), "window": 12}),
     "softcap": (SMALL, {"softcap": 1.5}),
-    "softcap-window": (SMALL, {"softcap": 0.3, "window": 7, "scale": 1.0}),
     "sinks": (SMALL, {"sinks": torch.tensor([-3.0, 0.0, 2.0, 30.0])}),
     "sinks-chunk": (CHUNK, {"sinks": torch.tensor([-math.inf, 0.5, 200.0, -200.0])}),
     "sinks-and-no-key": (SMALL, {"sinks": torch.tensor([1.0, 2.0, 3.0, 4.0]), "kv_range": ints([0, 0], [30, 37])}),
-    "sinks-softcap-window": (SMALL, {"sinks": torch.ones(4), "softcap": 2.0, "window": 4}),
-    "value-dim-smaller": (SMALL | {"value_dim": 8}, {}),
     "value-dim-larger": (CHUNK | {"value_dim": 40}, {}),
     "no-queries": (SMALL | {"q_len": 0}, {}),
     "no-keys": (SMALL | {"kv_len": 0}, {}),
-    "no-keys-bidirectional": (SMALL | {"kv_len": 0}, {"is_causal": False}),
     "no-keys-sinks": (SMALL | {"kv_len": 0}, {"sinks": torch.tensor([1.0, 2.0, 3.0, 4.0])}),
-    "no-batch": (SMALL | {"batch": 0}, {}),
     "one-of-each": (SMALL | {"batch": 1, "q_heads": 1, "kv_heads": 1, "q_len": 1, "kv_len": 1}, {}),
     "more-queries-than-keys": (SMALL | {"q_len": 41, "kv_len": 9}, {}),
 }
 cases = pytest.mark.parametrize("case", CASES)
+recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 
 
 def run(case: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -147,13 +122,12 @@ class TestIdentity:
         assert_as_accurate(out, eager, exact, factor=1.5)
         torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
 
-    @pytest.mark.parametrize("head_dim", [1, 4, 8, 16, 24, 33, 64, 80, 96, 128, 192, 256], ids=lambda d: f"D{d}")
-    @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "bidirectional"])
-    def test_every_head_dim_equals_the_formula(self, head_dim: int, is_causal: bool) -> None:
+    @pytest.mark.parametrize("head_dim", [1, 24, 33, 80, 128, 256], ids=lambda d: f"D{d}")
+    def test_every_head_dim_equals_the_formula(self, head_dim: int) -> None:
         value_dim = min(264 - head_dim, 256)
         qkv = random_qkv(q_heads=2, kv_heads=1, q_len=19, kv_len=19, head_dim=head_dim, value_dim=value_dim)
-        out = attention(*qkv, IDENTITY, is_causal=is_causal)
-        expected = scaled_dot_product_attention(*qkv, is_causal=is_causal, enable_gqa=True)
+        out = attention(*qkv, IDENTITY)
+        expected = scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True)
         assert relative_error(out, expected) < 1e-5
 
     @pytest.mark.parametrize("transform", ["smooth_k", "rotate"])
@@ -168,43 +142,22 @@ class TestIdentity:
             plain = attention_with_lse(query, key, value, IDENTITY, **options)
             torch.testing.assert_close(transformed, plain, rtol=1e-11, atol=1e-12)
 
-    @pytest.mark.parametrize("options", [{}, {"sinks": [0.5, -1.0]}, {"softcap": 20.0}], ids=["plain", "sinks", "cap"])
-    def test_smoothing_bounds_the_error_of_keys_with_a_large_mean(self, options: dict[str, Any]) -> None:
-        query, key, value = random_qkv(q_len=300, kv_len=300, dtype=torch.float64)
-        key = key + 20.0
-        if "sinks" in options:
-            options = {"sinks": torch.tensor(options["sinks"], dtype=torch.float64)}
-        exact, exact_lse = attention_with_lse(query, key, value, IDENTITY, **options)
 
-        def errors(*, smooth_k: bool) -> tuple[float, float]:
-            recipe = Recipe(low="mxint8", diagonal_tiles=0, sink_tiles=0, smooth_k=smooth_k)
-            out, lse = attention_with_lse(query, key, value, recipe, **options)
-            return relative_error(out, exact), float((lse - exact_lse).abs().max())
-
-        for smoothed, plain in zip(errors(smooth_k=True), errors(smooth_k=False), strict=True):
-            assert smoothed < 0.5 * plain
-
-
-class TestRowsWithoutKeys:
-    @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-    def test_fully_masked_rows_are_zero_under_every_recipe(self, recipe: Recipe) -> None:
-        qkv = random_qkv(batch=2, q_len=64, kv_len=70)
-        out, lse = attention_with_lse(*qkv, recipe, kv_range=ints([4, 4], [0, 70]))
-        assert_bits_equal(out[0], torch.zeros_like(out[0]))
-        assert_bits_equal(lse[0], torch.full_like(lse[0], -math.inf))
-        assert out[1].isfinite().all()
-
-    @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-    @pytest.mark.parametrize(("q_len", "kv_len"), [(0, 7), (3, 0), (0, 0)], ids=["no-queries", "no-keys", "neither"])
-    def test_empty_sequences_have_zero_outputs(self, recipe: Recipe, q_len: int, kv_len: int) -> None:
-        query, key, value = random_qkv(q_len=q_len, kv_len=kv_len, value_dim=24)
-        out, lse = attention_with_lse(query, key, value, recipe)
+@recipes
+def test_rows_without_keys_are_zero_under_every_recipe(recipe: Recipe) -> None:
+    qkv = random_qkv(batch=2, q_len=64, kv_len=70)
+    out, lse = attention_with_lse(*qkv, recipe, kv_range=ints([4, 4], [0, 70]))
+    assert_bits_equal(out[0], torch.zeros_like(out[0]))
+    assert_bits_equal(lse[0], torch.full_like(lse[0], -math.inf))
+    assert out[1].isfinite().all()
+    for q_len, kv_len in ((0, 7), (3, 0), (0, 0)):
+        out, lse = attention_with_lse(*random_qkv(q_len=q_len, kv_len=kv_len, value_dim=24), recipe)
         assert_bits_equal(out, torch.zeros(1, 2, q_len, 24))
         assert_bits_equal(lse, torch.full((1, 2, q_len), -math.inf))
 
 
 class TestHiddenContent:
-    @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+    @recipes
     @pytest.mark.parametrize("filler", [math.nan, math.inf, 1e30], ids=str)
     def test_keys_outside_the_range_do_not_matter(self, recipe: Recipe, filler: float) -> None:
         # Neither for scales nor for means that tokens share.
@@ -217,7 +170,7 @@ class TestHiddenContent:
         assert expected.isfinite().all()
         assert_bits_equal(attention(query, key, value, recipe, **options), expected)
 
-    @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+    @recipes
     @pytest.mark.parametrize("broken", ["query", "key", "value"])
     def test_a_visible_nan_reaches_the_output(self, recipe: Recipe, broken: str) -> None:
         query, key, value = random_qkv(q_heads=1, q_len=6, kv_len=6)
@@ -236,7 +189,7 @@ class TestLayout:
         assert lse.shape == (2, 4, 37)
         assert lse.is_contiguous()
 
-    @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+    @recipes
     def test_input_strides_do_not_matter(self, recipe: Recipe) -> None:
         qkv = random_qkv(**SMALL)
         token_major = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv]
@@ -247,12 +200,9 @@ class TestLayout:
             torch.testing.assert_close(attention(*strided, recipe), expected, rtol=1e-5, atol=1e-6)
 
     def test_inputs_are_unchanged(self) -> None:
-        qkv = random_qkv(**SMALL)
-        copies = [x.clone() for x in qkv]
-        options = {"kv_range": ints([5, 37], [0, 30]), "mask": random_mask(2, 1, 37, 37), "sinks": torch.ones(4)}
-        option_copies = {name: x.clone() for name, x in options.items()}
-        attention(*qkv, RECIPES["nvfp4-mxfp8"], softcap=3.0, **options)
-        for x, copy in zip(qkv, copies, strict=True):
-            assert_bits_equal(x, copy)
-        for name, copy in option_copies.items():
-            assert torch.equal(options[name], copy)
+        given = dict(zip(("query", "key", "value"), random_qkv(**SMALL), strict=True))
+        given |= {"kv_range": ints([5, 37], [0, 30]), "mask": random_mask(2, 1, 37, 37), "sinks": torch.ones(4)}
+        copies = {name: x.clone() for name, x in given.items()}
+        attention(**given, recipe=RECIPES["nvfp4-mxfp8"], softcap=3.0)
+        for name, copy in copies.items():
+            assert_bits_equal(given[name], copy)

@@ -41,18 +41,9 @@ def in_band(p: int, j: int, recipe: Recipe, is_causal: bool) -> bool:
 
 
 def naive_rule(
-    oracle: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    recipe: Recipe,
-    *,
-    positions: list[int],
-    is_causal: bool = True,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: list[float] | None = None,
-) -> np.ndarray:
+    oracle: Any, query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, *, positions: list[int],
+    is_causal: bool = True, window: int | None = None, softcap: float | None = None, sinks: list[float] | None = None,
+) -> np.ndarray:  # fmt: skip
     """Return ``[Hq, len(positions), Dv]`` for a query ``[Hq, Tq, D]`` that ends at the last key."""
     q, k, v = (x.double().numpy() for x in (query, key, value))
     kv_len, group = k.shape[1], len(q) // len(k)
@@ -114,46 +105,29 @@ def naive_rule(
     return out
 
 
-def check_against_naive(oracle: Any, recipe: Recipe, shapes: dict[str, Any], options: dict[str, Any]) -> None:
+CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "prompt": ({"q_len": 400, "kv_len": 400}, {}),
+    "bidirectional": ({"q_len": 400, "kv_len": 400}, {"is_causal": False}),
+    "chunk": ({"q_heads": 4, "kv_heads": 2, "q_len": 150, "kv_len": 390}, {}),
+    "short": ({"q_heads": 4, "kv_heads": 2, "q_len": 7, "kv_len": 390}, {}),
+    "head-dim-8": ({"q_len": 64, "kv_len": 389, "head_dim": 8, "value_dim": 24}, {}),
+    "head-dim-80": ({"q_len": 64, "kv_len": 389, "head_dim": 80, "value_dim": 24}, {}),
+    "window-softcap-sinks": ({"q_len": 260, "kv_len": 390}, {"window": 200, "softcap": 4.0, "sinks": [0.5, 3.0]}),
+    "bidirectional-window": ({"q_len": 400, "kv_len": 400}, {"window": 190, "is_causal": False}),
+}
+
+
+@recipes
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_equals_the_oracle(oracle: Any, recipe: Recipe, call: str) -> None:
+    shapes, options = CALLS[call]
     query, key, value = random_qkv(**shapes, dtype=torch.float64)
     first = shapes["kv_len"] - shapes["q_len"]
     positions = [p for p in [*EDGES, shapes["kv_len"] - 1] if first <= p < shapes["kv_len"]]
     expected = naive_rule(oracle, query[0], key[0], value[0], recipe, positions=positions, **options)
-    sinks = options.get("sinks")
-    tensors = {} if sinks is None else {"sinks": torch.tensor(sinks, dtype=torch.float64)}
+    tensors = {"sinks": torch.tensor(options["sinks"], dtype=torch.float64)} if "sinks" in options else {}
     out = attention(query, key, value, recipe, scale=SCALE, q_offset=first, **(options | tensors))
-    rows = [p - first for p in positions]
-    assert relative_error(out[0][:, rows], torch.from_numpy(expected)) < 1e-11
-
-
-class TestAgainstNaive:
-    @recipes
-    @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "bidirectional"])
-    def test_prefill_equals_the_oracle(self, oracle: Any, recipe: Recipe, is_causal: bool) -> None:
-        check_against_naive(oracle, recipe, {"q_len": 400, "kv_len": 400}, {"is_causal": is_causal})
-
-    @recipes
-    def test_a_chunk_equals_the_oracle(self, oracle: Any, recipe: Recipe) -> None:
-        check_against_naive(oracle, recipe, {"q_heads": 4, "kv_heads": 2, "q_len": 150, "kv_len": 390}, {})
-
-    @recipes
-    def test_a_short_call_equals_the_oracle(self, oracle: Any, recipe: Recipe) -> None:
-        check_against_naive(oracle, recipe, {"q_heads": 4, "kv_heads": 2, "q_len": 7, "kv_len": 390}, {})
-
-    @recipes
-    @pytest.mark.parametrize("head_dim", [8, 80], ids=lambda d: f"D{d}")
-    def test_padded_blocks_equal_the_oracle(self, oracle: Any, recipe: Recipe, head_dim: int) -> None:
-        shapes = {"q_len": 64, "kv_len": 389, "head_dim": head_dim, "value_dim": 24}
-        check_against_naive(oracle, recipe, shapes, {})
-
-    @recipes
-    def test_window_softcap_and_sinks_equal_the_oracle(self, oracle: Any, recipe: Recipe) -> None:
-        options = {"window": 200, "softcap": 4.0, "sinks": [0.5, 3.0]}
-        check_against_naive(oracle, recipe, {"q_len": 260, "kv_len": 390}, options)
-
-    @recipes
-    def test_a_bidirectional_window_equals_the_oracle(self, oracle: Any, recipe: Recipe) -> None:
-        check_against_naive(oracle, recipe, {"q_len": 400, "kv_len": 400}, {"window": 190, "is_causal": False})
+    assert relative_error(out[0][:, [p - first for p in positions]], torch.from_numpy(expected)) < 1e-11
 
 
 class TestBand:
@@ -174,16 +148,8 @@ class TestBand:
         query = query.transpose(0, 2)  # a batch of pairs
         p, j = torch.tensor(pairs).T
         key, value = (x.expand(len(pairs), -1, -1, -1) for x in (key, value))
-        _, score = attention_with_lse(
-            query,
-            key,
-            value,
-            recipe,
-            is_causal=is_causal,
-            q_offset=p,
-            kv_range=torch.stack([j, j + 1], dim=1),
-            scale=1.0,
-        )
+        options: dict[str, Any] = {"q_offset": p, "kv_range": torch.stack([j, j + 1], dim=1), "is_causal": is_causal}
+        _, score = attention_with_lse(query, key, value, recipe, scale=1.0, **options)
         low, high = (
             (quantize(query, f).dequantize() * quantize(key[0, 0, j], f).dequantize()[:, None, None]).sum(-1)
             for f in ("mxfp4", "mxint8")
@@ -205,30 +171,12 @@ class TestPositions:
         key += 30.0
         spans = [(75, 530), (0, 530), (0, 410)]
         starts = torch.tensor([start for start, _ in spans])
-        out = attention(
-            query,
-            key,
-            value,
-            recipe,
-            is_causal=is_causal,
-            kv_range=torch.tensor(spans),
-            kv_offset=-starts,
-            q_offset=-starts,
-        )
+        positions: dict[str, Any] = {"kv_range": torch.tensor(spans), "kv_offset": -starts, "q_offset": -starts}
+        out = attention(query, key, value, recipe, is_causal=is_causal, **positions)
         for row, (start, end) in enumerate(spans):
             alone = (x[row : row + 1, :, start:end] for x in (query, key, value))
             expected = attention(*alone, recipe, is_causal=is_causal)
             assert relative_error(out[row : row + 1, :, start:end], expected) < 1e-12
-
-    @recipes
-    def test_batch_rows_may_be_at_different_positions(self, recipe: Recipe) -> None:
-        query, key, value = random_qkv(batch=3, q_len=64, kv_len=400, dtype=torch.float64)
-        offsets = [336, 76, 251]
-        out = attention(query, key, value, recipe, q_offset=torch.tensor(offsets))
-        for row, offset in enumerate(offsets):
-            alone = (x[row : row + 1] for x in (query, key, value))
-            expected = attention(*alone, recipe, q_offset=offset)
-            assert relative_error(out[row : row + 1], expected) < 1e-12
 
     @recipes
     def test_shifting_all_positions_by_whole_tiles_changes_nothing(self, recipe: Recipe) -> None:
@@ -247,20 +195,6 @@ class TestPositions:
         monkeypatch.setattr("dma_kernels.reference.attention.SCORE_BYTES", 430 * 4 * 2 * 50)  # blocks of 50 rows
         assert relative_error(attention(*qkv, recipe, is_causal=is_causal), whole) < 1e-12
 
-
-class TestDecode:
-    @pytest.mark.parametrize(
-        "recipe", [r for r in RECIPES.values() if r.high != "bf16"], ids=lambda r: f"{r.low}-{r.high}"
-    )
-    @pytest.mark.parametrize("length", [1, 127, 128, 129, 256, 257, 385, 400], ids=lambda n: f"T{n}")
-    def test_token_by_token_equals_prefill_if_high_tiles_are_quantized(self, recipe: Recipe, length: int) -> None:
-        query, key, value = random_qkv(q_heads=4, kv_heads=2, q_len=400, kv_len=400, dtype=torch.float64)
-        prefill = attention(query, key, value, recipe)[:, :, length - 1 : length]
-        decode = attention(query[:, :, length - 1 : length], key[:, :, :length], value[:, :, :length], recipe)
-        if recipe.smooth_k and length < 128:
-            pytest.skip("the mean of the first tile is not known yet, and quantized high keys see it")
-        assert relative_error(decode, prefill) < 1e-12
-
     @recipes
     def test_chunked_prefill_equals_prefill(self, recipe: Recipe) -> None:
         query, key, value = random_qkv(q_len=400, kv_len=400, dtype=torch.float64)
@@ -269,49 +203,30 @@ class TestDecode:
             chunk = attention(query[:, :, start:end], key[:, :, :end], value[:, :, :end], recipe)
             assert relative_error(chunk, whole[:, :, start:end]) < 1e-12
 
-    @recipes
-    def test_decoding_from_a_static_cache_equals_prefill(self, recipe: Recipe) -> None:
-        query, key, value = random_qkv(batch=2, q_len=3, kv_len=300)
-        filled = (x[:, :, :270] for x in (key, value))
-        expected = attention(query, *filled, recipe)
-        ranges = torch.tensor([[0, 270], [0, 270]])
-        assert_bits_equal(attention(query, key, value, recipe, kv_range=ranges, q_offset=267), expected)
 
-
-class TestErrorAgainstFp64:
-    """On operands that quantization leaves unchanged, fp32 differs from fp64 only by the rounding of sums."""
-
-    @staticmethod
-    def prepared(format: str) -> list[Tensor]:
-        query, key, value = random_qkv(q_heads=4, kv_heads=2, q_len=400, kv_len=400)
-        query, key = (quantize(x, format).dequantize() for x in (query, key))
-        return [query, key, value]
-
-    @pytest.mark.parametrize("format", ["mxfp4", "mxfp8", "mxint8", "nvfp4"])
-    def test_fp32_error_is_that_of_rounded_sums(self, format: str) -> None:
-        qkv = self.prepared(format)
-        recipe = Recipe(low=format, high="bf16")
-        exact = attention(*(x.double() for x in qkv), recipe)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("format", ["mxfp4", "mxfp8", "mxint8", "nvfp4"])
+def test_the_error_is_that_of_the_dtype_if_quantization_changes_nothing(format: str, dtype: torch.dtype) -> None:
+    query, key, value = random_qkv(q_heads=4, kv_heads=2, q_len=400, kv_len=400)
+    query, key = (quantize(x, format).dequantize() for x in (query, key))
+    qkv = [x.to(dtype) for x in (query, key, value)]  # exact: at most 7 significant bits
+    recipe = Recipe(low=format, high="bf16")
+    exact = attention(*(x.double() for x in qkv), recipe)
+    assert relative_error(exact, attention(*(x.double() for x in qkv), RECIPES["identity"])) < 1e-12
+    if dtype == torch.float32:
         assert relative_error(attention(*qkv, recipe), exact) < 2e-6
-        # Nothing is lost, so plain attention gives the same result.
-        plain = attention(*(x.double() for x in qkv), RECIPES["identity"])
-        assert relative_error(exact, plain) < 1e-12
-
-    @pytest.mark.parametrize("format", ["mxfp4", "mxfp8", "mxint8", "nvfp4"])
-    def test_bf16_error_is_that_of_the_output_dtype(self, format: str) -> None:
-        qkv = [x.bfloat16() for x in self.prepared(format)]  # exact: at most 7 significant bits
-        recipe = Recipe(low=format, high="bf16")
-        exact = attention(*(x.double() for x in qkv), recipe)
+    else:
         eager = torch.nn.functional.scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True)
         assert_as_accurate(attention(*qkv, recipe), eager, exact, factor=1.5)
 
-    @recipes
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-    def test_every_recipe_follows_the_same_rule_in_every_dtype(self, recipe: Recipe, dtype: torch.dtype) -> None:
-        # The tolerance allows ties of probabilities and rotated operands to round the other way.
-        qkv = random_qkv(q_len=300, kv_len=300, dtype=dtype)
-        exact = attention(*(x.double() for x in qkv), recipe)
-        assert relative_error(attention(*qkv, recipe), exact) < (1e-3 if dtype == torch.float32 else 3e-2)
+
+@recipes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_every_recipe_follows_the_same_rule_in_every_dtype(recipe: Recipe, dtype: torch.dtype) -> None:
+    # The tolerance allows ties of probabilities and rotated operands to round the other way.
+    qkv = random_qkv(q_len=300, kv_len=300, dtype=dtype)
+    exact = attention(*(x.double() for x in qkv), recipe)
+    assert relative_error(attention(*qkv, recipe), exact) < (1e-3 if dtype == torch.float32 else 3e-2)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak memory as Linux reports it")
@@ -320,7 +235,7 @@ def test_memory_is_linear_in_the_prompt_length() -> None:
     script = """
         import re, torch
         from pathlib import Path
-        from dma_kernels import attention, attention_with_lse
+        from dma_kernels import attention
         from dma_kernels.testing import RECIPES, random_qkv
 
         def memory(field):

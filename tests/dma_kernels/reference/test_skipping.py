@@ -15,7 +15,6 @@ from dma_kernels.testing import RECIPES, assert_bits_equal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_attention import visible_cells
-from sampling import sampled
 from torch import Tensor
 
 EXACT = Recipe(low="bf16", high="bf16", skip_threshold=1.0)
@@ -133,12 +132,8 @@ CASES = {
     "causal": Case(q_len=450),
     "bidirectional": Case(q_len=450, is_causal=False),
     "chunk": Case(q_len=200, extra=301),
-    "chunk-of-whole-blocks": Case(q_len=128, extra=640, seed=1),
-    "window": Case(q_len=600, window=290),
     "window-bidirectional": Case(q_len=500, window=200, is_causal=False),
     "left-padding": Case(q_len=520, padding=(0, 130, 70, 519, 0, 64)),
-    "softcap": Case(q_len=450, softcap=4.0),
-    "sinks": Case(q_len=450, has_sinks=True),
     "mask": Case(q_len=450, has_mask=True),
     "all": Case(q_len=300, extra=260, padding=(5, 77), window=400, softcap=6.0, has_sinks=True, has_mask=True),
 }
@@ -200,43 +195,11 @@ def test_skipping_follows_the_rule_in_any_call(case: Case, recipe: Recipe) -> No
     check(case, recipe)
 
 
-@settings(max_examples=15)
-@given(
-    cuts=st.sets(st.integers(1, 9), max_size=4), tail=st.integers(0, 63), window=st.none() | st.integers(100, 500),
-    exact_until=st.sampled_from([0, 128, 384]),
-)  # fmt: skip
-def test_chunks_at_multiples_of_64_equal_one_pass(
-    cuts: set[int], tail: int, window: int | None, exact_until: int
-) -> None:
-    recipe = Recipe(
-        low="mxint8", shared_scale="tile", rotate=True, smooth_k=True, skip_threshold=1.0, exact_until=exact_until
-    )
-    length = 10 * 64 + tail
-    query, key, value = sparse_qkv(1, length, length)
-    options: dict[str, Any] = {"window": window, "scale": SCALE}
-    whole = attention(query, key, value, recipe, **options)
-    ends = [*sorted(cut * 64 for cut in cuts), length]
-    parts = [
-        attention(query[:, :, start:end], key[:, :, :end], value[:, :, :end], recipe, **options)
-        for start, end in zip([0, *ends], ends, strict=False)
-        if end > 128 or start == 0  # smoothing uses the mean of the first 128 keys
-    ]
-    if ends[0] >= 128:
-        torch.testing.assert_close(torch.cat(parts, 2), whole, rtol=1e-10, atol=1e-11)
-
-
-@pytest.mark.parametrize(
-    ("case", "recipe"),
-    sampled(product(CASES, RECIPES), lambda case, recipe: case == "all" or recipe == "mxint8-tile"),
-)
-def test_an_infinite_threshold_equals_none_bit_for_bit(case: str, recipe: str) -> None:
-    tensors, options = CASES[case].tensors(), CASES[case].options()
-    results = (
-        attention_with_lse(*tensors, replace(RECIPES[recipe], skip_threshold=threshold), **options)
-        for threshold in (math.inf, None)
-    )
-    for infinite, off in zip(*results, strict=True):
-        assert_bits_equal(infinite, off)
+@recipes
+def test_an_infinite_threshold_equals_none_bit_for_bit(recipe: Recipe) -> None:
+    tensors, options = CASES["all"].tensors(), CASES["all"].options()
+    infinite, off = (attention(*tensors, replace(recipe, skip_threshold=each), **options) for each in (math.inf, None))
+    assert_bits_equal(infinite, off)
 
 
 def test_an_infinite_threshold_counts_and_skips_nothing() -> None:
@@ -267,43 +230,31 @@ def test_a_tile_with_a_nan_is_not_skipped() -> None:
 
 
 class TestCounts:
-    def test_counts_accumulate(self) -> None:
-        case = CASES["causal"]
-        once, twice = torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4, 2, dtype=torch.int64)
-        attention(*case.tensors(), EXACT, **case.options(), tile_counts=once)
-        for _ in range(2):
-            attention(*case.tensors(), EXACT, **case.options(), tile_counts=twice)
-        assert twice.tolist() == (2 * once).tolist() != [[0, 0]] * 4
-
-    def test_counts_are_the_same_under_autograd_and_torch_compile(self) -> None:
+    def test_counts_accumulate_and_are_the_same_under_autograd_and_torch_compile(self) -> None:
         tensors = CASES["causal"].tensors()
-        direct, by_autograd, by_compiler = (torch.zeros(4, 2, dtype=torch.int64) for _ in range(3))
-        attention(*tensors, EXACT, tile_counts=direct)
+        once, twice, by_autograd, by_compiler = (torch.zeros(4, 2, dtype=torch.int64) for _ in range(4))
+        attention(*tensors, EXACT, tile_counts=once)
+        for _ in range(2):
+            attention(*tensors, EXACT, tile_counts=twice)
         query = tensors[0].clone().requires_grad_()
         attention(query, *tensors[1:], EXACT, tile_counts=by_autograd).sum().backward()
         compiled = torch.compile(
             lambda *qkv, counts: attention(*qkv, EXACT, tile_counts=counts), fullgraph=True, backend="aot_eager"
         )
         compiled(*tensors, counts=by_compiler)
-        assert direct.tolist() == by_autograd.tolist() == by_compiler.tolist()
-        assert direct[:, 0].gt(0).any()
+        assert once.tolist() == by_autograd.tolist() == by_compiler.tolist()
+        assert twice.tolist() == (2 * once).tolist()
+        assert once[:, 0].gt(0).any()
 
-    @pytest.mark.parametrize(
-        ("counts", "recipe", "error", "message"),
-        [
-            ([[0, 0]] * 4, EXACT, TypeError, "tile_counts must be a torch.Tensor, got list"),
-            (torch.zeros(4, 2), EXACT, ValueError, r"must be int64 \[4, 2\], contiguous; got torch.float32"),
-            (torch.zeros(2, 2).long(), EXACT, ValueError, r"must be int64 \[4, 2\], contiguous; got .* \[2, 2\]"),
-            (torch.zeros(2, 4).long().T, EXACT, ValueError, r"with strides \[1, 4\]"),
-            (torch.zeros(4, 2).long(), RECIPES["identity"], ValueError, "its skip_threshold is None"),
-        ],
-        ids=["list", "dtype", "shape", "strides", "recipe"],
-    )  # fmt: skip
-    def test_invalid_counts_are_rejected(
-        self, counts: Any, recipe: Recipe, error: type[Exception], message: str
-    ) -> None:
-        with pytest.raises(error, match=message):
-            attention(*Case().tensors(), recipe, tile_counts=counts)
+    def test_invalid_counts_are_rejected(self) -> None:
+        right = torch.zeros(4, 2).long()
+        for counts in (right.float(), right[:2], torch.zeros(2, 4).long().T):
+            with pytest.raises(ValueError, match=r"tile_counts must be int64 \[4, 2\], contiguous"):
+                attention(*Case().tensors(), EXACT, tile_counts=counts)
+        with pytest.raises(TypeError, match=r"tile_counts must be a torch\.Tensor, got list"):
+            attention(*Case().tensors(), EXACT, tile_counts=[[0, 0]] * 4)
+        with pytest.raises(ValueError, match="its skip_threshold is None"):
+            attention(*Case().tensors(), RECIPES["identity"], tile_counts=right)
 
 
 def test_the_gradient_is_that_of_attention_without_skipping() -> None:

@@ -183,15 +183,6 @@ def test_direct_launches_pass_the_same_arguments_as_triton(monkeypatch: pytest.M
     assert owner() is not None  # unloading its module would invalidate the function that is launched
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted here")
-def test_launch_kernel_runs_in_the_interpreter() -> None:
-    x, y = torch.arange(8.0), torch.zeros(4)
-    launcher = partial(launch_kernel, add, CONSTANTS, num_warps=4)
-    for factor in (2.0, 3.0):
-        launcher((1, 1, 1), x, y, 2, 3, factor)
-        assert y.tolist() == [-0.0, -2 * factor, -4 * factor, 0.0]
-
-
 def test_wrong_constants_and_argument_counts_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"constants must be the last parameters of _add: \['SIGN'\]; got \['BLOCK'\]"):
         launch_kernel(add, {"BLOCK": 4}, GRID, 1, 2, 3, 4, 5, 6)

@@ -1,0 +1,127 @@
+"""The folders of ``dma_kernels`` are layers: each imports only what a table allows. The reference needs no Triton.
+
+Kernels have signatures that every version of Triton takes.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import os
+import pkgutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import dma_kernels
+import pytest
+import torch
+from dma_kernels.prefill import constants
+
+PACKAGE = Path(dma_kernels.__file__).parent
+ROOMS = {
+    "numerics": set(),
+    "reference": {"numerics"},
+    "runtime": {"numerics"},
+    "device": {"numerics"},
+    "prefill": {"numerics", "reference", "runtime", "device"},
+    "cache": {"numerics", "reference", "runtime", "device", "prefill"},
+}
+"""Which folders a folder may import from, besides itself. ``api.py`` may import all except the cache."""
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Yield the folders, or top-level modules, that a file imports from."""
+    room = path.relative_to(PACKAGE).parts[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.level > 0:
+            module = (node.module or "").split(".")
+            parts = [*room[: len(room) - node.level + 1], *filter(None, module)]
+            yield from [parts[0]] if parts else (alias.name for alias in node.names)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            assert not any(name.split(".")[0] in ("dma_kernels", "dma_hf", "transformers") for name in names), (
+                f"{path}:{node.lineno} imports {', '.join(names)}"
+            )
+
+
+def test_every_folder_has_a_row_in_the_table() -> None:
+    assert {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()} == set(ROOMS)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_folder_imports_only_what_its_row_allows(room: str) -> None:
+    for path in (PACKAGE / room).rglob("*.py"):
+        assert set(imported(path)) <= ROOMS[room] | {room}, path
+
+
+def test_the_attention_api_does_not_import_the_cache() -> None:
+    for path in (PACKAGE / "__init__.py", PACKAGE / "api.py", PACKAGE / "testing.py"):
+        assert "cache" not in set(imported(path))
+
+
+REFERENCE = """
+import torch
+import dma_kernels
+from dma_kernels.cache.api import cached_attention, restore
+from dma_kernels.cache.storage import LayerStorage
+x = torch.randn(1, 2, 140, 32, dtype=torch.float16)
+storage = LayerStorage.allocate(
+    "int8", batch=1, kv_heads=2, head_dim=32, value_dim=32, dtype=x.dtype, device=x.device, tiles=2
+)
+for backend in BACKENDS:
+    new = [x[:, :, :70]] * 3
+    dma_kernels.attention(x, x, x, dma_kernels.Recipe(), backend=backend)
+    cached_attention(*new, storage, backend=backend)
+    restore(storage, storage.lengths - 20, 20)
+"""
+
+
+def loaded(program: str, prefix: str) -> list[str]:
+    """Return the modules with names in ``prefix`` that a program imports in a new process."""
+    program += f"\nimport sys\nprint(*(name for name in sys.modules if name.startswith({prefix!r})))"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(PACKAGE.parent)
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment
+    )
+    return result.stdout.split()
+
+
+def test_the_reference_imports_no_triton() -> None:
+    backends = ["reference"] if torch.cuda.is_available() else ["reference", "auto"]
+    assert not loaded(REFERENCE.replace("BACKENDS", repr(backends)), "triton")
+
+
+def test_portable_kernels_import_no_gluon() -> None:
+    """Nothing is launched, because Triton imports Gluon at its first launch."""
+    assert not loaded("from dma_kernels.cache import append, chunked_prefill, restore", "triton.experimental")
+
+
+def kernels() -> Iterator[Any]:
+    """Yield the kernels of the package."""
+    for module in pkgutil.walk_packages(dma_kernels.__path__, "dma_kernels."):
+        for name, value in vars(importlib.import_module(module.name)).items():
+            function = getattr(value, "fn", None)
+            if name.endswith("_kernel") and getattr(function, "__module__", None) == module.name:
+                yield pytest.param(function, id=name)
+
+
+@pytest.mark.parametrize("kernel", kernels())
+def test_a_kernel_has_fewer_than_40_parameters(kernel: Any) -> None:
+    assert kernel.__code__.co_argcount < 40
+
+
+def test_string_attributes_of_constexprs_are_assigned_before_they_are_passed() -> None:
+    """Triton 3.6 rejects a string attribute of a constexpr as a function argument."""
+    kinds = filter(dataclasses.is_dataclass, vars(constants).values())
+    strings = {field.name for kind in kinds for field in dataclasses.fields(kind) if field.type == "str"}
+    assert "low_form" in strings
+    for path in PACKAGE.rglob("*.py"):
+        calls = (node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call))
+        for argument in (argument for call in calls for argument in call.args):
+            is_constant = isinstance(argument, ast.Attribute) and ast.unparse(argument.value) == "CONFIG"
+            assert not (is_constant and argument.attr in strings), f"{path}:{argument.lineno}: {ast.unparse(argument)}"
