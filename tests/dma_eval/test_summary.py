@@ -46,31 +46,18 @@ def other() -> Measured:
 
 
 class TestSummarize:
-    def test_reference(self, reference: Measured) -> None:
-        (result,) = results(reference)
-        assert result.nll == pytest.approx(3)
-        assert result.perplexity == pytest.approx(math.exp(3))
-        assert (result.change_percent, result.change_stderr, result.kl_mean, result.top1_agreement) == (0, 0, 0, 1)
-        assert result.window_nll == [2, 4.5]
-        assert result.peak_memory_bytes == 2**30
-        assert result.tokens_per_second == 2
-
-    def test_change_is_of_paired_differences(self, reference: Measured, other: Measured) -> None:
+    def test_by_hand(self, reference: Measured, other: Measured) -> None:
         """Differences .5, 0, .5, 0, 1: mean .4, variance (.01 + .16 + .01 + .16 + .36) / 5 = .14."""
-        result = results(reference, other)[1]
-        assert result.change_percent == pytest.approx(100 * (math.exp(0.4) - 1))
-        assert result.change_stderr == pytest.approx(100 * math.exp(0.4) * math.sqrt(0.14 / 5))
-
-    def test_divergence(self, reference: Measured, other: Measured) -> None:
-        result = results(reference, other)[1]
-        assert (result.kl_mean, result.kl_max) == (0.5, 1.0)
-        assert result.kl_p99 == pytest.approx(0.75 + 0.96 * 0.25)
-        assert result.top1_agreement == pytest.approx(2 / 5)
-
-    def test_by_position(self, reference: Measured, other: Measured) -> None:
-        result = results(reference, other)[1]
-        assert result.position_nll == [None, 1.5, 3.0, 4.75]
-        assert result.position_kl == [None, 0.25, 0.25, 0.875]
+        first, second = results(reference, other)
+        assert (first.nll, first.perplexity) == pytest.approx((3, math.exp(3)))
+        assert (first.change_percent, first.change_stderr, first.kl_mean, first.top1_agreement) == (0, 0, 0, 1)
+        assert (first.window_nll, first.peak_memory_bytes, first.tokens_per_second) == ([2, 4.5], 2**30, 2)
+        assert second.change_percent == pytest.approx(100 * (math.exp(0.4) - 1))
+        assert second.change_stderr == pytest.approx(100 * math.exp(0.4) * math.sqrt(0.14 / 5))
+        assert (second.kl_mean, second.kl_max, second.top1_agreement) == (0.5, 1.0, pytest.approx(2 / 5))
+        assert second.kl_p99 == pytest.approx(0.75 + 0.96 * 0.25)
+        assert second.position_nll == [None, 1.5, 3.0, 4.75]
+        assert second.position_kl == [None, 0.25, 0.25, 0.875]
 
     def test_positions_share_buckets(self) -> None:
         """130 positions need buckets of 4; the first holds three scored tokens, the last two."""
@@ -86,14 +73,9 @@ class TestSummarize:
 
     def test_failed_reference(self, reference: Measured, other: Measured) -> None:
         reference[1][1].failure = "it broke"
-        result = results(reference, other)[1]
-        assert result.perplexity == pytest.approx(math.exp(3.4))
-        assert (result.change_percent, result.change_stderr, result.kl_p99, result.position_kl) == (
-            None,
-            None,
-            None,
-            [],
-        )
+        found = results(reference, other)[1]
+        assert found.perplexity == pytest.approx(math.exp(3.4))
+        assert (found.change_percent, found.change_stderr, found.kl_p99, found.position_kl) == (None, None, None, [])
 
     def test_perplexity_beyond_a_float(self, reference: Measured) -> None:
         result = results(reference, measured("bad", [[1e4] * 3, [1e4] * 2]))[1]
@@ -114,18 +96,16 @@ def test_throughput_leaves_first_passes_out(
     assert tokens_per_second(passes) == expected
 
 
-class TestPositionEdges:
-    @pytest.mark.parametrize(
-        ("context", "expected"), [(3, [0, 1, 2, 3]), (64, [*range(65)]), (65, [*range(0, 65, 2), 65])]
-    )
-    def test_small(self, context: int, expected: list[int]) -> None:
-        assert position_edges(context) == expected
+@pytest.mark.parametrize(("context", "expected"), [(3, [0, 1, 2, 3]), (64, [*range(65)]), (65, [*range(0, 65, 2), 65])])
+def test_position_edges(context: int, expected: list[int]) -> None:
+    assert position_edges(context) == expected
 
-    @given(st.integers(2, 200_000))
-    def test_cover_the_context(self, context: int) -> None:
-        edges = position_edges(context)
-        widths = np.diff(edges)
-        assert (edges[0], edges[-1]) == (0, context)
-        assert len(widths) <= 64
-        assert (widths[:-1] == widths[0]).all()
-        assert 0 < widths[-1] <= widths[0]
+
+@given(st.integers(2, 200_000))
+def test_position_edges_cover_the_context(context: int) -> None:
+    edges = position_edges(context)
+    widths = np.diff(edges)
+    assert (edges[0], edges[-1]) == (0, context)
+    assert len(widths) <= 64
+    assert (widths[:-1] == widths[0]).all()
+    assert 0 < widths[-1] <= widths[0]
