@@ -17,11 +17,7 @@ from dma_eval.errors import UserError
 from dma_eval.files import parse, write_json
 from dma_eval.load.models import load_model
 from dma_eval.measures.stress import TWINS
-from dma_eval.results import (
-    SECTIONS,
-    Report,
-    read_report,
-)
+from dma_eval.results import SECTIONS, Report, read_report
 from dma_eval.show.card import make_card
 from dma_eval.show.render import write_run
 from huggingface_hub import ModelCard
@@ -88,15 +84,12 @@ class TestFolder:
             if line.startswith("!["):
                 assert (folder / "all" / line[line.index("](") + 2 : -1]).is_file()
 
-    def test_configurations_are_those_that_ran(self, report: Report, folder: Path) -> None:
-        assert dma_hf.DMAConfig.from_toml(folder / "all/configs/paper.toml") == dma_hf.PRESETS["paper"]
-
     def test_is_written_again(self, report: Report, folder: Path, run: Run, tmp_path: Path) -> None:
+        assert dma_hf.DMAConfig.from_toml(folder / "all/configs/paper.toml") == dma_hf.PRESETS["paper"]
         write_json(report, tmp_path / "results.json")
         assert run("report", tmp_path).exit_code == 0
-        assert (tmp_path / "report.md").read_text(encoding="utf-8") == (folder / "all/report.md").read_text(
-            encoding="utf-8"
-        )
+        pages = [(each / "report.md").read_text(encoding="utf-8") for each in (tmp_path, folder / "all")]
+        assert pages[0] == pages[1]
 
     def test_needs_no_torch(self, tmp_path: Path) -> None:
         """Nor the plugin: what is made of results is made at once, on any machine."""
@@ -129,38 +122,14 @@ class TestFolder:
         assert "](positions-128.png)" in one
         assert "](positions-128-2.png)" in two
 
-    def test_cannot_be_made(self, report: Report, text_file: Path) -> None:
-        with pytest.raises(UserError, match="--out: cannot create the folder"):
-            write_run(report, text_file / "run")
 
-
-class TestReport:
-    def test_no_run(self, run: Run, refused: Callable[[Any], str]) -> None:
-        assert "cannot read the report missing: No such file" in refused(run("report", "missing"))
-
-    @pytest.mark.parametrize(
-        ("before", "after", "message"),
-        [
-            ('"context": 128', '"context": NaN', "no report of this version: it has NaN"),
-            ('"backends": [', '"backends": [], "others": [', "backends: List should have at least 1 item"),
-            ('"position_edges": [', '"position_edges": [], "edges": [', "position_edges: List should have at least 2"),
-        ],
-    )
-    def test_a_file_that_was_edited(
-        self, run: Run, refused: Any, report: Report, tmp_path: Path, before: str, after: str, message: str
-    ) -> None:
-        write_json(report, tmp_path / "results.json")
-        text = (tmp_path / "results.json").read_text(encoding="utf-8")
-        (tmp_path / "results.json").write_text(text.replace(before, after, 1), encoding="utf-8")
-        assert message in refused(run("report", tmp_path))
-
-    @pytest.mark.parametrize("path", sorted(BENCHMARKS.rglob("*.json")), ids=lambda path: path.name)
-    def test_reads_committed_results(self, path: Path) -> None:
-        report = read_report(path)
-        assert report.sections
-        assert all(section.origin is not None for _, section in report.sections)
-        names = {twin.name for section in report.stress for twin in section.twins}
-        assert names <= {twin.name for twin in TWINS}
+@pytest.mark.parametrize("path", sorted(BENCHMARKS.rglob("*.json")), ids=lambda path: path.name)
+def test_reads_committed_results(path: Path) -> None:
+    report = read_report(path)
+    assert report.sections
+    assert all(section.origin is not None for _, section in report.sections)
+    names = {twin.name for section in report.stress for twin in section.twins}
+    assert names <= {twin.name for twin in TWINS}
 
 
 class TestCard:
@@ -247,36 +216,7 @@ class TestCard:
         result, *_ = make_card(replace(report, perplexity=[section]), base_model="me/tiny").data.eval_results
         assert (result.dataset_type, result.dataset_name) == expected
 
-    def test_quantized_weights(self, report: Report) -> None:
-        text = make_card(of_model(report, name="tiny.Q4_1.gguf", quantization="Q4_1"), base_model="me/tiny").text
-        assert "The measured weights are those of the base model in Q4_1, from `tiny.Q4_1.gguf`." in text
-        assert "weights in float32, quantized to Q4_1 in the file or checkpoint" in text
-        assert "weights are those of the base model." not in text
-
-    def test_names_no_local_path(self, report: Report, model_folder: Path, text_file: Path) -> None:
-        assert report.model.name == model_folder.name
-        assert report.perplexity[0].data.name == text_file.name
-        assert str(model_folder.parent) not in make_card(report, base_model="me/tiny").text
-
-    def test_shows_one_backend_and_the_reference(self, report: Report) -> None:
-        section = report.perplexity[0]
-        other = replace(section.backends[1], label="another")
-        text = make_card(
-            replace(report, perplexity=[replace(section, backends=[*section.backends, other])]), base_model="me/tiny"
-        ).text
-        assert "| sdpa |" in text
-        assert "| dma_mxfp:paper |" in text
-        assert "another" not in text
-
-    def test_cache(self, report: Report) -> None:
-        text = json.dumps(asdict(report)).replace('"dma_mxfp:paper"', '"dma_mxfp:paper+int4"')
-        values = json.loads(text.replace('"cache": null', '"cache": "int4"'))
-        text = make_card(parse(Report, values), base_model="me/tiny").text
-        assert 'attn_implementation="dma_mxfp:paper+int4")' in text
-        assert "Cache: DMACache, int4." in text
-        assert "`+int8`, `+int4`: every token is read through a `DMACache`" in text
-
-    def test_text(self, report: Report) -> None:
+    def test_text(self, report: Report, model_folder: Path, text_file: Path) -> None:
         text = make_card(report, base_model="me/tiny").text
         assert 'attn_implementation="dma_mxfp:paper")' in text
         assert "dma_hf.configure" not in text
@@ -285,13 +225,48 @@ class TestCard:
         assert dma_hf.DMAConfig.from_dict(config["dma_mxfp"]) == dma_hf.PRESETS["paper"]
         for heading in ("## Use", "## Results", "### Tasks", "## Limits"):
             assert heading in text
+        assert report.model.name == model_folder.name
+        assert report.perplexity[0].data.name == text_file.name
+        assert str(model_folder.parent) not in text
 
-    def test_a_file_is_given_as_its_settings(self, report: Report) -> None:
-        text = json.dumps(asdict(report)).replace('"dma_mxfp:paper"', '"dma_mxfp:mine"')
-        text = make_card(parse(Report, json.loads(text)), base_model="me/tiny").text
-        assert 'attn_implementation="dma_mxfp")' in text
-        assert "dma_hf.configure(model, {'low': 'mxfp4'" in text
-        assert "on_unsupported" not in text.partition("## Results")[0]
+    def test_quantized_weights(self, report: Report) -> None:
+        text = make_card(of_model(report, name="tiny.Q4_1.gguf", quantization="Q4_1"), base_model="me/tiny").text
+        assert "The measured weights are those of the base model in Q4_1, from `tiny.Q4_1.gguf`." in text
+        assert "weights are those of the base model." not in text
+
+    def test_shows_one_backend_and_the_reference(self, report: Report) -> None:
+        section = report.perplexity[0]
+        other = replace(section.backends[1], label="another")
+        report = replace(report, perplexity=[replace(section, backends=[*section.backends, other])])
+        text = make_card(report, base_model="me/tiny").text
+        assert ("| sdpa |" in text, "| dma_mxfp:paper |" in text, "another" in text) == (True, True, False)
+
+    @pytest.mark.parametrize(
+        ("label", "cache", "shown", "absent"),
+        [
+            (
+                "dma_mxfp:paper+int4",
+                "int4",
+                ['attn_implementation="dma_mxfp:paper+int4")', "Cache: DMACache, int4.", "read through a `DMACache`"],
+                "dma_hf.configure",
+            ),
+            (
+                "dma_mxfp:mine",
+                None,
+                ['attn_implementation="dma_mxfp")', "dma_hf.configure(model, {'low': 'mxfp4'"],
+                "on_unsupported",
+            ),
+        ],
+    )
+    def test_caches_and_files(
+        self, report: Report, label: str, cache: str | None, shown: list[str], absent: str
+    ) -> None:
+        """A configuration from a file is given as its settings."""
+        text = json.dumps(asdict(report)).replace('"dma_mxfp:paper"', f'"{label}"')
+        values = json.loads(text.replace('"cache": null', f'"cache": {json.dumps(cache)}'))
+        text = make_card(parse(Report, values), base_model="me/tiny").text
+        assert [each for each in shown if each not in text] == []
+        assert absent not in text.partition("## Results")[0]
 
     @pytest.mark.parametrize("yarn", [None, 1.5])
     def test_use_runs(self, report: Report, model_folder: Path, yarn: float | None) -> None:
@@ -322,18 +297,12 @@ class TestCard:
         with pytest.raises(UserError, match="has no dma_mxfp backend"):
             make_card(replace(report, perplexity=[], fidelity=[], tasks=[]), base_model="me/tiny")
 
-
-class TestCardCommand:
-    def test_writes_a_file(self, run: Run, report: Report, folder: Path, tmp_path: Path) -> None:
-        result = run("card", folder / "all", "--base-model", "me/tiny", "--out", tmp_path / "README.md")
-        assert result.exit_code == 0, result.output
-        assert (tmp_path / "README.md").read_text(encoding="utf-8").startswith("---\nbase_model: me/tiny\n")
-
-    @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device without space")
-    def test_full_disk(self, run: Run, report: Report, folder: Path, refused: Callable[[Any], str]) -> None:
-        result = run("card", folder / "all", "--base-model", "me/tiny", "--out", "/dev/full")
-        assert refused(result) == "Error: cannot write to /dev/full: No space left on device"
-
-    def test_shows_it(self, run: Run, report: Report, folder: Path) -> None:
-        result = run("card", folder / "all", "--base-model", "me/tiny")
-        assert result.stdout == str(make_card(report, base_model="me/tiny"))
+    def test_command(self, run: Run, report: Report, folder: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
+        command = ("card", folder / "all", "--base-model", "me/tiny")
+        card = str(make_card(report, base_model="me/tiny"))
+        assert run(*command).stdout == card
+        assert run(*command, "--out", tmp_path / "README.md").exit_code == 0
+        assert (tmp_path / "README.md").read_text(encoding="utf-8") == card
+        if Path("/dev/full").exists():
+            message = "Error: cannot write to /dev/full: No space left on device"
+            assert refused(run(*command, "--out", "/dev/full")) == message
