@@ -85,16 +85,18 @@ class TestSections:
         for plot in out.glob("*.png"):
             assert f"({plot.name})" in page
 
-    def test_of_the_same_command_are_replaced(self, measure: Run, out: Path) -> None:
+    def test_of_the_same_command_are_replaced_and_a_single_file_has_no_others(
+        self, measure: Run, out: Path, tmp_path: Path
+    ) -> None:
         measure()
         first = read_report(out)
         measure()
         assert read_report(out).sections == first.sections
         assert "## Model and machine, " not in (out / "report.md").read_text(encoding="utf-8")
+        measure("-c", 256, "--json", tmp_path / "r.json")
+        assert [section.context for section in read_report(tmp_path / "r.json").perplexity] == [256]
 
-    @pytest.mark.parametrize(
-        "change", [("--max-windows", 2), ("--dtype", "bfloat16"), ("--attn", "sdpa", "dma_mxfp:fp4"), ("--stride", 64)]
-    )
+    @pytest.mark.parametrize("change", [("--dtype", "bfloat16"), ("--attn", "sdpa", "dma_mxfp:fp4"), ("--stride", 64)])
     def test_of_other_settings_are_added(self, measure: Run, out: Path, change: tuple[object, ...]) -> None:
         measure()
         (first,) = read_report(out).perplexity
@@ -102,11 +104,6 @@ class TestSections:
         kept, second = read_report(out).perplexity
         assert kept == first
         assert second != first
-
-    def test_single_file_has_those_of_its_command(self, measure: Run, out: Path, tmp_path: Path) -> None:
-        measure()
-        measure("-c", 256, "--json", tmp_path / "r.json")
-        assert [section.context for section in read_report(tmp_path / "r.json").perplexity] == [256]
 
     def test_are_not_added_to_a_file_of_an_older_version(self, ppl: Run, measure: Run, out: Path, refused: Any) -> None:
         measure()
@@ -133,17 +130,12 @@ class TestOthersResults:
         assert f"--out: {out} holds other results; name another folder" in refused(ppl("--out", out))
         assert (out / "results.json").read_text(encoding="utf-8") == '{"accuracy": 0.5}'
 
-    @pytest.mark.parametrize("theirs", ['{"accuracy": 0.5}', None])
     def test_are_not_replaced_by_a_report_of_a_file(
-        self, run: Run, measure: Run, out: Path, tmp_path: Path, refused: Callable[[Any], str], theirs: str | None
+        self, run: Run, measure: Run, out: Path, tmp_path: Path, refused: Callable[[Any], str]
     ) -> None:
         measure("--json", tmp_path / "mine.json")
         folder = tmp_path / "theirs"
-        folder.mkdir()
-        if theirs is None:  # a run of other settings
-            measure("-c", 256, "--json", folder / "results.json")
-        else:
-            (folder / "results.json").write_text(theirs, encoding="utf-8")
+        measure("-c", 256, "--json", folder / "results.json")
         before = (folder / "results.json").read_bytes()
         (tmp_path / "mine.json").rename(folder / "mine.json")
         message = f"--out: {folder} holds the results of another run (results.json); name another folder"
