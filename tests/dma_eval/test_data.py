@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from dma_eval.config import PerplexityPart
 from dma_eval.errors import UserError
 from dma_eval.load.data import Window, full_windows, leading_tokens, load_text, make_windows, tokenize
-from dma_eval.load.models import LoadedModel, load_model
+from dma_eval.load.models import load_model
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,7 +17,7 @@ ROWS = ["First row.", "Second row.", "Dritte Zeile: ä."]
 
 
 @pytest.fixture
-def rows_file(tmp_path: Path) -> Path:
+def rows_file(tmp_path):
     path = tmp_path / "rows.jsonl"
     lines = [json.dumps({"content": text, "number": i, "maybe": text if i else None}) for i, text in enumerate(ROWS)]
     path.write_text("\n".join(lines), encoding="utf-8")
@@ -27,35 +25,35 @@ def rows_file(tmp_path: Path) -> Path:
 
 
 class TestLoadText:
-    def test_plain_file(self, tmp_path: Path) -> None:
+    def test_plain_file(self, tmp_path):
         path = tmp_path / "book.txt"
         path.write_text("Ein Wort – ä\n\nmore\n", encoding="utf-8")
         text = load_text(str(path))
         assert text.content == "Ein Wort – ä\n\nmore\n"
         assert (text.name, text.config, text.split, text.column) == (str(path), None, None, None)
 
-    def test_a_byte_order_mark_is_no_text(self, tmp_path: Path) -> None:
+    def test_a_byte_order_mark_is_no_text(self, tmp_path):
         (tmp_path / "a.txt").write_text("abc", encoding="utf-8-sig")
         assert load_text(str(tmp_path / "a.txt")).content == "abc"
 
-    def test_json_lines(self, rows_file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def test_json_lines(self, rows_file, capfd):
         text = load_text(str(rows_file), column="content")
         assert text.content == "First row.\n\nSecond row.\n\nDritte Zeile: ä."
         assert (text.name, text.split, text.column) == (str(rows_file), "train", "content")
         assert capfd.readouterr() == ("", ""), "no progress bars"
 
-    def test_the_case_of_a_suffix_does_not_matter(self, rows_file: Path) -> None:
+    def test_the_case_of_a_suffix_does_not_matter(self, rows_file):
         upper = rows_file.rename(rows_file.with_suffix(".JSONL"))
         assert load_text(str(upper), column="content").content.startswith("First row.\n\nSecond")
         with pytest.raises(UserError, match=r"no such file: missing\.TXT"):
             load_text("missing.TXT")
 
-    def test_csv(self, tmp_path: Path) -> None:
+    def test_csv(self, tmp_path):
         path = tmp_path / "rows.csv"
         path.write_text('text\n"a, b"\nc\n', encoding="utf-8")
         assert load_text(str(path)).content == "a, b\n\nc"
 
-    def test_hash_is_of_the_content(self, tmp_path: Path) -> None:
+    def test_hash_is_of_the_content(self, tmp_path):
         (tmp_path / "a.txt").write_text("abc", encoding="utf-8")
         assert load_text(str(tmp_path / "a.txt")).sha256.startswith("ba7816bf8f01cfea414140de5dae2223")
 
@@ -67,55 +65,55 @@ class TestLoadText:
             ("maybe", r"column 'maybe' of .* holds nothing in row 0"),
         ],
     )
-    def test_column_without_text(self, rows_file: Path, column: str, message: str) -> None:
+    def test_column_without_text(self, rows_file, column, message):
         with pytest.raises(UserError, match=message):
             load_text(str(rows_file), column=column)
 
-    def test_plain_text_has_no_column(self, tmp_path: Path) -> None:
+    def test_plain_text_has_no_column(self, tmp_path):
         (tmp_path / "a.txt").write_text("abc", encoding="utf-8")
         with pytest.raises(UserError, match=r"--column: .*a.txt is plain text, which has no columns"):
             load_text(str(tmp_path / "a.txt"), column="content")
 
 
-def test_full_windows_begin_with_bos() -> None:
+def test_full_windows_begin_with_bos():
     assert full_windows(torch.arange(10), 3, 4, 1).tolist() == [[0, 1, 2, 3], [0, 4, 5, 6], [0, 7, 8, 9]]
     assert full_windows(torch.arange(10), 2, 4, 0).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-def test_leading_tokens(loaded: LoadedModel, bos_model: Path) -> None:
+def test_leading_tokens(loaded, bos_model):
     assert leading_tokens(loaded.tokenizer) == []
     assert leading_tokens(load_model(str(bos_model), device="cpu").tokenizer) == [0]
 
 
-def test_tokenize_adds_what_the_tokenizer_adds(loaded: LoadedModel) -> None:
+def test_tokenize_adds_what_the_tokenizer_adds(loaded):
     ids = tokenize(loaded.tokenizer, "the sea")
     assert ids.tolist() == loaded.tokenizer("the sea").input_ids
     assert loaded.tokenizer.decode(ids) == "the sea"
 
 
 @st.composite
-def cuts(draw: st.DrawFn) -> tuple[int, int, int]:
+def cuts(draw):
     context = draw(st.integers(2, 40))
     return draw(st.integers(context, 200)), context, draw(st.integers(1, context))
 
 
 class TestWindows:
-    def test_without_overlap(self) -> None:
+    def test_without_overlap(self):
         assert make_windows(10, 4, PerplexityPart()) == [Window(0, 4, 1), Window(4, 8, 1), Window(8, 10, 1)]
 
-    def test_with_stride(self) -> None:
+    def test_with_stride(self):
         assert make_windows(10, 6, PerplexityPart(stride=2)) == [Window(0, 6, 1), Window(2, 8, 4), Window(4, 10, 4)]
 
-    def test_last_token_alone_cannot_be_predicted(self) -> None:
+    def test_last_token_alone_cannot_be_predicted(self):
         assert make_windows(9, 4, PerplexityPart())[-1] == Window(4, 8, 1)
 
-    def test_limit(self) -> None:
+    def test_limit(self):
         assert (
             make_windows(100, 10, PerplexityPart(stride=5, max_windows=3))
             == make_windows(100, 10, PerplexityPart(stride=5))[:3]
         )
 
-    def test_skip_and_spread(self) -> None:
+    def test_skip_and_spread(self):
         every = make_windows(100, 10, PerplexityPart())
         assert make_windows(100, 10, PerplexityPart(skip_windows=2)) == every[2:]
         assert make_windows(100, 10, PerplexityPart(max_windows=3, skip_windows=2)) == every[2:5]
@@ -130,7 +128,7 @@ class TestWindows:
         ]  # none of 7 tokens
 
     @given(cuts())
-    def test_overlapping_windows_score_every_token_once(self, cut: tuple[int, int, int]) -> None:
+    def test_overlapping_windows_score_every_token_once(self, cut):
         """Of adjoining windows, the first token of each has nothing before it; of overlapping ones, only the text's."""
         tokens, context, stride = cut
         windows = make_windows(tokens, context, PerplexityPart(stride=stride))
@@ -140,14 +138,14 @@ class TestWindows:
         assert len(scored) == sum(window.scored for window in windows)
 
     @given(cuts())
-    def test_windows_lie_within_the_text(self, cut: tuple[int, int, int]) -> None:
+    def test_windows_lie_within_the_text(self, cut):
         tokens, context, stride = cut
         for index, window in enumerate(make_windows(tokens, context, PerplexityPart(stride=stride))):
             assert window.begin == index * stride
             assert window.end == min(window.begin + context, tokens)
             assert 1 <= window.first < window.length
 
-    def test_after_bos(self) -> None:
+    def test_after_bos(self):
         """As many tokens are read as without it, and the first of the text is predicted from it."""
         assert make_windows(10, 4, PerplexityPart(), 1) == [Window(1, 4, 1, 1), Window(4, 7, 1, 1), Window(7, 10, 1, 1)]
         assert make_windows(8, 4, PerplexityPart(), 1)[-1] == Window(7, 8, 1, 1)  # a token alone can be predicted
@@ -160,7 +158,7 @@ class TestWindows:
             make_windows(10, 2, PerplexityPart(), 2)
 
     @given(cuts(), st.integers(1, 3))
-    def test_after_bos_every_token_is_scored_once(self, cut: tuple[int, int, int], prefix: int) -> None:
+    def test_after_bos_every_token_is_scored_once(self, cut, prefix):
         tokens, context, stride = cut
         windows = make_windows(tokens + prefix, context + prefix, PerplexityPart(stride=stride), prefix)
         read = [window.of(torch.arange(tokens + prefix)).tolist() for window in windows]
@@ -184,6 +182,6 @@ class TestWindows:
             (9, 10, {}, "the text has 9 tokens, too few for one window of 10"),
         ],
     )
-    def test_out_of_range(self, tokens: int, context: int, options: dict[str, Any], message: str) -> None:
+    def test_out_of_range(self, tokens, context, options, message):
         with pytest.raises(UserError, match=message):
             make_windows(tokens, context, PerplexityPart(**options))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,21 +10,20 @@ from dma_eval.commands import demo
 from dma_eval.config import PerplexityPart
 from dma_eval.load.backends import default_names, parse_backends
 from dma_eval.load.data import tokenize
-from dma_eval.load.models import LoadedModel, load_model
+from dma_eval.load.models import load_model
 from dma_eval.load.reading import common_prefix, continued
 from dma_eval.measures.fidelity import SHOWN_PROMPT_CHARACTERS, continue_greedily
 from dma_eval.results import read_report
 from dma_eval.session import Session
 from PIL import Image
 
-Run = Callable[..., Any]
 ASSETS = Path(demo.__file__).parents[1] / "assets"
 LABELS = default_names()
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("drawn")
-def test_writes_the_report(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writes_the_report(run, tmp_path, monkeypatch):
     small = {
         "PART": PerplexityPart(contexts=[512], max_windows=2),
         "PROMPT_TOKENS": 64,
@@ -75,7 +72,7 @@ def test_writes_the_report(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 class TestContinuation:
-    def test_is_what_generate_gives(self, loaded: LoadedModel) -> None:
+    def test_is_what_generate_gives(self, loaded):
         prompt = torch.tensor(loaded.tokenizer("the white whale said").input_ids)
         first, second = continue_greedily(Session(loaded, parse_backends(["sdpa", "dma_mxfp:paper"])), prompt, 8)
         loaded.model.set_attn_implementation("sdpa")
@@ -93,5 +90,5 @@ class TestContinuation:
         ("first", "second", "length"),
         [([], [], 0), ([1, 2], [1, 2, 3], 2), ([1, 2, 3], [1, 5, 3], 1), ([4], [5], 0), ([1, 2], [1, 2], 2)],
     )
-    def test_common_prefix(self, first: list[int], second: list[int], length: int) -> None:
+    def test_common_prefix(self, first, second, length):
         assert common_prefix(first, second) == length

@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import dma_hf
 
 NEOX = {key: value for key, value in SIZES.items() if key not in ("num_key_value_heads", "head_dim")}
-EQUALIZED: dict[str, Family] = {
+EQUALIZED = {
     **{
         name: family
         for name, family in (DECODERS | ENCODERS).items()

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from dma_eval.errors import UserError
 from dma_eval.load.backends import activate, needs_chunks, parse_backends, with_references
 from dma_eval.load.data import tokenize
-from dma_eval.load.models import LoadedModel
 from dma_eval.load.reading import read
 from dma_eval.measures.perplexity import measure_perplexity
 from dma_eval.results import read_report
@@ -20,9 +15,8 @@ from transformers import AutoTokenizer, BambaConfig, BambaForCausalLM, DynamicCa
 
 from dma_hf.integrations.internals import CACHE_ARGUMENT
 
-Run = Callable[..., Any]
 NAMES = ("sdpa", "dma_mxfp:balanced", "dma_mxfp:balanced+int8")
-SIZES: dict[str, Any] = {
+SIZES = {
     "vocab_size": 300,
     "hidden_size": 64,
     "intermediate_size": 64,
@@ -38,12 +32,12 @@ SIZES: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module", params=["bamba", "jamba"])
-def hybrid_folder(request: pytest.FixtureRequest, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def hybrid_folder(request, model_folder, tmp_path_factory):
     """A hybrid of one layer with a recurrent state and one with attention."""
     torch.manual_seed(0)
     if request.param == "bamba":
         state = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16}
-        model: Any = BambaForCausalLM(BambaConfig(**SIZES, **state, attn_layer_indices=[1], mamba_chunk_size=32))
+        model = BambaForCausalLM(BambaConfig(**SIZES, **state, attn_layer_indices=[1], mamba_chunk_size=32))
     else:
         experts = {"num_experts": 2, "num_experts_per_tok": 1, "attn_layer_period": 2, "attn_layer_offset": 1}
         state = {"mamba_d_state": 8, "mamba_dt_rank": 8, "use_mamba_kernels": False}
@@ -55,8 +49,8 @@ def hybrid_folder(request: pytest.FixtureRequest, model_folder: Path, tmp_path_f
 
 
 @pytest.fixture
-def measured(run: Run, hybrid_folder: Path, text_file: Path, tmp_path: Path) -> Run:
-    def invoke(command: str, *arguments: object, attn: tuple[str, ...] = NAMES) -> Any:
+def measured(run, hybrid_folder, text_file, tmp_path):
+    def invoke(command, *arguments, attn=NAMES):
         common = ("-m", hybrid_folder, "--device", "cpu", "--dtype", "float32", "--attn", *attn)
         text = () if command == "lm-eval" else ("-d", text_file)
         result = run(command, *common, *text, "--out", tmp_path / "run", *arguments)
@@ -66,7 +60,7 @@ def measured(run: Run, hybrid_folder: Path, text_file: Path, tmp_path: Path) -> 
     return invoke
 
 
-def test_a_row_of_a_cache_shows_the_loss_of_the_cache(measured: Run) -> None:
+def test_a_row_of_a_cache_shows_the_loss_of_the_cache(measured):
     """What the chunks cost has a row of its own."""
     (section,) = measured("ppl", "-c", 512, "--max-windows", 2).perplexity
     sdpa, balanced, chunks, int8 = section.backends
@@ -78,14 +72,14 @@ def test_a_row_of_a_cache_shows_the_loss_of_the_cache(measured: Run) -> None:
     assert balanced.change_percent == pytest.approx(100 * (balanced.perplexity / sdpa.perplexity - 1), abs=1e-6)
 
 
-def test_the_note_says_what_it_is_relative_to(measured: Run, tmp_path: Path) -> None:
+def test_the_note_says_what_it_is_relative_to(measured, tmp_path):
     measured("ppl", "-c", 256, "--max-windows", 1)
     page = (tmp_path / "run/report.md").read_text(encoding="utf-8")
     assert "- `dma_mxfp:balanced+int8`: relative to `sdpa+dynamic`, which reads the same chunks" in page
     assert "| `sdpa+dynamic` | sdpa | DynamicCache of Transformers |" in page
 
 
-def test_a_card_keeps_it(measured: Run, tiny_tasks: Path) -> None:
+def test_a_card_keeps_it(measured, tiny_tasks):
     measured("lm-eval", "--tasks", "tiny_last_word", "--include-path", tiny_tasks, "--limit", 4)
     report = measured("ppl", "-c", 256, "--max-windows", 1, attn=(*NAMES, "dma_mxfp:paper"))
     text = make_card(report, backend=NAMES[2], base_model="me/tiny").text
@@ -94,7 +88,7 @@ def test_a_card_keeps_it(measured: Run, tiny_tasks: Path) -> None:
     assert "| dma_mxfp:paper |" not in text
 
 
-def test_fidelity_has_both_references_in_fp32(measured: Run) -> None:
+def test_fidelity_has_both_references_in_fp32(measured):
     arguments = ("-c", 256, "--max-windows", 1, "--prompts", 1, "--new-tokens", 2, "--dtype", "bfloat16")
     (section,) = measured("fidelity", *arguments).fidelity
     labels = ["sdpa, fp32", "sdpa, fp32+dynamic", "sdpa", "dma_mxfp:balanced", "sdpa+dynamic", NAMES[2]]
@@ -104,7 +98,7 @@ def test_fidelity_has_both_references_in_fp32(measured: Run) -> None:
     assert [each.label for each in section.divergence] == labels[2:]
 
 
-def test_tasks_are_paired_with_it(measured: Run, tiny_tasks: Path) -> None:
+def test_tasks_are_paired_with_it(measured, tiny_tasks):
     arguments = ("--tasks", "tiny_last_word", "--include-path", tiny_tasks, "--limit", 4)
     (section,) = measured("lm-eval", *arguments).tasks
     assert [each.reference for each in section.backends] == [None, None, None, "sdpa+dynamic"]
@@ -114,9 +108,7 @@ def test_tasks_are_paired_with_it(measured: Run, tiny_tasks: Path) -> None:
         assert values[NAMES[2]].difference == pytest.approx(expected)
 
 
-def test_logits_of_the_reference_are_those_of_the_dynamic_cache(
-    hybrid_folder: Path, text_file: Path, prose: str
-) -> None:
+def test_logits_of_the_reference_are_those_of_the_dynamic_cache(hybrid_folder, text_file, prose):
     from dma_eval.load.models import load_model
 
     loaded = load_model(str(hybrid_folder), dtype="float32", device="cpu")
@@ -130,7 +122,7 @@ def test_logits_of_the_reference_are_those_of_the_dynamic_cache(
     torch.testing.assert_close(read(loaded.model, backend, ids), torch.cat(expected, 1))
 
 
-def test_other_models_need_none(loaded: LoadedModel, compared: Callable[..., Any]) -> None:
+def test_other_models_need_none(loaded, compared):
     """In chunks, attention alone computes the same to rounding."""
     backends = parse_backends(NAMES)
     assert with_references(loaded.model, backends) == backends
@@ -139,12 +131,12 @@ def test_other_models_need_none(loaded: LoadedModel, compared: Callable[..., Any
     assert dynamic.nll == pytest.approx(sdpa.nll, rel=1e-5)
 
 
-def test_it_is_added_once_and_only_for_caches(hybrid_folder: Path) -> None:
+def test_it_is_added_once_and_only_for_caches(hybrid_folder):
     from dma_eval.load.models import load_model
 
     model = load_model(str(hybrid_folder), dtype="float32", device="cpu").model
 
-    def labels(*names: str) -> list[str]:
+    def labels(*names):
         return [each.label for each in with_references(model, parse_backends(names))]
 
     assert labels("sdpa", "dma_mxfp") == ["sdpa", "dma_mxfp"]
@@ -154,14 +146,12 @@ def test_it_is_added_once_and_only_for_caches(hybrid_folder: Path) -> None:
     assert not needs_chunks(model, parse_backends(["sdpa", "sdpa+dynamic"]))
 
 
-def test_dma_mxfp_takes_no_dynamic_cache() -> None:
+def test_dma_mxfp_takes_no_dynamic_cache():
     with pytest.raises(UserError, match=r"unknown preset 'balanced\+dynamic'"):
         parse_backends(["dma_mxfp:balanced+dynamic"])
 
 
-def test_a_failed_one_leaves_the_others_without_a_comparison(
-    hybrid_folder: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_one_leaves_the_others_without_a_comparison(hybrid_folder, text_file, monkeypatch):
     from dma_eval.config import PerplexityPart
     from dma_eval.load.data import load_text
     from dma_eval.load.models import load_model
@@ -170,7 +160,7 @@ def test_a_failed_one_leaves_the_others_without_a_comparison(
 
     forward = perplexity._forward
 
-    def fail(model: Any, backend: Any, *others: Any) -> Any:
+    def fail(model, backend, *others):
         if backend.label == "sdpa+dynamic":
             raise RuntimeError("no room")
         return forward(model, backend, *others)

@@ -10,11 +10,11 @@ from lm_eval.api.registry import get_aggregation
 from scipy.stats import bootstrap
 
 
-def samples(*values: float) -> np.ndarray:
+def samples(*values):
     return np.array([[value, 1.0] for value in values])
 
 
-def test_statistics_are_lm_evals() -> None:
+def test_statistics_are_lm_evals():
     pairs = [(-10.0, 2), (-2.5, 4), (-1.0, 7)]
     for name in ("weighted_perplexity", "bits_per_byte"):
         assert statistic(name, np.array(pairs)) == pytest.approx(get_aggregation(name)(pairs))
@@ -33,17 +33,17 @@ def test_statistics_are_lm_evals() -> None:
         (20_300, 19_700, 0.0027),  # 3 sigma of the normal approximation; no float holds these powers of two
     ],
 )
-def test_mcnemar(lost: int, gained: int, expected: float) -> None:
+def test_mcnemar(lost, gained, expected):
     assert mcnemar(lost, gained) == pytest.approx(expected, rel=0.03 if lost > 9 else None)
 
 
 class TestPairedInterval:
-    def test_equal_backends(self) -> None:
+    def test_equal_backends(self):
         same = samples(1, 0, 1, 1)
         assert paired_interval("mean", same, same) == (0.0, 0.0)
 
     @pytest.mark.parametrize("is_binary", [True, False])
-    def test_as_scipy(self, is_binary: bool) -> None:
+    def test_as_scipy(self, is_binary):
         """Which draws samples one by one, and many resamples at a time or few."""
         rng = np.random.default_rng(1)
         if is_binary:
@@ -56,15 +56,15 @@ class TestPairedInterval:
         expected = bootstrap((first, second), differs, paired=True, method="percentile", rng=0).confidence_interval
         assert paired_interval("mean", samples(*first), samples(*second)) == pytest.approx(expected, abs=0.003)
 
-    def test_seed(self) -> None:
+    def test_seed(self):
         rng = np.random.default_rng(2)
         reference, other = samples(*rng.normal(size=50)), samples(*rng.normal(size=50))
         assert paired_interval("mean", reference, other, seed=3) == paired_interval("mean", reference, other, seed=3)
         assert paired_interval("mean", reference, other, seed=3) != paired_interval("mean", reference, other, seed=4)
 
 
-def test_what_the_reference_alone_had_right_is_lost() -> None:
-    def record(*right: float) -> TaskRecord:
+def test_what_the_reference_alone_had_right_is_lost():
+    def record(*right):
         samples = [{"doc_id": i, "filter": "none", "prompt_hash": "", "acc": each} for i, each in enumerate(right)]
         return TaskRecord(
             name="task", version="1", output_type="multiple_choice", num_fewshot=0, aggregations={"acc": "mean"},

@@ -7,7 +7,6 @@ import subprocess
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
 from dma_eval import environment
@@ -19,7 +18,7 @@ from dma_eval.load.data import load_text
 from dma_eval.load.models import load_model
 from dma_eval.measures.perplexity import measure_perplexity
 from dma_eval.names import PRESETS
-from dma_eval.results import BackendResult, Generation, Origin, PerplexitySection, Report, here_and_now, read_report
+from dma_eval.results import BackendResult, Generation, Origin, Report, here_and_now, read_report
 from dma_eval.session import Session
 from dma_eval.show import plots
 from dma_eval.show.pages import COLUMNS, format_kl, number, perplexity_page
@@ -31,19 +30,19 @@ FAILED = BackendResult(label="broken", implementation="broken", config=None, fai
 
 
 @pytest.fixture(scope="module")
-def session(model_folder: Path) -> Session:
+def session(model_folder):
     loaded = load_model(str(model_folder), dtype="float32", device="cpu")
     return Session(loaded, parse_backends(["sdpa", "dma_mxfp:balanced", "dma_mxfp:paper"]))
 
 
 @pytest.fixture(scope="module")
-def section(session: Session, text_file: Path) -> PerplexitySection:
+def section(session, text_file):
     """Measured once; no test changes it."""
     return measure_perplexity(session, load_text(str(text_file)), PerplexityPart(max_windows=2), 128)
 
 
 @pytest.fixture
-def report(session: Session, section: PerplexitySection) -> Report:
+def report(session, section):
     generation = Generation(
         label="sdpa",
         prompt_tokens=3,
@@ -53,7 +52,7 @@ def report(session: Session, section: PerplexitySection) -> Report:
         same_tokens=2,
         seconds=0.5,
     )
-    facts: dict[str, Any] = here_and_now() | {"command": "dma-hf ppl 'a|b'", "seed": 7, "model": session.loaded.info}
+    facts = here_and_now() | {"command": "dma-hf ppl 'a|b'", "seed": 7, "model": session.loaded.info}
     section = replace(section, backends=[*section.backends, FAILED], origin=Origin(**facts))
     return Report(**facts, perplexity=[section], generations=[generation])
 
@@ -68,15 +67,13 @@ def report(session: Session, section: PerplexitySection) -> Report:
         ("dma-hf", ["http://h:1/v1", "NAME/MODEL", '{{"a": "/b"}}'], 'dma-hf http://h:1/v1 NAME/MODEL \'{"a": "/b"}\''),
     ],
 )
-def test_a_recorded_command_names_no_folder_of_this_machine(
-    program: str, arguments: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recorded_command_names_no_folder_of_this_machine(program, arguments, expected, monkeypatch):
     monkeypatch.setattr("sys.argv", [program, *(each.format(here=Path.cwd()) for each in arguments)])
     assert here_and_now()["command"] == expected
 
 
 class TestJson:
-    def test_holds_what_a_run_depends_on(self, report: Report, tmp_path: Path) -> None:
+    def test_holds_what_a_run_depends_on(self, report, tmp_path):
         write(report, tmp_path / "r.json")
         assert read_report(tmp_path / "r.json") == report
         values = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
@@ -98,20 +95,19 @@ class TestJson:
             (None, "+.2f", "–"),
         ],
     )  # fmt: skip
-    def test_what_rounds_to_zero_has_no_minus(self, value: float | None, form: str, shown: str) -> None:
+    def test_what_rounds_to_zero_has_no_minus(self, value, form, shown):
         assert number(value, form) == shown
 
-    def test_names_the_commit_of_the_source_tree(self, report: Report, tmp_path: Path) -> None:
+    def test_names_the_commit_of_the_source_tree(self, report, tmp_path):
         git = ["git", "-C", str(Path(environment.__file__).parent), "rev-parse", "HEAD"]
         head = subprocess.run(git, capture_output=True, text=True, check=False)
         if head.returncode:
             pytest.skip("not in a checkout of git")
         write(report, tmp_path / "r.json")
         commit = read_report(tmp_path / "r.json").environment.commit
-        assert commit is not None
         assert head.stdout.startswith(commit.removesuffix("-dirty"))
 
-    def test_no_nan(self, report: Report, tmp_path: Path) -> None:
+    def test_no_nan(self, report, tmp_path):
         broken = replace(report.perplexity[0].backends[0], nll=float("nan"))
         report.perplexity[0].backends[0] = broken
         with pytest.raises(ValueError, match="not JSON compliant"):
@@ -136,9 +132,7 @@ class TestJson:
             ("{", "[{", "no report of this version: Expecting"),
         ],
     )
-    def test_a_file_that_was_edited(
-        self, report: Report, tmp_path: Path, before: str, after: str, message: str
-    ) -> None:
+    def test_a_file_that_was_edited(self, report, tmp_path, before, after, message):
         write(report, tmp_path / "r.json")
         text = (tmp_path / "r.json").read_text(encoding="utf-8")
         assert before in text
@@ -146,7 +140,7 @@ class TestJson:
         with pytest.raises(UserError, match=message):
             read_report(tmp_path / "r.json")
 
-    def test_no_report(self, tmp_path: Path) -> None:
+    def test_no_report(self, tmp_path):
         with pytest.raises(UserError, match="cannot read the report"):
             read_report(tmp_path / "r.json")
         (tmp_path / "r.json").write_text("[]", encoding="utf-8")
@@ -155,7 +149,7 @@ class TestJson:
 
 
 class TestMarkdown:
-    def test_table(self, report: Report) -> None:
+    def test_table(self, report):
         lines = to_markdown(report).splitlines()
         start = lines.index("| backend | perplexity | change | KL / token | top-1 | tokens/s |")
         cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[start + 2 : start + 6]]
@@ -164,14 +158,14 @@ class TestMarkdown:
         assert cells[0][2] == "+0.00 % ± 0.00"
         assert cells[3][1:] == ["failed", "–", "–", "–", "–"]
 
-    def test_tables_are_rectangular(self, report: Report) -> None:
+    def test_tables_are_rectangular(self, report):
         """As many cells in each row as in the one above, a bar within a cell being escaped."""
         blocks = [block for block in to_markdown(report).split("\n\n") if block.startswith("|")]
         assert len(blocks) == 4
         for block in blocks:
             assert len({line.replace("\\|", "").count("|") for line in block.splitlines()}) == 1
 
-    def test_warnings(self, report: Report) -> None:
+    def test_warnings(self, report):
         section = report.perplexity[0]
         section.backends[1] = replace(section.backends[1], fallbacks={"this head_dim": 3})
         assert perplexity_page(section).warnings == [
@@ -184,7 +178,7 @@ class TestMarkdown:
         assert len(perplexity_page(replace(section, backends=section.backends[::3])).warnings) == 1  # without dma_mxfp
         assert "> **Warning**: broken failed" in to_markdown(report)
 
-    def test_configurations_plots_and_continuations(self, report: Report) -> None:
+    def test_configurations_plots_and_continuations(self, report):
         text = to_markdown(report, [Plot("A plot", "plots/a.png", report.perplexity[0])])
         assert "| field | dma_mxfp:balanced | dma_mxfp:paper |" in text
         assert "| `low` | mxint8 | mxfp4 |" in text
@@ -195,21 +189,21 @@ class TestMarkdown:
     @pytest.mark.parametrize(
         ("value", "shown"), [(None, "–"), (0.0, "0.00000"), (0.01234567, "0.01235"), (1.23e-7, "1.2e-07")]
     )
-    def test_kl(self, value: float | None, shown: str) -> None:
+    def test_kl(self, value, shown):
         assert format_kl(value) == shown
 
 
 class _Tags(HTMLParser):
     """The tags of a page, and the text of the cells of its tables."""
 
-    def __init__(self, page: str) -> None:
+    def __init__(self, page):
         super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.tables: list[list[list[str]]] = []
+        self.tags = []
+        self.tables = []
         self._in_cell = False
         self.feed(page)
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self.tags.append((tag, dict(attrs)))
         if tag == "table":
             self.tables.append([])
@@ -219,15 +213,15 @@ class _Tags(HTMLParser):
             self.tables[-1][-1].append("")
             self._in_cell = True
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         self._in_cell = self._in_cell and tag not in ("td", "th")
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         if self._in_cell:
             self.tables[-1][-1][-1] += data
 
 
-def test_html(report: Report, tmp_path: Path) -> None:
+def test_html(report, tmp_path):
     """It needs no other file, has the tables of the report with a button to sort by each column, and escapes text."""
     Image.new("RGB", (2, 2)).save(tmp_path / "a.png")
     section = report.perplexity[0]
@@ -250,14 +244,13 @@ def test_html(report: Report, tmp_path: Path) -> None:
 class TestMeasured:
     """What a reader must know of the weights."""
 
-    def test_quantized_file_revision_and_positions(self, report: Report) -> None:
+    def test_quantized_file_revision_and_positions(self, report):
         model = replace(report.model, name="m.gguf", quantization="Q4_1", revision="main", commit="abc", yarn=4.0)
         expected = "`m.gguf` at `abc`, weights in float32, quantized to Q4_1 in the file or checkpoint; "
         assert measured(model) == expected + "YaRN extends its positions 4 times; on cpu"
 
-    def test_versions_and_commit(self, report: Report) -> None:
+    def test_versions_and_commit(self, report):
         (section,) = report.perplexity
-        assert section.origin is not None
         machine = replace(report.environment, packages={"torch": "2.13"}, commit="abc-dirty")
         section = replace(section, origin=replace(section.origin, environment=machine))
         assert "| versions | torch 2.13, commit abc-dirty |" in to_markdown(replace(report, perplexity=[section]))
@@ -271,13 +264,13 @@ class TestMeasured:
             ("sdpa+hqq4", None, "QuantizedCache of Transformers, hqq4"),
         ],
     )
-    def test_cache(self, label: str, config: dict[str, Any] | None, expected: str) -> None:
+    def test_cache(self, label, config, expected):
         assert cache_of(label, config) == expected
 
 
 @pytest.mark.usefixtures("drawn")
 class TestPlots:
-    def test_is_a_picture(self, report: Report, section: PerplexitySection, tmp_path: Path) -> None:
+    def test_is_a_picture(self, report, section, tmp_path):
         """With a failed backend in it, and positions without a token; and of one backend alone."""
         for shown in (report.perplexity[0], replace(section, backends=section.backends[:1])):
             plot_positions(shown, "A title").savefig(tmp_path / "p.png")
@@ -286,7 +279,7 @@ class TestPlots:
                 assert 400 <= image.height < 1650
                 assert len(image.convert("RGB").getcolors(maxcolors=2**24)) > 50, "something is drawn"
 
-    def test_colours_belong_to_names(self) -> None:
+    def test_colours_belong_to_names(self):
         """In any company, whichever way they are named; and no two backends of one plot share colour and line."""
         names = ["sdpa", "sdpa:flash", "flex", "dma_mxfp:mine", "fa3", *(f"dma_mxfp:{name}" for name in PRESETS)]
         names += ["dma_mxfp:balanced+int8", "dma_mxfp:balanced+int4"]
@@ -300,7 +293,7 @@ class TestPlots:
         assert {styles[name][0] for name in alike} == {full["dma_mxfp:balanced+int4"][0]}
         assert styles["sdpa+quanto4"][0] == styles["sdpa+quanto2"][0]
 
-    def test_one_large_value_does_not_squeeze_the_others(self) -> None:
+    def test_one_large_value_does_not_squeeze_the_others(self):
         for values, scale in (([0.01, -0.02, 0.03, 0.02, 0.9], "symlog"), ([0.3, 0.4, 0.5], "linear")):
             ax = plots.make_figure("A title", 3.0).subplots()
             ax.plot(values)

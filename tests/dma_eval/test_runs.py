@@ -6,10 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +23,6 @@ from PIL import Image
 
 import dma_hf
 
-Run = Callable[..., Any]
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks/quality"
 
 
@@ -37,12 +34,12 @@ tasks = {names = ["tiny_group"]}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("runs")
 
 
 @pytest.fixture
-def report(run: Run, folder: Path, model_folder: Path, text_file: Path, tiny_tasks: Path) -> Report:
+def report(run, folder, model_folder, text_file, tiny_tasks):
     """A report with every kind of section, of the tiny model; made once."""
     if not (folder / "all/results.json").is_file():
         (folder / "suite.toml").write_text(SUITE, encoding="utf-8")
@@ -52,7 +49,7 @@ def report(run: Run, folder: Path, model_folder: Path, text_file: Path, tiny_tas
     return read_report(folder / "all/results.json")
 
 
-def of_model(report: Report, **changes: Any) -> Report:
+def of_model(report, **changes):
     """The report as if another model had been measured."""
     model = replace(report.model, **changes)
     sections = {
@@ -64,7 +61,7 @@ def of_model(report: Report, **changes: Any) -> Report:
 
 @pytest.mark.usefixtures("drawn")  # of the report that all tests share
 class TestFolder:
-    def test_holds_everything(self, report: Report, folder: Path) -> None:
+    def test_holds_everything(self, report, folder):
         found = [path.relative_to(folder / "all") for path in (folder / "all").rglob("*.*")]
         names = {path.as_posix() for path in found if path.parts[0] not in ("parts", "samples")}  # what it resumes from
         plots = {"positions-128.png", "tasks.png", "fidelity.png"}
@@ -74,7 +71,7 @@ class TestFolder:
                 assert image.width == 1650
                 assert len(image.convert("L").getcolors() or []) > 20  # something is drawn
 
-    def test_page_has_every_section(self, report: Report, folder: Path) -> None:
+    def test_page_has_every_section(self, report, folder):
         page = (folder / "all/report.md").read_text(encoding="utf-8")
         for heading in ("Perplexity at context 128", "Tasks", "Fidelity to SDPA in fp32", "Configurations"):
             assert f"## {heading}" in page
@@ -84,14 +81,14 @@ class TestFolder:
             if line.startswith("!["):
                 assert (folder / "all" / line[line.index("](") + 2 : -1]).is_file()
 
-    def test_is_written_again(self, report: Report, folder: Path, run: Run, tmp_path: Path) -> None:
+    def test_is_written_again(self, report, folder, run, tmp_path):
         assert dma_hf.DMAConfig.from_toml(folder / "all/configs/paper.toml") == dma_hf.PRESETS["paper"]
         write_json(report, tmp_path / "results.json")
         assert run("report", tmp_path).exit_code == 0
         pages = [(each / "report.md").read_text(encoding="utf-8") for each in (tmp_path, folder / "all")]
         assert pages[0] == pages[1]
 
-    def test_needs_no_torch(self, tmp_path: Path) -> None:
+    def test_needs_no_torch(self, tmp_path):
         """Nor the plugin: what is made of results is made at once, on any machine."""
         run = next(BENCHMARKS.rglob("results.json"))
         code = (
@@ -107,7 +104,7 @@ class TestFolder:
             assert done.returncode == 0, done.stderr
         assert (tmp_path / "report.md").is_file()
 
-    def test_sections_of_one_kind_have_plots_of_their_own(self, report: Report, tmp_path: Path) -> None:
+    def test_sections_of_one_kind_have_plots_of_their_own(self, report, tmp_path):
         """Of two texts at one context, or of tasks from two runs; each stands in its section, once."""
         (tokens,), (tasks,) = report.perplexity, report.tasks
         second = replace(tokens, data=replace(tokens.data, name="another text"))
@@ -124,7 +121,7 @@ class TestFolder:
 
 
 @pytest.mark.parametrize("path", sorted(BENCHMARKS.rglob("*.json")), ids=lambda path: path.name)
-def test_reads_committed_results(path: Path) -> None:
+def test_reads_committed_results(path):
     report = read_report(path)
     assert report.sections
     assert all(section.origin is not None for _, section in report.sections)
@@ -133,10 +130,10 @@ def test_reads_committed_results(path: Path) -> None:
 
 
 class TestCard:
-    def test_round_trip(self, report: Report, tmp_path: Path) -> None:
+    def test_round_trip(self, report, tmp_path):
         """What the Hub's library writes and reads again are the same results and the same text."""
         card = make_card(report, base_model="me/tiny", license_name="apache-2.0")
-        card.validate = None  # type: ignore[method-assign]  # asks the Hub
+        card.validate = None  # asks the Hub
         card.save(tmp_path / "README.md")
         again = ModelCard.load(tmp_path / "README.md")
         assert again.text.strip() == card.text.strip()
@@ -154,7 +151,7 @@ class TestCard:
         name = "acc, 0-shot, with warnings"
         assert found["tiny_choice", name] == pytest.approx(task.metrics[0].values[1].value, abs=1e-6)
 
-    def test_results_of_all_data_without_warnings_are_not_marked(self, report: Report) -> None:
+    def test_results_of_all_data_without_warnings_are_not_marked(self, report):
         """Others say of how many windows or samples they are, and whether their page warns of them."""
         section, tasks = report.perplexity[0], report.tasks[0]
         long = replace(section, context=512, stride=512, data=replace(section.data, tokens=1024))
@@ -176,10 +173,9 @@ class TestCard:
             assert card.data.eval_results[0].metric_name == expected
             assert ("> **Warning**" in card.text.partition("### Fidelity")[0]) == ("with warnings" in expected)
 
-    def test_several_models_or_configurations_are_refused(self, report: Report) -> None:
+    def test_several_models_or_configurations_are_refused(self, report):
         section = report.perplexity[0]
         origin = section.origin
-        assert origin is not None
         other = replace(section, origin=replace(origin, model=replace(origin.model, quantization="Q4_1")))
         with pytest.raises(UserError, match=r"has sections of several models \(.*Q4_1.*; measure one in a folder"):
             make_card(replace(report, perplexity=[section, other]), base_model="me/tiny")
@@ -187,11 +183,10 @@ class TestCard:
         with pytest.raises(UserError, match="has several configurations named 'dma_mxfp:paper'"):
             make_card(replace(report, perplexity=[section, replace(section, backends=low)]), base_model="me/tiny")
 
-    def test_names_every_measurement(self, report: Report) -> None:
+    def test_names_every_measurement(self, report):
         """A card of two commands gives machine, date and command of both."""
         section = report.perplexity[0]
         origin = section.origin
-        assert origin is not None
         environment = replace(origin.environment, commit="older", threads=99)
         other = replace(origin, environment=environment, command="dma-hf ppl old", created="2001-02-03T00:00:00+00:00")
         text = make_card(replace(report, perplexity=[replace(section, origin=other)]), base_model="me/tiny").text
@@ -207,16 +202,14 @@ class TestCard:
             ("texts/my prose.txt", None, ("my_prose.txt", "my prose.txt")),
         ],
     )
-    def test_datasets_are_named_as_on_the_hub(
-        self, report: Report, name: str, column: str | None, expected: tuple[str, str]
-    ) -> None:
+    def test_datasets_are_named_as_on_the_hub(self, report, name, column, expected):
         """A dataset's type is its whole name there; of a file nothing is told but its own name."""
         section = report.perplexity[0]
         section = replace(section, data=replace(section.data, name=name, column=column, split=column and "test"))
         result, *_ = make_card(replace(report, perplexity=[section]), base_model="me/tiny").data.eval_results
         assert (result.dataset_type, result.dataset_name) == expected
 
-    def test_text(self, report: Report, model_folder: Path, text_file: Path) -> None:
+    def test_text(self, report, model_folder, text_file):
         text = make_card(report, base_model="me/tiny").text
         assert 'attn_implementation="dma_mxfp:paper")' in text
         assert "dma_hf.configure" not in text
@@ -229,12 +222,12 @@ class TestCard:
         assert report.perplexity[0].data.name == text_file.name
         assert str(model_folder.parent) not in text
 
-    def test_quantized_weights(self, report: Report) -> None:
+    def test_quantized_weights(self, report):
         text = make_card(of_model(report, name="tiny.Q4_1.gguf", quantization="Q4_1"), base_model="me/tiny").text
         assert "The measured weights are those of the base model in Q4_1, from `tiny.Q4_1.gguf`." in text
         assert "weights are those of the base model." not in text
 
-    def test_shows_one_backend_and_the_reference(self, report: Report) -> None:
+    def test_shows_one_backend_and_the_reference(self, report):
         section = report.perplexity[0]
         other = replace(section.backends[1], label="another")
         report = replace(report, perplexity=[replace(section, backends=[*section.backends, other])])
@@ -258,9 +251,7 @@ class TestCard:
             ),
         ],
     )
-    def test_caches_and_files(
-        self, report: Report, label: str, cache: str | None, shown: list[str], absent: str
-    ) -> None:
+    def test_caches_and_files(self, report, label, cache, shown, absent):
         """A configuration from a file is given as its settings."""
         text = json.dumps(asdict(report)).replace('"dma_mxfp:paper"', f'"{label}"')
         values = json.loads(text.replace('"cache": null', f'"cache": {json.dumps(cache)}'))
@@ -269,10 +260,10 @@ class TestCard:
         assert absent not in text.partition("## Results")[0]
 
     @pytest.mark.parametrize("yarn", [None, 1.5])
-    def test_use_runs(self, report: Report, model_folder: Path, yarn: float | None) -> None:
+    def test_use_runs(self, report, model_folder, yarn):
         text = make_card(of_model(report, yarn=yarn), base_model="me/tiny").text
         code = text[text.index("```python\n") + 10 :].partition("```")[0].replace("me/tiny", str(model_folder))
-        names: dict[str, Any] = {}
+        names = {}
         exec(code, names)
         model = names["model"]
         model(torch.zeros(1, 8, dtype=torch.int64))
@@ -289,15 +280,15 @@ class TestCard:
             ({"base_model": "me/tiny", "backend": "dma_mxfp:fp4"}, "has no 'dma_mxfp:fp4'; it has: dma_mxfp:paper"),
         ],
     )
-    def test_refused(self, report: Report, options: dict[str, str], message: str) -> None:
+    def test_refused(self, report, options, message):
         with pytest.raises(UserError, match=message):
             make_card(report, **options)
 
-    def test_only_sdpa(self, report: Report) -> None:
+    def test_only_sdpa(self, report):
         with pytest.raises(UserError, match="has no dma_mxfp backend"):
             make_card(replace(report, perplexity=[], fidelity=[], tasks=[]), base_model="me/tiny")
 
-    def test_command(self, run: Run, report: Report, folder: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
+    def test_command(self, run, report, folder, tmp_path, refused):
         command = ("card", folder / "all", "--base-model", "me/tiny")
         card = str(make_card(report, base_model="me/tiny"))
         assert run(*command).stdout == card

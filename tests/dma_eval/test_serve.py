@@ -64,7 +64,7 @@ def question(folder):
 class Client:
     """Talks to a server at an address."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address):
         self._address = address
         self._open = build_opener(ProxyHandler({})).open
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import weakref
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -20,7 +18,6 @@ from dma_eval.load.data import load_text
 from dma_eval.measures import fidelity
 from dma_eval.results import read_report
 
-Run = Callable[..., Any]
 ROOT = Path(__file__).parents[2]
 EVERYTHING = """
 description = "all parts"
@@ -39,7 +36,7 @@ batch_size = 3
 
 
 class TestFiles:
-    def test_are_valid_and_shown_in_configs(self) -> None:
+    def test_are_valid_and_shown_in_configs(self):
         assert suite_names() == sorted(path.stem for path in (ROOT / "configs/suites").glob("*.toml"))
         for name in suite_names():
             suite = load_suite(name)
@@ -47,10 +44,10 @@ class TestFiles:
             assert suite.tasks is not None
 
     @pytest.mark.slow
-    def test_tasks_exist(self) -> None:
+    def test_tasks_exist(self):
         from dma_eval.measures.tasks import find_tasks
 
-        names = [load_suite(name).tasks.names for name in suite_names() if "local" not in name]  # type: ignore[union-attr]
+        names = [load_suite(name).tasks.names for name in suite_names() if "local" not in name]
         assert find_tasks([name for group in names for name in group]).names
 
     @pytest.mark.parametrize(
@@ -68,7 +65,7 @@ class TestFiles:
             ("[tasks", "Expected"),
         ],
     )
-    def test_refused(self, tmp_path: Path, content: str, message: str) -> None:
+    def test_refused(self, tmp_path, content, message):
         path = tmp_path / "mine.toml"
         path.write_text(content, encoding="utf-8")
         pattern = message if "\\" in message else message.replace("[", r"\[").replace("]", r"\]")
@@ -76,16 +73,14 @@ class TestFiles:
             load_suite(str(path))
         assert str(caught.value).startswith(f"--suite: {path}: ")
 
-    def test_unknown(self) -> None:
+    def test_unknown(self):
         with pytest.raises(UserError, match=f"unknown suite 'fast'; valid: {', '.join(suite_names())}"):
             load_suite("fast")
         with pytest.raises(UserError, match=r"--suite: cannot read none.toml: No such file"):
             load_suite("none.toml")
 
 
-def test_a_suite_that_no_context_fits(
-    run: Run, model_folder: Path, text_file: Path, tiny_tasks: Path, tmp_path: Path
-) -> None:
+def test_a_suite_that_no_context_fits(run, model_folder, text_file, tiny_tasks, tmp_path):
     """Its report is empty, and no other length is measured instead."""
     content = "[perplexity]\ncontexts = [4096]\n[fidelity]\ncontext = 4096\n[stress]\ncontext = 4096\n"
     content += "[tasks]\nnames = ['tiny_choice']\nlengths = [4096]\n"
@@ -106,9 +101,7 @@ def test_a_suite_that_no_context_fits(
         ("[stress]", ["--batch-size", 1], "--batch-size: suite {} measures no tasks"),
     ],
 )
-def test_options_that_a_suite_cannot_use(
-    run: Run, refused: Callable[[Any], str], tmp_path: Path, content: str, arguments: list[Any], message: str
-) -> None:
+def test_options_that_a_suite_cannot_use(run, refused, tmp_path, content, arguments, message):
     path = tmp_path / "mine.toml"
     path.write_text(content, encoding="utf-8")
     result = run("suite", "--suite", path, "-m", "./missing", "--out", tmp_path / "run", *arguments)
@@ -117,16 +110,16 @@ def test_options_that_a_suite_cannot_use(
 
 class TestRun:
     @pytest.fixture
-    def suite(self, run: Run, model_folder: Path, text_file: Path, tiny_tasks: Path, tmp_path: Path) -> Run:
+    def suite(self, run, model_folder, text_file, tiny_tasks, tmp_path):
         (tmp_path / "mine.toml").write_text(EVERYTHING, encoding="utf-8")
 
-        def invoke(*arguments: object) -> Any:
+        def invoke(*arguments):
             common = ("-m", model_folder, "--device", "cpu", "--include-path", tiny_tasks, "--out", tmp_path / "run")
             return run("suite", "--suite", tmp_path / "mine.toml", *common, "-d", text_file, *arguments)
 
         return invoke
 
-    def test_all_parts(self, suite: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_all_parts(self, suite, tmp_path, monkeypatch):
         """Several parts read a text that is loaded once."""
         load = mock.Mock(wraps=load_text)
         monkeypatch.setattr("dma_eval.run.load_text", load)
@@ -139,12 +132,10 @@ class TestRun:
         assert report.tasks[0].batch_size == 3
         assert "perplexity at 4,096 is skipped: the model has 512 positions" in result.stderr
 
-    def test_the_copy_in_fp32_is_gone_after_its_part(
-        self, suite: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_the_copy_in_fp32_is_gone_after_its_part(self, suite, tmp_path, monkeypatch):
         """Not when Python happens to look for cycles: what later parts need of the memory is measured."""
-        copies: list[weakref.ref[Any]] = []
-        left: list[Any] = []
+        copies = []
+        left = []
         copied = fidelity.in_fp32
         monkeypatch.setattr(
             fidelity, "in_fp32", lambda model: (made := copied(model), copies.append(weakref.ref(made)))[0]
@@ -162,11 +153,11 @@ class TestRun:
         assert result.exit_code == 0, result.output
         assert left == [None]
 
-    def test_gsm8k_of_a_local_file(self, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_gsm8k_of_a_local_file(self, run, tmp_path, monkeypatch):
         """With a model that gives the same answer to both questions."""
-        asked: list[str] = []
+        asked = []
 
-        def answer(lm: Any, requests: list[Any], **_: Any) -> list[str]:
+        def answer(lm, requests, **_):
             asked.extend(request.args[0] for request in requests)
             return ["1 and 0 make 1. The answer is 1."] * len(requests)
 
@@ -184,19 +175,19 @@ class TestRun:
         assert all(prompt.count("The answer is") == 8 for prompt in asked)
         assert asked[0].endswith("Q: What is 0 + 1?\nA:")
 
-    def test_default_is_every_preset(self, suite: Run, tmp_path: Path) -> None:
+    def test_default_is_every_preset(self, suite, tmp_path):
         (tmp_path / "mine.toml").write_text('[tasks]\nnames = ["tiny_choice"]\n', encoding="utf-8")
         assert suite("--limit", 1).exit_code == 0
         labels = [backend.label for backend in read_report(tmp_path / "run/results.json").tasks[0].backends]
         assert labels == default_names()
 
     @pytest.mark.usefixtures("broken_kernels")
-    def test_failure_of_a_backend(self, suite: Run) -> None:
+    def test_failure_of_a_backend(self, suite):
         result = suite("--attn", "sdpa", "dma_mxfp:paper")
         assert result.exit_code == 1
         assert result.stderr.count("dma_mxfp:paper failed") == 4
 
-    def test_resumes_where_it_stopped(self, suite: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_resumes_where_it_stopped(self, suite, tmp_path, monkeypatch):
         attn = ("--attn", "sdpa", "dma_mxfp:balanced+int4")
         stress = mock.Mock(side_effect=TypeError)  # as if the command were cut off in the last part
         monkeypatch.setattr("dma_eval.run.measure_stress", stress)
@@ -212,10 +203,8 @@ class TestRun:
         assert (after.perplexity, after.fidelity, after.tasks) == (before.perplexity, before.fidelity, before.tasks)
 
     @pytest.mark.parametrize("error", [UserError("no room"), ValueError("no room"), torch.OutOfMemoryError("no room")])
-    def test_failure_of_a_part(
-        self, suite: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
-    ) -> None:
-        def fail(*arguments: Any, **options: Any) -> None:
+    def test_failure_of_a_part(self, suite, tmp_path, monkeypatch, error):
+        def fail(*arguments, **options):
             raise error
 
         monkeypatch.setattr("dma_eval.run.measure_fidelity", fail)
@@ -228,9 +217,7 @@ class TestRun:
         assert [len(part) for part in (report.perplexity, report.fidelity, report.tasks)] == [0, 0, 1]
         assert "Wrote results.json" in result.stdout
 
-    def test_failed_and_damaged_pieces_are_measured_anew(
-        self, suite: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_failed_and_damaged_pieces_are_measured_anew(self, suite, tmp_path, monkeypatch):
         (tmp_path / "mine.toml").write_text("[perplexity]\ncontexts = [128]\nmax_windows = 1\n", encoding="utf-8")
         attn = ("--attn", "sdpa", "dma_mxfp:paper")
         with monkeypatch.context() as patch:
@@ -242,7 +229,7 @@ class TestRun:
         result = suite(*attn)
         assert (result.exit_code, "taken from" in result.stderr) == (0, False)
 
-    def test_lacks_a_text(self, run: Run, refused: Callable[[Any], str], model_folder: Path, tmp_path: Path) -> None:
+    def test_lacks_a_text(self, run, refused, model_folder, tmp_path):
         (tmp_path / "my.toml").write_text("[perplexity]", encoding="utf-8")
         result = run("suite", "--suite", tmp_path / "my.toml", "-m", model_folder, "--out", tmp_path / "run")
         assert "my.toml names no text of its own; name one" in refused(result)
