@@ -9,11 +9,13 @@ import torch
 from cache_oracle import expected_logits
 from dma_eval.errors import UserError
 from dma_eval.load import reading
-from dma_eval.load.backends import activate, new_cache, parse_backends
+from dma_eval.load.backends import activate, parse_backends
 from dma_eval.load.data import tokenize
-from dma_eval.load.reading import log_likelihood, read
+from dma_eval.load.reading import continued, log_likelihood, read
 from dma_kernels.cache.storage import LayerStorage
 from transformers import MambaConfig, MambaForCausalLM
+
+import dma_hf.attention
 
 LENGTH = 450
 
@@ -75,25 +77,29 @@ class TestThroughACache:
 
 
 @pytest.mark.parametrize("name", ["sdpa", "dma_mxfp:balanced", "dma_mxfp:balanced+int4"])
-@pytest.mark.parametrize("last", [1, 66, 67, 200, LENGTH])
+@pytest.mark.parametrize("last", [1, 66, 67, 200])
 def test_last_logits(loaded, ids, name, last):
     """The last chunk holds 66 tokens."""
     torch.testing.assert_close(logits(loaded, name, ids, last=last), logits(loaded, name, ids)[:, -last:])
 
 
-@pytest.mark.parametrize("name", ["sdpa", "dma_mxfp:balanced", "dma_mxfp:balanced+int4"])
-def test_passes(loaded, ids, name):
-    """One pass, or one for each tile."""
+@pytest.fixture
+def lengths_read(loaded):
+    """The length of each pass of the model."""
     lengths = []
     loaded.model.register_forward_pre_hook(
         lambda module, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
+    return lengths
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths"), [("dma_mxfp:balanced", [LENGTH]), ("dma_mxfp:balanced+int4", [128, 128, 128, 66])]
+)
+def test_passes(loaded, ids, lengths_read, name, lengths):
+    """One pass, or one for each tile."""
     logits(loaded, name, ids)
-    assert lengths == ([128, 128, 128, 66] if name.endswith("+int4") else [LENGTH])
-
-
-def test_no_cache_unless_asked(loaded):
-    assert new_cache(loaded.model, backend("dma_mxfp:balanced")) is None
+    assert lengths_read == lengths
 
 
 def test_model_without_attention():
@@ -103,63 +109,45 @@ def test_model_without_attention():
 
 
 def test_generation_uses_the_cache(loaded, ids, monkeypatch):
-    from dma_eval.measures.fidelity import continue_greedily
-    from dma_eval.session import Session
-
     stored = []
     append = LayerStorage.append
-    monkeypatch.setattr(
-        LayerStorage,
-        "append",
-        lambda storage, key, value: (stored.append(key.shape[2]), append(storage, key, value))[1],
-    )
-    run = lambda name: continue_greedily(Session(loaded, parse_backends([name])), ids[0], 3)  # noqa: E731
-    run("dma_mxfp:balanced")
-    assert stored == []
-    run("dma_mxfp:balanced+int4")
-    assert stored.count(LENGTH) == 2  # once for each layer
 
+    def noted(storage, key, value):
+        stored.append(key.shape[2])
+        append(storage, key, value)
 
-def test_generation_without_a_cache_after_one_with(loaded, ids, monkeypatch):
-    """A backend's cache is not that of those after it, the reference of the next comparison among them."""
-    from dma_eval.load.reading import continued
-
+    monkeypatch.setattr(LayerStorage, "append", noted)
     activate(loaded.model, backend("dma_mxfp:balanced+int4"))
-    monkeypatch.delattr(LayerStorage, "append")
-    for name in ("sdpa", "sim_sage", "dma_mxfp:balanced"):
+    continued(loaded.model, backend("dma_mxfp:balanced+int4"), ids[:1], 3)
+    assert stored.count(LENGTH) == 2  # once for each layer
+    stored.clear()
+    for name in ("sdpa", "sim_sage", "dma_mxfp:balanced"):  # a backend's cache is not that of those after it
         activate(loaded.model, backend(name))
         continued(loaded.model, backend(name), ids[:1, :300], 2)
+    assert stored == []
 
 
 def test_not_finite_through_a_cache(compared, monkeypatch):
     """Stopped, with the layer named; the others have their results."""
-    import dma_hf.attention
-
     attend = dma_hf.attention.cached_attention
     monkeypatch.setattr(
         dma_hf.attention, "cached_attention", lambda *args, **options: attend(*args, **options) * torch.nan
     )
-    sdpa, at_once, cached = compared(
-        "sdpa", "dma_mxfp:balanced", "dma_mxfp:balanced+int4", context=256, max_windows=1
-    ).backends
+    names = ("sdpa", "dma_mxfp:balanced", "dma_mxfp:balanced+int4")
+    sdpa, at_once, cached = compared(*names, context=256, max_windows=1).backends
     assert (sdpa.failure, at_once.failure) == (None, None)
-    assert "first at position 128 of a window; they begin in the output of model.layers.0.self_attn" in (
-        cached.failure or ""
-    )
+    assert "first at position 128 of a window; they begin in the output of model.layers.0.self_attn" in cached.failure
 
 
 @pytest.mark.parametrize("last", [None, 30])
-def test_sdpa_without_a_fused_kernel_reads_in_pieces(double, ids, monkeypatch, last):
+def test_sdpa_without_a_fused_kernel_reads_in_pieces(double, ids, lengths_read, monkeypatch, last):
     """So that it does not hold the scores of all pairs of tokens."""
     expected = logits(double, "sdpa", ids, last=last)
-    seen = []
-    double.model.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
+    lengths_read.clear()
     monkeypatch.setattr(reading, "UNFUSED_STEP", 200)
     monkeypatch.setattr(reading, "sdpa_is_unfused", lambda model, backend: backend.implementation == "sdpa")
     found = logits(double, "sdpa", ids, last=last)
-    assert seen == [200, 200, 50]
+    assert lengths_read == [200, 200, 50]
     assert (found - expected).abs().max() < 1e-10 * expected.abs().max()
 
 
