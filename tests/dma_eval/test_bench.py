@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from dma_eval.bench import attention, generate
-from dma_eval.bench.generate import build_model, cache_bytes, measure, parse_runs
+from dma_eval.bench.generate import build_model, measure, parse_runs
 from dma_eval.bench.results import BenchReport, Shape
 from dma_eval.errors import UserError
 from dma_eval.load.backends import parse_backends
@@ -43,8 +43,11 @@ def results(model):
 
 def test_every_run_is_timed_at_every_context(results):
     assert [(r.context, r.label) for r in results] == [(c, label) for c in (40, 400) for label in RUNS]
+    per_token = 2 * 2 * 2 * 2 * 16 * 4  # batch, K and V, layers, heads, channels, fp32
     for result in results:
         assert result.failure is None
+        if "+int" not in result.label:
+            assert result.cache_bytes == per_token * (result.context + 12 - 1)
         assert result.steps == 12 - 1
         assert 0 < result.step_milliseconds_fast <= result.step_milliseconds <= result.step_milliseconds_slow
         assert result.tokens_per_second == pytest.approx(2000 / result.step_milliseconds)
@@ -56,18 +59,9 @@ def test_every_run_is_timed_at_every_context(results):
         assert result.speedup == first.step_milliseconds / result.step_milliseconds
 
 
-def test_cache_bytes(model, results):
-    text = model.config
-    per_token = 2 * 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim * 4  # batch, K and V, fp32
-    of = {(r.context, r.label): r.cache_bytes for r in results}
-    assert of[400, "sdpa+dynamic"] == per_token * (400 + 12 - 1)
-    assert of[400, "sdpa+static"] == per_token * (400 + 12 - 1)
-    cache = dma_hf.DMACache(model.config, "int8")
-    assert cache_bytes(cache) == cache.nbytes
-
-
-def generated(calls):
-    """Return a stand-in for ``generate`` that records its arguments, and replays a graph in every decoding step."""
+def test_the_timed_call_repeats_earlier_ones(model, monkeypatch):
+    """With a graph that is replayed in every decoding step."""
+    calls = []
 
     def generate_tokens(model, prompt, run, new_tokens, streamer=None, **options):
         calls.append((prompt.shape[1], new_tokens, streamer is not None))
@@ -77,12 +71,7 @@ def generated(calls):
             streamer.times += range(1, new_tokens + 2)
         return SimpleNamespace(**{CACHE_ARGUMENT: SimpleNamespace(layers=[])})
 
-    return generate_tokens
-
-
-def test_the_timed_call_repeats_earlier_ones(model, monkeypatch):
-    calls = []
-    monkeypatch.setattr(generate, "_generate", generated(calls))
+    monkeypatch.setattr(generate, "_generate", generate_tokens)
     (result,) = measure(model, prompts(12_000), parse_runs(["sdpa+dynamic"]), new_tokens=8)
     assert calls == [(12_000, 8, False), (12_000, 8, False), (12_000, 8, True)]
     assert result.graph_steps == 7
@@ -114,31 +103,25 @@ def test_flash_attention_3_is_a_default_where_it_is_installed(is_installed, monk
     assert [run.label for run in parse_runs(names)] == names
 
 
-def test_a_run_that_fails_leaves_the_others(model, monkeypatch):
+def test_runs_that_fail_leave_the_others(model, monkeypatch):
     def broken(model, prompt, run, *arguments):
         if run.cache == "static":
             raise ValueError("no room")
         return timed(model, prompt, run, *arguments)
 
-    timed = generate._timed
-    monkeypatch.setattr(generate, "_timed", broken)
-    first, second = measure(model, prompts(20), parse_runs(RUNS[1:3]), new_tokens=8)
-    assert (first.failure, first.step_milliseconds) == ("no room", None)
-    assert second.failure is None
-    assert second.speedup is None  # there is nothing to compare with
-
-
-def test_an_attention_that_the_model_cannot_run_leaves_the_others(model, monkeypatch):
     def switch(name):
         if name == "eager":
             raise ValueError("no eager attention")
         switched(name)
 
-    switched = model.set_attn_implementation
+    timed, switched = generate._timed, model.set_attn_implementation
+    monkeypatch.setattr(generate, "_timed", broken)
     monkeypatch.setattr(model, "set_attn_implementation", switch)
-    first, second = measure(model, prompts(20), parse_runs(["eager+dynamic", "sdpa+dynamic"]), new_tokens=8)
-    assert first.failure == "LlamaForCausalLM cannot run attention 'eager': no eager attention"
-    assert second.failure is None
+    runs = parse_runs(["sdpa+static", "eager+dynamic", "sdpa+dynamic"])
+    static, eager, dynamic = measure(model, prompts(20), runs, new_tokens=8)
+    assert (static.failure, static.step_milliseconds) == ("no room", None)
+    assert eager.failure == "LlamaForCausalLM cannot run attention 'eager': no eager attention"
+    assert (dynamic.failure, dynamic.speedup) == (None, None)  # there is nothing to compare with
 
 
 def test_an_interruption_keeps_what_there_is(tmp_path, run, monkeypatch):
@@ -219,16 +202,9 @@ def test_command(tmp_path, run):
     assert report.keys() == {field.name for field in fields(BenchReport)}
     # Contexts ascend, so that a static cache is no larger than needed.
     assert [(r["context"], r["label"]) for r in report["results"]] == [(n, run) for n in (20, 40) for run in RUNS[:3]]
-    assert [(r["shape"]["length"], r["call"], r["label"]) for r in report["attention"]] == [
-        (length, *each)
-        for length in (20, 40)
-        for each in (
-            ("prompt", "sdpa"),
-            ("prompt", "dma_mxfp:balanced"),
-            ("step", "sdpa"),
-            ("step", "dma_mxfp:balanced+int8"),
-        )
-    ]
+    calls = [("prompt", "sdpa"), ("prompt", "dma_mxfp:balanced"), ("step", "sdpa"), ("step", "dma_mxfp:balanced+int8")]
+    found = [(r["shape"]["length"], r["call"], r["label"]) for r in report["attention"]]
+    assert found == [(length, *call) for length in (20, 40) for call in calls]
     assert report["weight_bytes"] >= 2 * report["parameters"]
 
 

@@ -48,12 +48,12 @@ class TestCapture:
             out = _attention(inputs).transpose(1, 2).flatten(2)
             torch.testing.assert_close(out, expected[layer])
 
-    def test_the_model_runs_its_own_attention_afterwards(self, loaded):
-        capture_layers(loaded, torch.zeros(1, 8, dtype=torch.int64), [1])
-        assert loaded.model.config._attn_implementation == "sdpa"
-
-    def test_only_the_requested_layers_are_kept(self, loaded):
-        assert list(capture_layers(loaded, torch.zeros(1, 8, dtype=torch.int64), [1])) == [1]
+    def test_only_the_requested_layers_are_kept(self, model_folder):
+        """Of more tokens than the model was made for, if YaRN extends its positions."""
+        loaded = load_model(str(model_folder), dtype="float32", device="cpu", yarn=2.0)
+        ((layer, inputs),) = capture_layers(loaded, torch.zeros(1, 600, dtype=torch.int64), [1]).items()
+        assert (layer, inputs.query.shape) == (1, (1, 2, 600, 32))
+        assert loaded.model.config._attn_implementation == "sdpa"  # as before
 
     def test_layers_are_evenly_spaced_among_those_with_full_attention(self):
         model = _loaded("llama", num_hidden_layers=30).model
@@ -62,10 +62,8 @@ class TestCapture:
         assert choose_layers(model, 1) == [0]
         assert len(set(choose_layers(model, 14))) == 14
         assert choose_layers(_loaded("cohere2").model, None) == [1]  # layer 0 has a sliding window
-
-    def test_more_layers_than_there_are_is_an_error(self, loaded):
-        with pytest.raises(UserError, match="--layers: wanted 3, but LlamaForCausalLM has 2 with full attention"):
-            choose_layers(loaded.model, 3)
+        with pytest.raises(UserError, match="--layers: wanted 31, but LlamaForCausalLM has 30 with full attention"):
+            choose_layers(model, 31)
 
     @pytest.mark.parametrize(
         ("family", "layer", "message"),
@@ -81,11 +79,6 @@ class TestCapture:
 
     def test_a_window_that_reaches_every_key_is_plain(self):
         assert list(capture_layers(_loaded("mistral"), torch.zeros(1, 20, dtype=torch.int64), [0])) == [0]
-
-    def test_yarn_takes_more_tokens(self, model_folder):
-        loaded = load_model(str(model_folder), dtype="float32", device="cpu", yarn=2.0)
-        inputs = capture_layers(loaded, torch.zeros(1, 600, dtype=torch.int64), [0])[0]
-        assert inputs.query.shape == (1, 2, 600, 32)
 
     def test_every_sequence_reads_another_window(self):
         windows = text_windows(torch.arange(20), 3, 5, "--length")

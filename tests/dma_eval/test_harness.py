@@ -144,12 +144,6 @@ class TestFailures:
         with pytest.raises(BackendFailure, match=f"{named} has no token .*; change the sample, or its target"):
             make().loglikelihood(requests)
 
-    def test_a_long_sample_is_named_by_the_end_of_its_context(self, make):
-        with pytest.raises(
-            BackendFailure, match=r"context ending in '[a-z ]{36} wha' with continuation 'le' has no token"
-        ):
-            make().loglikelihood(instances("loglikelihood", [(f"{CONTEXT} {CONTEXT} the wha", "le")]))
-
     def test_generation(self, broken):
         with pytest.raises(BackendFailure, match=r"NaN .* they begin in the output of model.layers.1.mlp"):
             broken.generate_until(instances("generate_until", [("the", {"until": ["\n"], "max_gen_toks": 4})]))

@@ -176,22 +176,19 @@ def test_twins_of_another_seed_are_others(run, model_folder, text_file, tmp_path
     assert all(one != pytest.approx(two) for one, two in zip(first[1:5], second[1:5], strict=True))
 
 
-def test_outlying_queries_are_warned_of(loaded, text_file):
+def test_outlying_queries_and_a_gate_are_warned_of(loaded, text_file):
+    """A gate leaves out the twins of values."""
     for layer in loaded.model.model.layers:
         layer.self_attn.q_proj.weight[[3, 19]] *= 512
-    session = Session(loaded, parse_backends(["sdpa"]))
-    section = measure_stress(session, load_text(str(text_file)), StressPart(context=64, max_windows=1))
-    (line,) = (line for line in stress_page(section).warnings if "equalize first" in line)
-    assert line.startswith("this model's largest query channel is ")
-    assert section.twins[0].query_ratio == max(each.ratio for each in section.query_ranges) > 43
-
-
-def test_a_gate_leaves_out_the_twins_of_values(loaded, text_file):
     loaded.model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(lambda _, args: (2 * args[0],))
     session = Session(loaded, parse_backends(["sdpa"]))
     section = measure_stress(session, load_text(str(text_file)), StressPart(context=64, max_windows=1))
+    assert section.twins[0].query_ratio == max(each.ratio for each in section.query_ranges) > 43
     assert [twin.name for twin in section.twins if twin.refused] == ["values x 8", "values x 32"]
-    assert any("not available for this model: model.layers.0" in line for line in stress_page(section).warnings)
+    warnings = stress_page(section).warnings
+    (line,) = (line for line in warnings if "equalize first" in line)
+    assert line.startswith("this model's largest query channel is ")
+    assert any("not available for this model: model.layers.0" in line for line in warnings)
 
 
 def test_command_equalize(run, wild_folder, text_file, tmp_path):
