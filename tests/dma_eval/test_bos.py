@@ -64,13 +64,6 @@ def test_fidelity(measured, rows_read):
     assert (first, second) == (window[:63], window[63:126])
 
 
-def test_stress(measured):
-    """The tokens over which ranges are measured, too: in 512 positions, 1,024 would be two windows."""
-    _, report = measured("stress", "-c", 128, "--max-windows", 2)
-    assert report.stress[0].range_tokens == 512
-    assert {twin.tokens.windows for twin in report.stress[0].twins if twin.tokens is not None} == {2}
-
-
 def test_equalize(run, bos_folder, text_file, rows_read, tmp_path):
     arguments = ["-m", bos_folder, "-d", text_file, "--device", "cpu", "--dtype", "float32", "--tokens", 1536]
     result = run("equalize", *arguments, "--out", tmp_path / "equal")

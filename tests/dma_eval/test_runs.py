@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -59,6 +60,10 @@ def of_model(report, **changes):
     return replace(report, model=model, **sections)
 
 
+def card_of(report, **options):
+    return make_card(report, base_model="me/tiny", **options)
+
+
 @pytest.mark.usefixtures("drawn")  # of the report that all tests share
 class TestFolder:
     def test_holds_everything(self, report, folder):
@@ -71,15 +76,11 @@ class TestFolder:
                 assert image.width == 1650
                 assert len(image.convert("L").getcolors() or []) > 20  # something is drawn
 
-    def test_page_has_every_section(self, report, folder):
         page = (folder / "all/report.md").read_text(encoding="utf-8")
         for heading in ("Perplexity at context 128", "Tasks", "Fidelity to SDPA in fp32", "Configurations"):
             assert f"## {heading}" in page
-        tasks = page[page.index("## Tasks") : page.index("## Fidelity")]
-        assert "](tasks.png)" in tasks  # a plot is where it belongs
-        for line in page.splitlines():
-            if line.startswith("!["):
-                assert (folder / "all" / line[line.index("](") + 2 : -1]).is_file()
+        assert "](tasks.png)" in page[page.index("## Tasks") : page.index("## Fidelity")]  # a plot is where it belongs
+        assert set(re.findall(r"!\[.*\]\((.*)\)", page)) == plots
 
     def test_is_written_again(self, report, folder, run, tmp_path):
         assert dma_hf.DMAConfig.from_toml(folder / "all/configs/paper.toml") == dma_hf.PRESETS["paper"]
@@ -169,7 +170,7 @@ class TestCard:
             ({"perplexity": [], "tasks": [replace(good, limit=7)]}, "acc, 0-shot, first 7 samples"),
             ({"perplexity": [], "tasks": [replace(tasks, limit=7)]}, "acc, 0-shot, first 7 samples, with warnings"),
         ):
-            card = make_card(replace(report, **changed), base_model="me/tiny")
+            card = card_of(replace(report, **changed))
             assert card.data.eval_results[0].metric_name == expected
             assert ("> **Warning**" in card.text.partition("### Fidelity")[0]) == ("with warnings" in expected)
 
@@ -178,10 +179,10 @@ class TestCard:
         origin = section.origin
         other = replace(section, origin=replace(origin, model=replace(origin.model, quantization="Q4_1")))
         with pytest.raises(UserError, match=r"has sections of several models \(.*Q4_1.*; measure one in a folder"):
-            make_card(replace(report, perplexity=[section, other]), base_model="me/tiny")
+            card_of(replace(report, perplexity=[section, other]))
         low = [replace(each, config=each.config and each.config | {"sink_tiles": 7}) for each in section.backends]
         with pytest.raises(UserError, match="has several configurations named 'dma_mxfp:paper'"):
-            make_card(replace(report, perplexity=[section, replace(section, backends=low)]), base_model="me/tiny")
+            card_of(replace(report, perplexity=[section, replace(section, backends=low)]))
 
     def test_names_every_measurement(self, report):
         """A card of two commands gives machine, date and command of both."""
@@ -189,7 +190,7 @@ class TestCard:
         origin = section.origin
         environment = replace(origin.environment, commit="older", threads=99)
         other = replace(origin, environment=environment, command="dma-hf ppl old", created="2001-02-03T00:00:00+00:00")
-        text = make_card(replace(report, perplexity=[replace(section, origin=other)]), base_model="me/tiny").text
+        text = card_of(replace(report, perplexity=[replace(section, origin=other)])).text
         assert "99 threads" in text
         assert "commit older;\n2001-02-03. Command: `dma-hf ppl old`." in text
         assert text.count("Command: `") == 2
@@ -206,11 +207,11 @@ class TestCard:
         """A dataset's type is its whole name there; of a file nothing is told but its own name."""
         section = report.perplexity[0]
         section = replace(section, data=replace(section.data, name=name, column=column, split=column and "test"))
-        result, *_ = make_card(replace(report, perplexity=[section]), base_model="me/tiny").data.eval_results
+        result, *_ = card_of(replace(report, perplexity=[section])).data.eval_results
         assert (result.dataset_type, result.dataset_name) == expected
 
     def test_text(self, report, model_folder, text_file):
-        text = make_card(report, base_model="me/tiny").text
+        text = card_of(report).text
         assert 'attn_implementation="dma_mxfp:paper")' in text
         assert "dma_hf.configure" not in text
         assert "Cache: none." in text
@@ -223,7 +224,7 @@ class TestCard:
         assert str(model_folder.parent) not in text
 
     def test_quantized_weights(self, report):
-        text = make_card(of_model(report, name="tiny.Q4_1.gguf", quantization="Q4_1"), base_model="me/tiny").text
+        text = card_of(of_model(report, name="tiny.Q4_1.gguf", quantization="Q4_1")).text
         assert "The measured weights are those of the base model in Q4_1, from `tiny.Q4_1.gguf`." in text
         assert "weights are those of the base model." not in text
 
@@ -231,7 +232,7 @@ class TestCard:
         section = report.perplexity[0]
         other = replace(section.backends[1], label="another")
         report = replace(report, perplexity=[replace(section, backends=[*section.backends, other])])
-        text = make_card(report, base_model="me/tiny").text
+        text = card_of(report).text
         assert ("| sdpa |" in text, "| dma_mxfp:paper |" in text, "another" in text) == (True, True, False)
 
     @pytest.mark.parametrize(
@@ -255,13 +256,13 @@ class TestCard:
         """A configuration from a file is given as its settings."""
         text = json.dumps(asdict(report)).replace('"dma_mxfp:paper"', f'"{label}"')
         values = json.loads(text.replace('"cache": null', f'"cache": {json.dumps(cache)}'))
-        text = make_card(parse(Report, values), base_model="me/tiny").text
+        text = card_of(parse(Report, values)).text
         assert [each for each in shown if each not in text] == []
         assert absent not in text.partition("## Results")[0]
 
     @pytest.mark.parametrize("yarn", [None, 1.5])
     def test_use_runs(self, report, model_folder, yarn):
-        text = make_card(of_model(report, yarn=yarn), base_model="me/tiny").text
+        text = card_of(of_model(report, yarn=yarn)).text
         code = text[text.index("```python\n") + 10 :].partition("```")[0].replace("me/tiny", str(model_folder))
         names = {}
         exec(code, names)
@@ -286,11 +287,11 @@ class TestCard:
 
     def test_only_sdpa(self, report):
         with pytest.raises(UserError, match="has no dma_mxfp backend"):
-            make_card(replace(report, perplexity=[], fidelity=[], tasks=[]), base_model="me/tiny")
+            card_of(replace(report, perplexity=[], fidelity=[], tasks=[]))
 
     def test_command(self, run, report, folder, tmp_path, refused):
         command = ("card", folder / "all", "--base-model", "me/tiny")
-        card = str(make_card(report, base_model="me/tiny"))
+        card = str(card_of(report))
         assert run(*command).stdout == card
         assert run(*command, "--out", tmp_path / "README.md").exit_code == 0
         assert (tmp_path / "README.md").read_text(encoding="utf-8") == card

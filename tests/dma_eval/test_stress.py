@@ -98,6 +98,7 @@ def test_command_stress(run, wild_folder, text_file, tmp_path, monkeypatch):
     for twin, backends in zip(TWINS[1:], others, strict=True):
         assert (backends[0].nll == plain[0].nll) == (twin.bias == 0)
         assert backends[1].kl_mean > 0
+    assert section.range_tokens == 512  # of 1,024, of which the model has no positions
     assert section.key_ranges[1].ratio > 43 > section.key_ranges[0].ratio
     assert section.query_ranges[1].ratio < 43
     output = " ".join(result.output.split())
