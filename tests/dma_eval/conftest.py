@@ -210,19 +210,17 @@ def run():
     return invoke
 
 
-@pytest.fixture
-def run_in_two_processes():
-    """Run ``dma-hf`` with these arguments under ``accelerate launch``, on the CPU with gloo."""
+@pytest.fixture(scope="session")
+def python():
+    """Run Python with these arguments and this project; options are those of ``subprocess.run``, and ``env`` adds."""
 
-    def invoke(*arguments):
+    def invoke(*arguments, env=None, **options):
         root = Path(__file__).parents[2]
-        path = os.pathsep.join([str(root), str(root / "kernels"), str(root / "eval")])
-        environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        # --multi_gpu is its way to start several processes, on the CPU as well.
-        launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
-        launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
-        command = [sys.executable, *launch, "-m", "dma_eval", *map(str, arguments)]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=400)
+        path = os.pathsep.join(map(str, (root, root / "kernels", root / "eval")))
+        variables = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | (env or {})
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "timeout": 400} | options
+        command = [sys.executable, *map(str, arguments)]
+        return subprocess.run(command, env=os.environ | variables, check=False, **options)
 
     return invoke
 

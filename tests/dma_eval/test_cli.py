@@ -131,15 +131,13 @@ class TestHelp:
         assert "Error" not in result.output
 
     @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device without space")
-    def test_full_standard_output(self):
-        command = [sys.executable, "-m", "dma_eval", "--version"]
+    def test_full_standard_output(self, python):
         with Path("/dev/full").open("w") as full:
-            done = subprocess.run(command, cwd=EVAL, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+            done = python("-m", "dma_eval", "--version", stdout=full)
         assert (done.returncode, done.stderr) == (2, "Error: No space left on device\n")
 
-    def test_help_does_not_import_torch(self):
-        code = "import sys; import dma_eval.cli; sys.exit('torch' in sys.modules)"
-        assert subprocess.run([sys.executable, "-c", code], cwd=EVAL, check=False, timeout=120).returncode == 0
+    def test_help_does_not_import_torch(self, python):
+        assert python("-c", "import sys; import dma_eval.cli; sys.exit('torch' in sys.modules)").returncode == 0
 
 
 WRONG = {
@@ -199,22 +197,14 @@ for command in json.load(sys.stdin):
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory):
+def told(tmp_path_factory, python):
     """What each command says, and whether it was slow: a process runs them all."""
     folder = tmp_path_factory.mktemp("work")
     (folder / "file").write_text("text", encoding="utf-8")
     (folder / "config.json").write_text("{}", encoding="utf-8")
     (folder / "s.toml").write_text("[perplexity]\ncontexts = [256, 128]\nstride = 129\n", encoding="utf-8")
-    environment = os.environ | {"PYTHONPATH": str(EVAL), "HF_HUB_CACHE": str(folder), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", RUN_ALL],
-        input=json.dumps(list(WRONG)),
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    offline = {"HF_HUB_CACHE": str(folder), "HF_HUB_OFFLINE": "1"}
+    done = python("-c", RUN_ALL, input=json.dumps(list(WRONG)), cwd=folder, env=offline)
     return dict(zip(WRONG, map(json.loads, done.stdout.splitlines()), strict=True))
 
 
@@ -226,15 +216,13 @@ def test_wrong_input_is_noticed_before_slow_imports(command, told):
     assert not was_slow
 
 
-def test_a_model_that_is_nowhere_is_refused_at_once_without_a_network(tmp_path):
+def test_a_model_that_is_nowhere_is_refused_at_once_without_a_network(tmp_path, python):
     """The libraries would try again for a minute."""
     (tmp_path / "book.txt").write_text("text", encoding="utf-8")
     with socket.create_server(("127.0.0.1", 0)) as server:
         closed = f"http://127.0.0.1:{server.getsockname()[1]}"
-    cache = {"HF_ENDPOINT": closed, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": ""}
-    environment = os.environ | {"PYTHONPATH": str(EVAL), "NO_PROXY": "*"} | cache
-    command = [sys.executable, "-m", "dma_eval", "ppl", "-m", "org/tiny", "-d", "book.txt"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    variables = {"HF_ENDPOINT": closed, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "", "NO_PROXY": "*"}
+    done = python("-m", "dma_eval", "ppl", "-m", "org/tiny", "-d", "book.txt", cwd=tmp_path, env=variables)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         "Error: --model: cannot load 'org/tiny': no such folder here, the Hub's cache has no such model, and "
@@ -267,8 +255,7 @@ class TestFiles:
 
 
 @pytest.mark.parametrize(
-    ("message", "shown"),
-    [("a\n b", "a b"), ("a\n\nadvice", "a"), ("", "ValueError"), ("x" * 500, "x" * 399 + "…")],
+    ("message", "shown"), [("a\n b", "a b"), ("a\n\nadvice", "a"), ("", "ValueError"), ("x" * 500, "x" * 399 + "…")]
 )
 def test_one_line(message, shown):
     assert one_line(ValueError(message)) == shown

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import io
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from dma_eval import console
 from dma_eval.show.pages import Table, perplexity_page
 from rich.console import Console
-
-ROOT = Path(__file__).parents[2]
 
 
 class TestTable:
@@ -49,7 +43,7 @@ def test_error_is_shown_unchanged(message, capsys):
     assert capsys.readouterr().err == f"Error: {message}\n"
 
 
-def test_an_import_cannot_swallow_an_interruption():
+def test_an_import_cannot_swallow_an_interruption(python):
     """Python turns KeyboardInterrupt into RuntimeError in some places, and libraries go on after an error."""
     code = (
         "import os, signal\n"
@@ -59,6 +53,5 @@ def test_an_import_cannot_swallow_an_interruption():
         "    try:\n        os.kill(os.getpid(), signal.SIGINT)\n    except BaseException:\n        pass\n"
         "print('went on')\n"
     )
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "eval")}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    done = python("-c", code)
     assert (done.returncode, done.stdout, done.stderr) == (console.INTERRUPTED, "", "Error: interrupted\n")

@@ -10,16 +10,24 @@ import numpy as np
 import pytest
 import torch
 from dma_eval.errors import UserError
+from dma_eval.load.backends import Backend
 from dma_eval.load.data import Window, tokenize
 from dma_eval.measures import perplexity
-from dma_eval.measures.perplexity import NonFiniteLogitsError, make_batches, score
+from dma_eval.measures.perplexity import (
+    NonFiniteLogitsError,
+    Pass,
+    TokenScores,
+    make_batches,
+    position_edges,
+    score,
+    summarize,
+    tokens_per_second,
+)
 from dma_eval.results import read_report
 from dma_eval.show.pages import perplexity_page
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    LlamaForCausalLM,
-)
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AttentionInterface, AttentionMaskInterface, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -281,8 +289,6 @@ class TestFailure:
         assert (sdpa.change_percent, sdpa.kl_mean, sdpa.top1_agreement, sdpa.position_kl) == (None, None, None, [])
 
     def test_on_the_command_line(self, ppl, tmp_path):
-        from dma_eval.results import read_report
-
         result = ppl("--attn", "sdpa", "nan_attention", "--out", tmp_path)
         assert result.exit_code == 1, result.output
         assert f"Warning: nan_attention failed: {self.NAN}" in result.stderr
@@ -295,21 +301,107 @@ class TestFailure:
 class TestFallbacks:
     """A head_dim above 256 is beyond the backend; SDPA takes its place where the configuration allows."""
 
-    @pytest.fixture
-    def wide(self, monkeypatch):
+    def test_are_counted_or_errors(self, compared, identity_file, monkeypatch):
         monkeypatch.setattr("dma_hf.support.MAX_HEAD_DIM", 16)
-
-    @pytest.mark.usefixtures("wide")
-    def test_are_counted(self, compared, identity_file):
         identity_file.write_text('on_unsupported = "sdpa"\n', encoding="utf-8")
+        names = ("sdpa", f"dma_mxfp:{identity_file}", "dma_mxfp:balanced")
         with pytest.warns(UserWarning, match="does not support this head_dim"):
-            sdpa, fallen = compared("sdpa", f"dma_mxfp:{identity_file}", context=128, max_windows=2).backends
-        assert sdpa.fallbacks == {}
+            sdpa, fallen, refused = compared(*names, context=128, max_windows=2).backends
+        assert sdpa.fallbacks == refused.fallbacks == {}
         assert fallen.fallbacks == {"this head_dim": 2 * 2}, "two layers, two windows"
         assert fallen.kl_mean == pytest.approx(0, abs=1e-6)
+        assert "does not support this head_dim: query has 32" in refused.failure
 
-    @pytest.mark.usefixtures("wide")
-    def test_are_errors_by_default(self, compared):
-        _, refused = compared("sdpa", "dma_mxfp:balanced", context=128, max_windows=2).backends
-        assert refused.fallbacks == {}
-        assert "does not support this head_dim: query has 32" in str(refused.failure)
+
+WINDOWS = [Window(0, 4, 1), Window(2, 6, 2)]  # positions 1, 2, 3 and 2, 3 are scored
+
+
+def passes_of(label, nll, kl=None):
+    """A backend's passes, one for each window."""
+    kl = kl or [[0.0] * len(row) for row in nll]
+    passes = []
+    for index, (n, k) in enumerate(zip(nll, kl, strict=True)):
+        scores = TokenScores(np.array(n, np.float32), np.array(k, np.float32), np.array(k) < 0.5)
+        passes.append(Pass([scores], 4, [9.0, 2.0][index], is_first=index == 0, peak_memory=2 ** (30 - index)))
+    return label, passes
+
+
+def results(*backends, windows=WINDOWS, context=4):
+    batches = list(zip(*(passes for _, passes in backends), strict=True))
+    return summarize([Backend(label, label) for label, _ in backends], batches, windows, context)
+
+
+@pytest.fixture
+def reference():
+    return passes_of("sdpa", [[1.0, 2.0, 3.0], [4.0, 5.0]])
+
+
+@pytest.fixture
+def other():
+    return passes_of("other", [[1.5, 2.0, 3.5], [4.0, 6.0]], [[0.25, 0.0, 1.0], [0.5, 0.75]])
+
+
+class TestSummary:
+    """Statistics, on arrays small enough to work out by hand."""
+
+    def test_by_hand(self, reference, other):
+        """Differences .5, 0, .5, 0, 1: mean .4, variance (.01 + .16 + .01 + .16 + .36) / 5 = .14."""
+        first, second = results(reference, other)
+        assert (first.nll, first.perplexity) == pytest.approx((3, math.exp(3)))
+        assert (first.change_percent, first.change_stderr, first.kl_mean, first.top1_agreement) == (0, 0, 0, 1)
+        assert (first.window_nll, first.peak_memory_bytes, first.tokens_per_second) == ([2, 4.5], 2**30, 2)
+        assert second.change_percent == pytest.approx(100 * (math.exp(0.4) - 1))
+        assert second.change_stderr == pytest.approx(100 * math.exp(0.4) * math.sqrt(0.14 / 5))
+        assert (second.kl_mean, second.kl_max, second.top1_agreement) == (0.5, 1.0, pytest.approx(2 / 5))
+        assert second.kl_p99 == pytest.approx(0.75 + 0.96 * 0.25)
+        assert second.position_nll == [None, 1.5, 3.0, 4.75]
+        assert second.position_kl == [None, 0.25, 0.25, 0.875]
+
+    def test_positions_share_buckets(self):
+        """130 positions need buckets of 4; the first holds three scored tokens, the last two."""
+        section = passes_of("sdpa", [[float(position) for position in range(1, 130)]])
+        (result,) = results(section, windows=[Window(0, 130, 1)], context=130)
+        assert result.position_nll == [2.0, *(first + 1.5 for first in range(4, 128, 4)), 128.5]
+
+    def test_failed_backend(self, reference, other):
+        other[1][0].failure = "it broke"
+        first, second = results(reference, other)
+        assert first.perplexity is not None
+        assert (second.failure, second.perplexity, second.kl_mean, second.position_nll) == ("it broke", None, None, [])
+
+    def test_failed_reference(self, reference, other):
+        reference[1][1].failure = "it broke"
+        found = results(reference, other)[1]
+        assert found.perplexity == pytest.approx(math.exp(3.4))
+        assert (found.change_percent, found.change_stderr, found.kl_p99, found.position_kl) == (None, None, None, [])
+
+    def test_perplexity_beyond_a_float(self, reference):
+        result = results(reference, passes_of("bad", [[1e4] * 3, [1e4] * 2]))[1]
+        assert result.nll == 1e4
+        assert (result.perplexity, result.change_percent, result.change_stderr) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("firsts", "tokens", "seconds", "expected"),
+    [("1", [10], [2.0], 5), ("10", [10, 30], [9.0, 3.0], 10), ("110", [10, 10, 30], [9.0, 9.0, 3.0], 10)],
+)
+def test_throughput_leaves_first_passes_out(firsts, tokens, seconds, expected):
+    passes = [
+        Pass(tokens=n, seconds=s, is_first=first == "1") for first, n, s in zip(firsts, tokens, seconds, strict=True)
+    ]
+    assert tokens_per_second(passes) == expected
+
+
+@pytest.mark.parametrize(("context", "expected"), [(3, [0, 1, 2, 3]), (64, [*range(65)]), (65, [*range(0, 65, 2), 65])])
+def test_position_edges(context, expected):
+    assert position_edges(context) == expected
+
+
+@given(st.integers(2, 200_000))
+def test_position_edges_cover_the_context(context):
+    edges = position_edges(context)
+    widths = np.diff(edges)
+    assert (edges[0], edges[-1]) == (0, context)
+    assert len(widths) <= 64
+    assert (widths[:-1] == widths[0]).all()
+    assert 0 < widths[-1] <= widths[0]

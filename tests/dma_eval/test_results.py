@@ -234,17 +234,10 @@ class TestMeasured:
         section = replace(section, origin=replace(section.origin, environment=machine))
         assert "| versions | torch 2.13, commit abc-dirty |" in to_markdown(replace(report, perplexity=[section]))
 
-    @pytest.mark.parametrize(
-        ("label", "config", "expected"),
-        [
-            ("sdpa", None, "none"),
-            ("dma_mxfp:balanced", {"cache": None}, "none"),
-            ("dma_mxfp:balanced+int4", {"cache": "int4"}, "DMACache, int4"),
-            ("sdpa+hqq4", None, "QuantizedCache of Transformers, hqq4"),
-        ],
-    )
-    def test_cache(self, label, config, expected):
-        assert cache_of(label, config) == expected
+    def test_cache(self):
+        assert cache_of("dma_mxfp:balanced", {"cache": None}) == cache_of("sdpa", None) == "none"
+        assert cache_of("dma_mxfp:balanced+int4", {"cache": "int4"}) == "DMACache, int4"
+        assert cache_of("sdpa+hqq4", None) == "QuantizedCache of Transformers, hqq4"
 
 
 @pytest.mark.usefixtures("drawn")

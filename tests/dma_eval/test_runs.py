@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -89,7 +86,7 @@ class TestFolder:
         pages = [(each / "report.md").read_text(encoding="utf-8") for each in (tmp_path, folder / "all")]
         assert pages[0] == pages[1]
 
-    def test_needs_no_torch(self, tmp_path):
+    def test_needs_no_torch(self, tmp_path, python):
         """Nor the plugin: what is made of results is made at once, on any machine."""
         run = next(BENCHMARKS.rglob("results.json"))
         code = (
@@ -97,11 +94,8 @@ class TestFolder:
             "try:\n    dma_eval.cli.main(sys.argv[1:])\n"
             "except SystemExit as ended:\n    sys.exit(ended.code or bool({'torch', 'dma_hf'} & sys.modules.keys()))\n"
         )
-        root = Path(__file__).parents[2]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (root, root / "kernels", root / "eval")))}
         for arguments in (["report", run, "--out", tmp_path], ["card", run, "--base-model", "me/tiny"]):
-            command = [sys.executable, "-c", code, *map(str, arguments)]
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+            done = python("-c", code, *arguments)
             assert done.returncode == 0, done.stderr
         assert (tmp_path / "report.md").is_file()
 

@@ -43,13 +43,6 @@ class TestFiles:
             assert suite.description
             assert suite.tasks is not None
 
-    @pytest.mark.slow
-    def test_tasks_exist(self):
-        from dma_eval.measures.tasks import find_tasks
-
-        names = [load_suite(name).tasks.names for name in suite_names() if "local" not in name]
-        assert find_tasks([name for group in names for name in group]).names
-
     @pytest.mark.parametrize(
         ("content", "message"),
         [

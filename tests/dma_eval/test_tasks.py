@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import resource
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from dma_eval.config import TasksPart
+from dma_eval.config import TasksPart, load_suite, suite_names
 from dma_eval.console import Progress
 from dma_eval.errors import UserError
 from dma_eval.files import slug
@@ -28,19 +29,16 @@ ALL = "tiny_choice,tiny_last_word,tiny_text,tiny_answer,tiny_few"
 
 @pytest.fixture
 def evaluate(loaded, tiny_tasks):
-    def run(names, *attn, folder=None, seen=None, seed=0, **options):
-        class Seen(Progress):
-            def begin(self, what, steps=None):
-                if seen is not None:
-                    seen.append((what, "measured"))
+    """Evaluate backends on tasks, from the tiny ones by default; ``seen`` gets what is measured and what is kept."""
 
-            def kept(self, what):
-                if seen is not None:
-                    seen.append((what, "kept"))
-
+    def run(names, *attn, folder=None, seen=None, seed=0, include=tiny_tasks, **options):
+        progress = Progress()
+        if seen is not None:
+            progress.begin = lambda what, steps=None: seen.append((what, "measured"))
+            progress.kept = lambda what: seen.append((what, "kept"))
         backends = parse_backends(attn or ("sdpa", "dma_mxfp:balanced", "dma_mxfp:paper"))
-        session = Session(loaded, backends, store=Store(folder), progress=Seen(), seed=seed)
-        return measure_tasks(session, find_tasks([names], [tiny_tasks]), TasksPart(names=[names], **options))
+        session = Session(loaded, backends, store=Store(folder), progress=progress, seed=seed)
+        return measure_tasks(session, find_tasks([names], [include]), TasksPart(names=[names], **options))
 
     return run
 
@@ -69,7 +67,7 @@ class TestNumbers:
             assert metric.values[0].value == pytest.approx(expected_value, rel=1e-4)
 
     def test_identity_changes_nothing(self, evaluate, identity_file):
-        section = evaluate(ALL, "sdpa", f"dma_mxfp:{identity_file}")
+        section = evaluate("tiny_choice,tiny_text,tiny_answer", "sdpa", f"dma_mxfp:{identity_file}")
         for metric in (metric for task in section.tasks for metric in task.metrics):
             reference, identity = metric.values
             assert identity.difference == pytest.approx(0, abs=1e-3 * max(1.0, abs(reference.value)))
@@ -183,22 +181,14 @@ class TestResuming:
         return folder
 
     @pytest.mark.parametrize("name", ["member", "composed", "tagged", "member.yaml"])
-    def test_a_change_of_what_a_task_resolves_to_is_evaluated(self, loaded, composed, name):
-        kept = []
+    def test_a_change_of_what_a_task_resolves_to_is_evaluated(self, evaluate, composed, name):
+        def how():
+            seen = []
+            asked = str(composed / name) if name.endswith(".yaml") else name
+            evaluate(asked, "sdpa", folder=composed / "run", seen=seen, include=composed)
+            return [each for _, each in seen]
 
-        class Seen(Progress):
-            def kept(self, what):
-                kept.append(what)
-
-        asked = str(composed / name) if name.endswith(".yaml") else name
-        session = Session(loaded, parse_backends(["sdpa"]), Store(composed / "run"), progress=Seen())
-
-        def is_kept():
-            kept.clear()
-            measure_tasks(session, find_tasks([asked], [composed]), TasksPart(names=[asked]))
-            return bool(kept)
-
-        assert (is_kept(), is_kept()) == (False, True)
+        assert (how(), how()) == (["measured"], ["kept"])
         for file, before, after in (
             ("data/b.jsonl", "sea", "whale"),
             ("data/c.jsonl", "", '{"question": "the", "word": "sea"}\n'),
@@ -209,7 +199,7 @@ class TestResuming:
         ):
             path = composed / file
             path.write_text(path.read_text(encoding="utf-8").replace(before, after, 1) if path.exists() else after)
-            assert (is_kept(), is_kept()) == (False, True), file
+            assert (how(), how()) == (["measured"], ["kept"]), file
 
     def test_a_full_disk(self, evaluate, tmp_path, capfd):
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -222,30 +212,29 @@ class TestResuming:
         assert "sqlite" not in capfd.readouterr().err
 
     @pytest.mark.parametrize("task", ["tiny_last_word", "tiny_answer"])  # lm-eval keeps rolling losses at the end
-    def test_interrupted_within_a_task(self, evaluate, loaded, tmp_path, task, monkeypatch):
-        """It goes on after the batches that were answered, by lm-eval's own cache."""
-        expected = evaluate(task, "sdpa", batch_size=4)
-        asked = []
-        most = 10**9
+    def test_interrupted_within_a_task(self, evaluate, loaded, tmp_path, task):
+        """It goes on after the batches that were answered, by lm-eval's own cache; a finished backend is kept."""
+        expected = evaluate(task, "sdpa", "eager", batch_size=4)
+        asked, most = [], 10**9
 
-        def count(module, args, kwargs):
+        def count(*_):
             asked.append(1)
             if len(asked) > most:
                 raise KeyboardInterrupt
 
-        loaded.model.register_forward_pre_hook(count, with_kwargs=True)
-        evaluate(task, "sdpa", batch_size=4)
+        loaded.model.register_forward_pre_hook(count)
+        evaluate(task, "sdpa", "eager", batch_size=4)
         whole = len(asked)
-        most = whole // 2
+        most = 3 * whole // 4
         asked.clear()
         with pytest.raises(KeyboardInterrupt):
-            evaluate(task, "sdpa", folder=tmp_path, batch_size=4)
-        most = 10**9
+            evaluate(task, "sdpa", "eager", folder=tmp_path, batch_size=4)
+        most, seen = 10**9, []
         asked.clear()
-        resumed = evaluate(task, "sdpa", folder=tmp_path, batch_size=4)
-        assert len(asked) < whole
+        resumed = evaluate(task, "sdpa", "eager", folder=tmp_path, batch_size=4, seen=seen)
+        assert [how for _, how in seen] == ["kept", "measured"]
+        assert len(asked) < whole // 2
         assert resumed.tasks == expected.tasks
-        assert resumed.backends[0].low_share == expected.backends[0].low_share
         assert not list(tmp_path.rglob("*.partial"))
 
     def test_file_names(self):
@@ -284,8 +273,10 @@ class TestFailure:
 class TestNames:
     @pytest.mark.slow  # lm-eval looks through all its own tasks
     def test_unknown_lists_near_and_local_ones(self, tiny_tasks):
+        """The tasks of suites are known, so they are not what is unknown first."""
+        known = [load_suite(name).tasks.names for name in suite_names() if "local" not in name]
         with pytest.raises(UserError, match=r"unknown task 'tiny_choic'; did you mean: tiny_choice, .*in --incl"):
-            find_tasks(["tiny_choic"], [tiny_tasks])
+            find_tasks([*itertools.chain(*known), "tiny_choic"], [tiny_tasks])
 
     @pytest.mark.parametrize(
         ("names", "folders", "message"),
@@ -375,21 +366,17 @@ class TestCommand:
         assert "](tasks.png)" in page
         assert 'low = "mxint8"' in (tmp_path / "run/configs/balanced.toml").read_text(encoding="utf-8")
 
-    def test_no_chat_template(self, lm_eval, refused):
-        result = lm_eval("--tasks", "tiny_choice", "--apply-chat-template")
-        assert "the model's tokenizer has no chat template" in refused(result)
-
     @pytest.mark.usefixtures("broken_kernels")
-    def test_exit_code_of_a_failure(self, lm_eval):
+    def test_failures(self, lm_eval, refused):
         result = lm_eval("--tasks", "tiny_choice", "--limit", 2)
         assert result.exit_code == 1
         assert "Warning: dma_mxfp:balanced failed in tiny_choice" in result.stderr
+        result = lm_eval("--tasks", "tiny_choice", "--apply-chat-template")
+        assert "the model's tokenizer has no chat template" in refused(result)
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_numbers_of_one(
-    run, run_in_two_processes, model_folder, text_file, tiny_tasks, tmp_path
-):
+def test_two_processes_give_the_numbers_of_one(run, python, model_folder, text_file, tiny_tasks, tmp_path):
     """``accelerate launch`` on the CPU, with gloo: they split an odd number of samples, and one does all the rest."""
     names = ["tiny_choice", "tiny_last_word", "tiny_answer", "tiny_few"]
     suite = f"[perplexity]\ncontexts = [128]\nmax_windows = 1\n[tasks]\nnames = {names}\nlimit = 7\n"
@@ -397,7 +384,10 @@ def test_two_processes_give_the_numbers_of_one(
     arguments = ["suite", "--suite", tmp_path / "mine.toml", "-m", model_folder, "-d", text_file, "--device", "cpu"]
     arguments += ["--dtype", "float32", "--include-path", tiny_tasks, "--attn", "sdpa", "dma_mxfp:paper", "--out"]
     assert run(*arguments, tmp_path / "one").exit_code == 0
-    done = run_in_two_processes(*arguments, tmp_path / "two")
+    # --multi_gpu is the way of accelerate to start several processes, on the CPU as well.
+    launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
+    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    done = python(*launch, "-m", "dma_eval", *arguments, tmp_path / "two")
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("mean accuracy") == done.stdout.count("Wrote results.json") == 1  # one speaks for all
     reports = [read_report(tmp_path / name) for name in ("one", "two")]
