@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import typer
 from dma_eval.cli import COMMANDS
-from dma_eval.config import DEFAULT_ATTN, REQUIRED, QualityOptions, add_command, option
+from dma_eval.config import add_command, option
 from dma_eval.errors import UserError, one_line
 from dma_eval.files import check_file, write_text
 from dma_eval.results import read_report
@@ -23,49 +23,33 @@ from dma_eval.results import read_report
 EVAL = Path(__file__).parents[2] / "eval"
 
 
-class TestSeveralValues:
-    @pytest.mark.parametrize(
-        ("given", "expected"),
-        [
-            ("-a a b -m model", ["a", "b"]),
-            ("--attn=a b -a c d --attn=e", ["a", "b", "c", "d", "e"]),
-            ("--attn dma_mxfp:paper dma_mxfp:my.toml+int4", ["dma_mxfp:paper", "dma_mxfp:my.toml+int4"]),
-            ("", list(DEFAULT_ATTN)),
-        ],
-    )
-    def test_cases(self, given, expected):
-        seen = []
-        app = typer.Typer()
+@dataclass(kw_only=True)
+class Options:
+    names: list[str] = option(["sdpa"], "-n")  # noqa: RUF009 (a field)
+    values: list[float] = option([0.0], "--values")  # noqa: RUF009
+    flag: bool = option(False, "--flag")
 
-        def note(args: QualityOptions) -> int:
-            """Note what is given."""
-            seen.append(args.attn)
-            return 0
 
-        add_command(app, "note", note)
-        for _ in range(2):  # defaults are not written to
-            app(f"-m m {given}".split(), standalone_mode=False)
-        assert seen == [expected, expected]
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("", {}),
+        ("-n a b --flag", {"names": ["a", "b"], "flag": True}),
+        ("--names=a b -n c d --names=e", {"names": ["a", "b", "c", "d", "e"]}),
+        ("--names dma_mxfp:paper dma_mxfp:my.toml+int4", {"names": ["dma_mxfp:paper", "dma_mxfp:my.toml+int4"]}),
+        ("--values 1 -2 -.5 --flag", {"values": [1, -2, -0.5], "flag": True}),
+    ],
+)
+def test_an_option_takes_several_values(given, expected):
+    def note(args: Options) -> int:
+        """Note what is given."""
+        seen.append(vars(args))
+        return 0
 
-    def test_negative_numbers_are_values(self):
-        app = typer.Typer()
-        seen = []
-
-        @dataclass(kw_only=True)
-        class Options:
-            values: list[float] = option(REQUIRED, "--values")  # noqa: RUF009 (a field)
-            flag: bool = option(False, "--flag")
-
-        def note(args: Options) -> int:
-            """Note what is given."""
-            seen.append((args.values, args.flag))
-            return 0
-
-        note.__annotations__["args"] = Options  # which is no name of the module
-
-        add_command(app, "note", note)
-        app(["--values", "1", "-2", "-.5", "--flag"], standalone_mode=False)
-        assert seen == [([1, -2, -0.5], True)]
+    seen, app = [], typer.Typer()
+    add_command(app, "note", note)
+    app(given.split(), standalone_mode=False)
+    assert seen == [{"names": ["sdpa"], "values": [0.0], "flag": False} | expected]
 
 
 class TestPpl:
