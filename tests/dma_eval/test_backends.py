@@ -70,7 +70,7 @@ class TestParse:
     @pytest.mark.parametrize(
         ("name", "message"),
         [
-            ("flash", r"backend 'flash'; valid: dma_mxfp, .* \(\+quanto4, .*files and \+int8, .* for dma_mxfp"),
+            ("flash", r"backend 'flash'; valid: .*dma_mxfp, .* \(\+quanto4, .*files and \+int8, .* for dma_mxfp"),
             ("", "unknown backend ''"),
             ("sdpa:fp4", "unknown backend 'sdpa:fp4'"),
             ("sdpa+int4", r"unknown backend 'sdpa\+int4'"),
