@@ -10,11 +10,10 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,9 +23,8 @@ from dma_eval.config import PerplexityPart
 from dma_eval.console import Progress
 from dma_eval.load.backends import parse_backends
 from dma_eval.load.data import load_text
-from dma_eval.load.models import LoadedModel, load_model
+from dma_eval.load.models import load_model
 from dma_eval.measures.perplexity import measure_perplexity
-from dma_eval.results import PerplexitySection
 from dma_eval.session import Session
 from gguf_files import write_gguf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -48,7 +46,7 @@ class Result:
     stderr: str
 
     @property
-    def output(self) -> str:
+    def output(self):
         return self.stdout + self.stderr
 
 
@@ -57,7 +55,7 @@ IDENTITY = 'low = "bf16"\nhigh = "bf16"\npv = "bf16"\nsmooth_k = false\nshared_s
 
 
 @pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
+def restored():
     """The command line owns its process and quietens libraries; here others live in it."""
     verbosity = transformers.logging.get_verbosity()
     loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree", "lm_eval")]
@@ -69,7 +67,7 @@ def restored() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+def offline(monkeypatch):
     """No test reaches the network; the libraries have read the variables already, and keep them as constants."""
     import datasets
     import huggingface_hub
@@ -80,19 +78,19 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def drawn() -> None:
+def drawn():
     """Draw figures in a test that looks at them."""
 
 
 @pytest.fixture(autouse=True)
-def quick_figures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def quick_figures(request, monkeypatch):
     """Leave figures empty in all other tests: to draw one takes half a second."""
     if "drawn" not in request.fixturenames:
         monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, file: Path(file).touch())
 
 
 @pytest.fixture(scope="session")
-def prose() -> str:
+def prose():
     """About 3,000 tokens of words in random order."""
     chosen = random.Random(0).choices(WORDS, k=1200)
     lines = [" ".join(chosen[i : i + 12]).capitalize() + "." for i in range(0, len(chosen), 12)]
@@ -100,14 +98,14 @@ def prose() -> str:
 
 
 @pytest.fixture(scope="session")
-def text_file(tmp_path_factory: pytest.TempPathFactory, prose: str) -> Path:
+def text_file(tmp_path_factory, prose):
     path = tmp_path_factory.mktemp("text") / "prose.txt"
     path.write_text(prose, encoding="utf-8")
     return path
 
 
 @pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model_folder(tmp_path_factory):
     """A Llama of two layers with GQA, and a byte-level BPE tokenizer trained on a few words."""
     folder = tmp_path_factory.mktemp("model") / "tiny-llama"
     tokenizer = Tokenizer(models.BPE())
@@ -138,12 +136,12 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def loaded(model_folder: Path) -> LoadedModel:
+def loaded(model_folder):
     return load_model(str(model_folder), dtype="float32", device="cpu")
 
 
 @pytest.fixture(scope="session")
-def bos_folder(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bos_folder(model_folder, tmp_path_factory):
     """The same model, with a tokenizer that puts ``<s>`` before a text."""
     folder = tmp_path_factory.mktemp("bos") / "tiny-bos"
     shutil.copytree(model_folder, folder)
@@ -154,7 +152,7 @@ def bos_folder(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(params=["folder", "gguf"])
-def bos_model(request: pytest.FixtureRequest, bos_folder: Path, model_folder: Path, tmp_path: Path) -> Path:
+def bos_model(request, bos_folder, model_folder, tmp_path):
     """A model whose tokenizer puts BOS before a text, as a folder and as a GGUF file."""
     if request.param == "folder":
         return bos_folder
@@ -164,24 +162,24 @@ def bos_model(request: pytest.FixtureRequest, bos_folder: Path, model_folder: Pa
 
 
 @pytest.fixture
-def rows_read(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+def rows_read(monkeypatch):
     """Every row of tokens that a Llama reads from its beginning, without those of a step of ``generate``."""
-    rows: list[list[int]] = []
+    rows = []
     forward = LlamaForCausalLM.forward
 
-    def read(model: Any, input_ids: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+    def read(model, input_ids, *arguments, **options):
         cache = options.get(CACHE_ARGUMENT)
         if cache is None or not cache.get_seq_length():
             rows.extend(input_ids.tolist())
         return forward(model, input_ids, *arguments, **options)
 
-    read.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
+    read.__signature__ = inspect.signature(forward)
     monkeypatch.setattr(LlamaForCausalLM, "forward", read)
     return rows
 
 
 @pytest.fixture
-def identity_file(tmp_path: Path) -> Path:
+def identity_file(tmp_path):
     """The configuration that quantizes nothing."""
     path = tmp_path / "identity.toml"
     path.write_text(IDENTITY, encoding="utf-8")
@@ -189,12 +187,10 @@ def identity_file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def compared(loaded: LoadedModel, text_file: Path) -> Callable[..., PerplexitySection]:
+def compared(loaded, text_file):
     """Compare backends, by name, on the tiny model and the text."""
 
-    def make(
-        *names: str, context: int | None = None, progress: Progress | None = None, **options: Any
-    ) -> PerplexitySection:
+    def make(*names, context=None, progress=None, **options):
         session = Session(loaded, parse_backends(names), progress=progress or Progress())
         return measure_perplexity(session, load_text(str(text_file)), PerplexityPart(**options), context)
 
@@ -202,10 +198,10 @@ def compared(loaded: LoadedModel, text_file: Path) -> Callable[..., PerplexitySe
 
 
 @pytest.fixture
-def run() -> Run:
+def run():
     """Run ``dma-hf`` with these arguments, in this process."""
 
-    def invoke(*arguments: object) -> Result:
+    def invoke(*arguments):
         shown, told = io.StringIO(), io.StringIO()
         with redirect_stdout(shown), redirect_stderr(told), pytest.raises(SystemExit) as stopped:
             main([str(argument) for argument in arguments])
@@ -214,28 +210,26 @@ def run() -> Run:
     return invoke
 
 
-@pytest.fixture
-def run_in_two_processes() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run ``dma-hf`` with these arguments under ``accelerate launch``, on the CPU with gloo."""
+@pytest.fixture(scope="session")
+def python():
+    """Run Python with these arguments and this project; options are those of ``subprocess.run``, and ``env`` adds."""
 
-    def invoke(*arguments: object) -> subprocess.CompletedProcess[str]:
+    def invoke(*arguments, env=None, **options):
         root = Path(__file__).parents[2]
-        path = os.pathsep.join([str(root), str(root / "kernels"), str(root / "eval")])
-        environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        # --multi_gpu is its way to start several processes, on the CPU as well.
-        launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
-        launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
-        command = [sys.executable, *launch, "-m", "dma_eval", *map(str, arguments)]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=400)
+        path = os.pathsep.join(map(str, (root, root / "kernels", root / "eval")))
+        variables = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | (env or {})
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "timeout": 400} | options
+        command = [sys.executable, *map(str, arguments)]
+        return subprocess.run(command, env=os.environ | variables, check=False, **options)
 
     return invoke
 
 
 @pytest.fixture
-def ppl(run: Run, model_folder: Path, text_file: Path) -> Run:
+def ppl(run, model_folder, text_file):
     """Run ``dma-hf ppl`` on the tiny model with two windows of 128 tokens; later options take precedence."""
 
-    def invoke(*arguments: object) -> Result:
+    def invoke(*arguments):
         common = ("-m", model_folder, "-d", text_file, "--device", "cpu", "-c", 128, "--max-windows", 2)
         return run("ppl", *common, *arguments)
 
@@ -243,10 +237,10 @@ def ppl(run: Run, model_folder: Path, text_file: Path) -> Run:
 
 
 @pytest.fixture
-def refused() -> Callable[[Result], str]:
+def refused():
     """Check that a command refused its input as it should, and return the message as one line."""
 
-    def check(result: Result) -> str:
+    def check(result):
         message = " ".join(result.stderr.split())
         assert result.exit_code == 2, result.output
         assert message.startswith("Error: ")
@@ -258,7 +252,7 @@ def refused() -> Callable[[Result], str]:
 
 
 @pytest.fixture(scope="session")
-def tiny_tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_tasks(tmp_path_factory):
     """A folder of lm-eval tasks of every kind, on made-up documents."""
     from tiny_tasks import write_tiny_tasks
 
@@ -266,14 +260,14 @@ def tiny_tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def broken_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def broken_kernels(monkeypatch):
     """Let every call of ``dma_mxfp`` without a packed cache give NaN."""
     monkeypatch.setattr("dma_hf.attention.attention", lambda query, *_, **__: query * torch.nan)
     monkeypatch.setattr("dma_hf.attention.prompt", lambda *_, **__: None)  # which prepares a call to be repeated
 
 
 @pytest.fixture
-def rows_decide_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def rows_decide_alone(monkeypatch):
     """Let every query skip tiles by itself: 64 rows of a random model never agree."""
     for module in ("attention", "skipping"):
         monkeypatch.setattr(f"dma_kernels.reference.{module}.SKIP_BLOCK", 1)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from dma_eval.bench import attention, generate
-from dma_eval.bench.generate import build_model, cache_bytes, measure, parse_runs
+from dma_eval.bench.generate import build_model, measure, parse_runs
 from dma_eval.bench.results import BenchReport, Shape
 from dma_eval.errors import UserError
 from dma_eval.load.backends import parse_backends
@@ -43,8 +43,11 @@ def results(model):
 
 def test_every_run_is_timed_at_every_context(results):
     assert [(r.context, r.label) for r in results] == [(c, label) for c in (40, 400) for label in RUNS]
+    per_token = 2 * 2 * 2 * 2 * 16 * 4  # batch, K and V, layers, heads, channels, fp32
     for result in results:
         assert result.failure is None
+        if "+int" not in result.label:
+            assert result.cache_bytes == per_token * (result.context + 12 - 1)
         assert result.steps == 12 - 1
         assert 0 < result.step_milliseconds_fast <= result.step_milliseconds <= result.step_milliseconds_slow
         assert result.tokens_per_second == pytest.approx(2000 / result.step_milliseconds)
@@ -52,26 +55,13 @@ def test_every_run_is_timed_at_every_context(results):
         assert result.peak_bytes is None  # no GPU
         assert result.graph_steps == 0
         assert (result.config is None) == result.label.startswith("sdpa")
+        first = next(r for r in results if r.context == result.context)
+        assert result.speedup == first.step_milliseconds / result.step_milliseconds
 
 
-def test_the_first_run_is_what_the_others_are_compared_with(results):
-    for context in (40, 400):
-        group = [r for r in results if r.context == context]
-        assert [r.speedup for r in group] == [group[0].step_milliseconds / r.step_milliseconds for r in group]
-
-
-def test_cache_bytes(model, results):
-    text = model.config
-    per_token = 2 * 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim * 4  # batch, K and V, fp32
-    of = {(r.context, r.label): r.cache_bytes for r in results}
-    assert of[400, "sdpa+dynamic"] == per_token * (400 + 12 - 1)
-    assert of[400, "sdpa+static"] == per_token * (400 + 12 - 1)
-    cache = dma_hf.DMACache(model.config, "int8")
-    assert cache_bytes(cache) == cache.nbytes
-
-
-def generated(calls):
-    """Return a stand-in for ``generate`` that records its arguments, and replays a graph in every decoding step."""
+def test_the_timed_call_repeats_earlier_ones(model, monkeypatch):
+    """With a graph that is replayed in every decoding step."""
+    calls = []
 
     def generate_tokens(model, prompt, run, new_tokens, streamer=None, **options):
         calls.append((prompt.shape[1], new_tokens, streamer is not None))
@@ -81,12 +71,7 @@ def generated(calls):
             streamer.times += range(1, new_tokens + 2)
         return SimpleNamespace(**{CACHE_ARGUMENT: SimpleNamespace(layers=[])})
 
-    return generate_tokens
-
-
-def test_the_timed_call_repeats_earlier_ones(model, monkeypatch):
-    calls = []
-    monkeypatch.setattr(generate, "_generate", generated(calls))
+    monkeypatch.setattr(generate, "_generate", generate_tokens)
     (result,) = measure(model, prompts(12_000), parse_runs(["sdpa+dynamic"]), new_tokens=8)
     assert calls == [(12_000, 8, False), (12_000, 8, False), (12_000, 8, True)]
     assert result.graph_steps == 7
@@ -118,47 +103,39 @@ def test_flash_attention_3_is_a_default_where_it_is_installed(is_installed, monk
     assert [run.label for run in parse_runs(names)] == names
 
 
-def test_a_run_that_fails_leaves_the_others(model, monkeypatch):
+def test_runs_that_fail_leave_the_others(model, monkeypatch):
     def broken(model, prompt, run, *arguments):
         if run.cache == "static":
             raise ValueError("no room")
         return timed(model, prompt, run, *arguments)
 
-    timed = generate._timed
-    monkeypatch.setattr(generate, "_timed", broken)
-    first, second = measure(model, prompts(20), parse_runs(RUNS[1:3]), new_tokens=8)
-    assert (first.failure, first.step_milliseconds) == ("no room", None)
-    assert second.failure is None
-    assert second.speedup is None  # there is nothing to compare with
-
-
-def test_an_attention_that_the_model_cannot_run_leaves_the_others(model, monkeypatch):
     def switch(name):
         if name == "eager":
             raise ValueError("no eager attention")
         switched(name)
 
-    switched = model.set_attn_implementation
+    timed, switched = generate._timed, model.set_attn_implementation
+    monkeypatch.setattr(generate, "_timed", broken)
     monkeypatch.setattr(model, "set_attn_implementation", switch)
-    first, second = measure(model, prompts(20), parse_runs(["eager+dynamic", "sdpa+dynamic"]), new_tokens=8)
-    assert first.failure == "LlamaForCausalLM cannot run attention 'eager': no eager attention"
-    assert second.failure is None
+    runs = parse_runs(["sdpa+static", "eager+dynamic", "sdpa+dynamic"])
+    static, eager, dynamic = measure(model, prompts(20), runs, new_tokens=8)
+    assert (static.failure, static.step_milliseconds) == ("no room", None)
+    assert eager.failure == "LlamaForCausalLM cannot run attention 'eager': no eager attention"
+    assert (dynamic.failure, dynamic.speedup) == (None, None)  # there is nothing to compare with
 
 
 def test_an_interruption_keeps_what_there_is(tmp_path, run, monkeypatch):
-    def interrupted(*arguments: object, **options: object) -> None:
+    def interrupted(*arguments):
         calls.append(arguments)
         if len(calls) > 2:
             raise KeyboardInterrupt
-        return measure_one(*arguments, **options)
+        return measure_one(*arguments)
 
-    calls: list[object] = []
-    measure_one = generate._measure_one
+    calls, measure_one = [], generate._measure_one
     monkeypatch.setattr(generate, "_measure_one", interrupted)
     path = tmp_path / "g.json"
     arguments = ["--device", "cpu", "--shape", "tiny", "--dtype", "float32", "--context", "40", "--new-tokens", "10"]
-    result = run("bench", *arguments, "--run", *RUNS, "--json", str(path))
-    assert result.exit_code != 0
+    assert run("bench", *arguments, "--run", *RUNS, "--json", path).exit_code != 0
     assert [r["label"] for r in json.loads(path.read_text())["results"]] == list(RUNS[:2])
     assert list(tmp_path.iterdir()) == [path]
 
@@ -184,23 +161,21 @@ class TestFp8Weights:
         quantization.quantize_(layer, quantization.Float8WeightOnlyConfig())
         assert 64 * 32 < generate.weight_bytes(layer) < 64 * 32 + 33 * 4
 
-    def test_a_device_without_fp8_products_is_refused(self, run):
-        result = run("bench", "--device", "cpu", "--shape", "tiny", "--weights", "fp8", "--context", "40")
-        assert result.exit_code == 2
-        assert "--weights fp8: torchao cannot quantize this model" in " ".join(result.output.split())
+    def test_what_cannot_be_quantized_is_refused(self, run, monkeypatch):
+        def told():
+            result = run("bench", "--device", "cpu", "--shape", "tiny", "--weights", "fp8", "--context", "40")
+            assert result.exit_code == 2
+            return " ".join(result.stderr.split())
 
-    def test_without_torchao_the_message_says_what_to_install(self, run, monkeypatch):
+        assert "--weights fp8: torchao cannot quantize this model" in told()
         monkeypatch.setitem(sys.modules, "torchao.quantization", None)
-        result = run("bench", "--device", "cpu", "--shape", "tiny", "--weights", "fp8", "--context", "40")
-        assert result.exit_code == 2
-        assert "--weights fp8 needs torchao: pip install torchao" in " ".join(result.output.split())
+        assert "--weights fp8 needs torchao: pip install torchao" in told()
 
 
 @pytest.mark.parametrize(
     ("names", "message"),
     [
         (["sdpa"], "expected ATTENTION.CACHE with a cache of dynamic, static, int8, int4, got 'sdpa'"),
-        (["dma_mxfp+int8-static"], "got 'dma_mxfp.int8-static'"),
         (["dma_mxfp:kv9+int8"], r"--run: unknown preset 'kv9'; .* or a TOML file \(dma_mxfp:FILE.toml\)"),
         (["sdpa+int4"], "unknown backend 'sdpa.int4'"),
         (["sdpa+static", "sdpa+static"], "sdpa.static is given more than once"),
@@ -227,16 +202,9 @@ def test_command(tmp_path, run):
     assert report.keys() == {field.name for field in fields(BenchReport)}
     # Contexts ascend, so that a static cache is no larger than needed.
     assert [(r["context"], r["label"]) for r in report["results"]] == [(n, run) for n in (20, 40) for run in RUNS[:3]]
-    assert [(r["shape"]["length"], r["call"], r["label"]) for r in report["attention"]] == [
-        (length, *each)
-        for length in (20, 40)
-        for each in (
-            ("prompt", "sdpa"),
-            ("prompt", "dma_mxfp:balanced"),
-            ("step", "sdpa"),
-            ("step", "dma_mxfp:balanced+int8"),
-        )
-    ]
+    calls = [("prompt", "sdpa"), ("prompt", "dma_mxfp:balanced"), ("step", "sdpa"), ("step", "dma_mxfp:balanced+int8")]
+    found = [(r["shape"]["length"], r["call"], r["label"]) for r in report["attention"]]
+    assert found == [(length, *call) for length in (20, 40) for call in calls]
     assert report["weight_bytes"] >= 2 * report["parameters"]
 
 
@@ -254,13 +222,11 @@ class TestAttention:
             assert base.speedup == 1.0
             assert all(r.speedup == base.milliseconds / r.milliseconds for r in others)
 
-    @pytest.mark.parametrize("call", ["prompt", "step"])
-    @pytest.mark.parametrize("cache", [None, "int4"])
-    def test_calls_have_the_shape_of_the_model(self, call, cache):
-        if call == "prompt" or cache is not None:
-            out = attention.prepare(call, dma_hf.DMAConfig(cache=cache), SHAPE, CPU, torch.bfloat16)()
-            assert out.shape == (2, 4, 300 if call == "prompt" else 1, 16)
-        assert attention.prepare(call, None, SHAPE, CPU, torch.bfloat16)().shape[2] == (300 if call == "prompt" else 1)
+    @pytest.mark.parametrize(("call", "length"), [("prompt", 300), ("step", 1)])
+    def test_calls_have_the_shape_of_the_model(self, call, length):
+        for config in (None, dma_hf.DMAConfig(cache="int4")):
+            out = attention.prepare(call, config, SHAPE, CPU, torch.bfloat16)()
+            assert out.shape == (2, 4, length, 16)
 
     def test_what_cannot_run_leaves_the_others(self):
         triton = replace(parse_backends(["dma_mxfp"])[0], config=dma_hf.DMAConfig(backend="triton"))
@@ -269,12 +235,9 @@ class TestAttention:
         assert "bf16 and fp16" in failed.failure
         assert failed.milliseconds is None
 
-    def test_shapes_are_those_of_the_model(self, model):
+    def test_shapes_are_those_of_the_model_unless_its_heads_have_several_sizes(self, model, capsys):
         assert attention.shapes_of(model, [300], 2) == [SHAPE]
-
-    def test_heads_of_several_sizes_are_not_timed(self, capsys):
-        model = FAMILIES["deepseek_v3"].build("sdpa")
-        assert attention.shapes_of(model, [300], 1) == []
+        assert attention.shapes_of(FAMILIES["deepseek_v3"].build("sdpa"), [300], 1) == []
         assert "Only generate is timed" in capsys.readouterr().err
 
     @pytest.mark.gpu
@@ -304,10 +267,8 @@ def test_a_real_model_reads_windows_of_a_text(tmp_path, run, model_folder, text_
     assert torch.equal(timed[1], timed[0])
 
 
-def test_a_context_beyond_the_positions_is_refused(run, model_folder, text_file):
+def test_a_context_beyond_the_positions_is_refused(run, refused, model_folder, text_file):
     arguments = ["--model", model_folder, "--data", text_file, "--context", 505, "--new-tokens", 8]
-    result = run("bench", "--device", "cpu", "--dtype", "float32", *arguments, "--run", "sdpa+dynamic")
-    assert result.exit_code == 2
-    output = " ".join(result.output.split())
-    assert "--context with --new-tokens: " in output
-    assert "takes 512 positions, got 513; lower it, or extend the positions with --yarn 2" in output
+    message = refused(run("bench", "--device", "cpu", "--dtype", "float32", *arguments, "--run", "sdpa+dynamic"))
+    assert message.startswith("Error: --context with --new-tokens: ")
+    assert "takes 512 positions, got 513; lower it, or extend the positions with --yarn 2" in message

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import prefill
 import pytest
 import torch
@@ -13,25 +10,22 @@ from dma_eval.errors import UserError
 from dma_eval.load.models import LoadedModel, ModelSource, load_model
 from kernel_bench.capture import capture_layers, choose_layers
 from kernel_bench.command import parse_compared
-from kernel_bench.inputs import Inputs
 from tiny_models import FAMILIES
-from torch import Tensor
 from torch.nn import functional as F
-from transformers import PreTrainedModel
 
 
-def _attention(inputs: Inputs) -> Tensor:
+def _attention(inputs):
     return F.scaled_dot_product_attention(*inputs.tensors, is_causal=True, scale=inputs.scale, enable_gqa=True)
 
 
-def _loaded(family: str, **changes: Any) -> LoadedModel:
-    model: PreTrainedModel = FAMILIES[family].build("sdpa", **changes)
+def _loaded(family, **changes):
+    model = FAMILIES[family].build("sdpa", **changes)
     return LoadedModel(family, ModelSource(family), model, None)
 
 
-def _layer_outputs(loaded: LoadedModel, ids: Tensor) -> list[Tensor]:
+def _layer_outputs(loaded, ids):
     """What every layer's attention gives to its output projection, ``[B, T, H * D]``."""
-    found: list[Tensor] = []
+    found = []
     hooks = [
         layer.self_attn.o_proj.register_forward_pre_hook(lambda _, arguments: found.append(arguments[0]))
         for layer in loaded.model.model.layers
@@ -45,7 +39,7 @@ def _layer_outputs(loaded: LoadedModel, ids: Tensor) -> list[Tensor]:
 
 class TestCapture:
     @pytest.mark.parametrize("family", ["llama", "qwen3", "granite"])
-    def test_attention_of_what_is_captured_is_that_of_the_model(self, family: str) -> None:
+    def test_attention_of_what_is_captured_is_that_of_the_model(self, family):
         loaded = _loaded(family)
         ids = torch.randint(2, 97, (2, 40))
         expected = _layer_outputs(loaded, ids)
@@ -54,24 +48,22 @@ class TestCapture:
             out = _attention(inputs).transpose(1, 2).flatten(2)
             torch.testing.assert_close(out, expected[layer])
 
-    def test_the_model_runs_its_own_attention_afterwards(self, loaded: LoadedModel) -> None:
-        capture_layers(loaded, torch.zeros(1, 8, dtype=torch.int64), [1])
-        assert loaded.model.config._attn_implementation == "sdpa"
+    def test_only_the_requested_layers_are_kept(self, model_folder):
+        """Of more tokens than the model was made for, if YaRN extends its positions."""
+        loaded = load_model(str(model_folder), dtype="float32", device="cpu", yarn=2.0)
+        ((layer, inputs),) = capture_layers(loaded, torch.zeros(1, 600, dtype=torch.int64), [1]).items()
+        assert (layer, inputs.query.shape) == (1, (1, 2, 600, 32))
+        assert loaded.model.config._attn_implementation == "sdpa"  # as before
 
-    def test_only_the_requested_layers_are_kept(self, loaded: LoadedModel) -> None:
-        assert list(capture_layers(loaded, torch.zeros(1, 8, dtype=torch.int64), [1])) == [1]
-
-    def test_layers_are_evenly_spaced_among_those_with_full_attention(self) -> None:
+    def test_layers_are_evenly_spaced_among_those_with_full_attention(self):
         model = _loaded("llama", num_hidden_layers=30).model
         assert choose_layers(model, None) == list(range(30))
         assert choose_layers(model, 3) == [0, 14, 29]
         assert choose_layers(model, 1) == [0]
         assert len(set(choose_layers(model, 14))) == 14
         assert choose_layers(_loaded("cohere2").model, None) == [1]  # layer 0 has a sliding window
-
-    def test_more_layers_than_there_are_is_an_error(self, loaded: LoadedModel) -> None:
-        with pytest.raises(UserError, match="--layers: wanted 3, but LlamaForCausalLM has 2 with full attention"):
-            choose_layers(loaded.model, 3)
+        with pytest.raises(UserError, match="--layers: wanted 31, but LlamaForCausalLM has 30 with full attention"):
+            choose_layers(model, 31)
 
     @pytest.mark.parametrize(
         ("family", "layer", "message"),
@@ -81,32 +73,27 @@ class TestCapture:
             ("llama", 7, "LlamaForCausalLM calls no attention function in layers 7"),
         ],
     )
-    def test_attention_that_is_not_plain_is_refused(self, family: str, layer: int, message: str) -> None:
+    def test_attention_that_is_not_plain_is_refused(self, family, layer, message):
         with pytest.raises(UserError, match=message):
             capture_layers(_loaded(family), torch.zeros(1, 60, dtype=torch.int64), [layer])
 
-    def test_a_window_that_reaches_every_key_is_plain(self) -> None:
+    def test_a_window_that_reaches_every_key_is_plain(self):
         assert list(capture_layers(_loaded("mistral"), torch.zeros(1, 20, dtype=torch.int64), [0])) == [0]
 
-    def test_yarn_takes_more_tokens(self, model_folder: Path) -> None:
-        loaded = load_model(str(model_folder), dtype="float32", device="cpu", yarn=2.0)
-        inputs = capture_layers(loaded, torch.zeros(1, 600, dtype=torch.int64), [0])[0]
-        assert inputs.query.shape == (1, 2, 600, 32)
-
-    def test_every_sequence_reads_another_window(self) -> None:
+    def test_every_sequence_reads_another_window(self):
         windows = text_windows(torch.arange(20), 3, 5, "--length")
         assert windows.tolist() == [list(range(begin, begin + 5)) for begin in (0, 5, 10)]
         with pytest.raises(UserError, match="--data: the text has 20 tokens, too few for 3 x 7"):
             text_windows(torch.arange(20), 3, 7, "--length")
 
 
-def layers_of(model: Path, text: Path, *arguments: object) -> list[tuple[Any, list[Inputs]]]:
+def layers_of(model, text, *arguments):
     given = ["--device", "cpu", "--inputs", model, "--data", text, "--length", 256, *arguments]
     return list(prefill.model_inputs(prefill.make_options().parse_args([*map(str, given)])))
 
 
 class TestCommand:
-    def test_times_are_sums_over_layers_and_shapes_name_the_inputs(self, model_folder: Path, text_file: Path) -> None:
+    def test_times_are_sums_over_layers_and_shapes_name_the_inputs(self, model_folder, text_file):
         compared = parse_compared(["sdpa", "dma_mxfp"], "--attn", tuple(prefill.PEERS), caches=False)
         ((shape, inputs),) = layers_of(model_folder, text_file)
         results = prefill.measure_layers(shape, inputs, compared, seconds=0.0)
@@ -117,7 +104,7 @@ class TestCommand:
         flops = 4 * 2 * 256 * 256 // 2 * 32
         assert results[0].tflops == pytest.approx(2 * flops / results[0].milliseconds / 1e9)
 
-    def test_a_batch_is_of_several_windows(self, model_folder: Path, text_file: Path) -> None:
+    def test_a_batch_is_of_several_windows(self, model_folder, text_file):
         found = layers_of(model_folder, text_file, "--batch", 3, "--length", 256, 64, "--layers", 1)
         assert [(shape.batch, shape.length, len(layers)) for shape, layers in found] == [(3, 64, 1), (3, 256, 1)]
 
@@ -130,9 +117,7 @@ class TestCommand:
             (["--yarn", 1], "--yarn: expected a factor above 1, got 1"),
         ],
     )
-    def test_invalid_input_is_refused(
-        self, arguments: list[object], message: str, model_folder: Path, text_file: Path
-    ) -> None:
+    def test_invalid_input_is_refused(self, arguments, message, model_folder, text_file):
         with pytest.raises(UserError) as refused:
             layers_of(model_folder, text_file, *arguments)
         assert message in str(refused.value)

@@ -6,12 +6,8 @@ import inspect
 import io
 import json
 import sys
-from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import fields, replace
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import decode
 import prefill
@@ -30,7 +26,6 @@ from transformers import QuantizedCache
 
 import dma_hf
 
-Script = Callable[..., Any]
 CPU = torch.device("cpu")
 CAUSAL, FULL = "1x48:2/1:32", "1x48:2/1:32:full"
 STEPS = ("--size", "2x300", "--head-dim", 32, "--heads", "2/1")
@@ -38,10 +33,10 @@ SHAPE = Shape(length=300, batch=2, head_dim=32, query_heads=2, kv_heads=1)
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Script:
+def script(monkeypatch):
     """Run a script on the CPU, as short as possible, and return its exit code, output and messages."""
 
-    def invoke(module: ModuleType, *arguments: object) -> tuple[Any, str, str]:
+    def invoke(module, *arguments):
         shown, told = io.StringIO(), io.StringIO()
         given = ["--device", "cpu", "--seconds", "0", *map(str, arguments)]
         monkeypatch.setattr(sys, "argv", [str(module.__file__), *given])
@@ -52,11 +47,11 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Script:
     return invoke
 
 
-def backends(*names: str, peers: Any = prefill.PEERS, caches: bool = False) -> list[Backend]:
+def backends(*names, peers=prefill.PEERS, caches=False):
     return command.parse_compared(names, "--attn", tuple(peers), caches=caches)
 
 
-def test_prefill_shows_and_writes_every_implementation(script: Script, tmp_path: Path) -> None:
+def test_prefill_shows_and_writes_every_implementation(script, tmp_path):
     path = tmp_path / "new" / "r.json"
     code, shown, told = script(
         prefill, "--attn", "sdpa", "dma_mxfp:balanced", "sage", "--shape", CAUSAL, "--json", path
@@ -80,7 +75,7 @@ def test_prefill_shows_and_writes_every_implementation(script: Script, tmp_path:
         assert balanced[name] is None  # not on a CPU
 
 
-def test_decode_shows_and_writes_every_cache(script: Script, tmp_path: Path) -> None:
+def test_decode_shows_and_writes_every_cache(script, tmp_path):
     path = tmp_path / "r.json"
     code, shown, told = script(decode, *STEPS, "--json", path)
     assert code == 0
@@ -95,8 +90,8 @@ def test_decode_shows_and_writes_every_cache(script: Script, tmp_path: Path) -> 
     assert (report["results"][0]["speedup"], report["results"][0]["bytes_ratio"]) == (1.0, 1.0)
 
 
-def test_an_interruption_keeps_what_there_is(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(shape: PrefillShape, *arguments: Any, **options: Any) -> list[PrefillResult]:
+def test_an_interruption_keeps_what_there_is(script, tmp_path, monkeypatch):
+    def interrupted(shape, *arguments, **options):
         if not shape.is_causal:
             raise KeyboardInterrupt
         return whole(shape, *arguments, **options)
@@ -109,12 +104,12 @@ def test_an_interruption_keeps_what_there_is(script: Script, tmp_path: Path, mon
     assert [r["label"] for r in json.loads(path.read_text())["results"]] == ["sdpa", "dma_mxfp"]
 
 
-def test_a_shape_that_nothing_ran_on_is_a_failure(script: Script) -> None:
+def test_a_shape_that_nothing_ran_on_is_a_failure(script):
     assert script(prefill, "--attn", "sdpa:cudnn", "--shape", FULL)[0] == 1
 
 
 @pytest.mark.parametrize("name", [name for name in prefill.PEERS if name[:4] != "sdpa"])
-def test_a_package_that_is_missing_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_is_missing_is_named(name, monkeypatch):
     for module in PACKAGES:
         monkeypatch.setitem(sys.modules, module, None)
     inputs = Inputs(*(torch.randn(1, h, 8, 16) for h in (2, 1, 1)), 0.25)
@@ -142,12 +137,12 @@ def test_a_package_that_is_missing_is_named(name: str, monkeypatch: pytest.Monke
         (decode, ["--cache", "fp8"], "--cache: unknown name 'fp8'; valid: sdpa, sdpa:flash, sdpa:dynamic, fa3"),
     ],
 )
-def test_invalid_input_is_refused(script: Script, module: ModuleType, arguments: list[str], message: str) -> None:
+def test_invalid_input_is_refused(script, module, arguments, message):
     code, _, told = script(module, *arguments)
     assert (code, message in told) == (2, True), told
 
 
-def test_every_default_is_a_name_that_can_be_given() -> None:
+def test_every_default_is_a_name_that_can_be_given():
     on_cuda = prefill.default_names(torch.device("cuda"))
     assert [each.label for each in backends(*on_cuda)] == on_cuda
     assert prefill.default_names(CPU) == [name for name in on_cuda if name != "sdpa:cudnn"]
@@ -158,14 +153,14 @@ def test_every_default_is_a_name_that_can_be_given() -> None:
     assert len(decode.shapes_of(decode.make_options().parse_args([]), torch.device("cuda"))) == len(decode.SIZES)
 
 
-def test_flops_count_a_multiply_and_an_add_of_both_products() -> None:
+def test_flops_count_a_multiply_and_an_add_of_both_products():
     shape = prefill.parse_shape("2x100:4/2:64:full")
     assert shape.flops == 2 * 4 * 2 * 2 * 100 * 100 * 64
     assert 2 * prefill.parse_shape("2x100:4/2:64").flops == shape.flops
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_the_error_is_against_exact_attention(is_causal: bool) -> None:
+def test_the_error_is_against_exact_attention(is_causal):
     query, key, value = (torch.randn(2, h, 20, 16) for h in (4, 2, 2))
     rows = torch.tensor([0, 7, 19])
     wide = (x.double() for x in (query, key, value))
@@ -173,7 +168,7 @@ def test_the_error_is_against_exact_attention(is_causal: bool) -> None:
     torch.testing.assert_close(exact_rows(Inputs(query, key, value, 0.25, is_causal), rows), expected[:, :, rows])
 
 
-def test_a_wrong_implementation_shows_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_implementation_shows_in_the_error(monkeypatch):
     shape = PrefillShape(length=40, head_dim=16, query_heads=2, kv_heads=1, is_causal=True)
     zeros = Prepared(lambda: torch.zeros(1, 2, 40, 16))
     monkeypatch.setattr(prefill, "prepare", lambda backend, inputs: zeros)
@@ -181,9 +176,9 @@ def test_a_wrong_implementation_shows_in_the_error(monkeypatch: pytest.MonkeyPat
     assert found.error == found.error_with_outliers == 1.0
 
 
-def test_implementations_are_interleaved_layer_by_layer() -> None:
+def test_implementations_are_interleaved_layer_by_layer():
     """Otherwise they would not share one clock."""
-    runs: list[tuple[str, int]] = []
+    runs = []
     calls = {
         label: [Prepared(lambda label=label, layer=layer: runs.append((label, layer))) for layer in range(2)]
         for label in "ab"
@@ -192,18 +187,18 @@ def test_implementations_are_interleaved_layer_by_layer() -> None:
     assert runs[:4] == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
 
 
-def test_short_calls_are_also_timed_as_graphs_and_all_are_timed_isolated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_calls_are_also_timed_as_graphs_and_all_are_timed_isolated(monkeypatch):
     """Two layers on a stand-in for a GPU: ``long`` is too long for a graph, and the second ``broken`` cannot be one."""
-    timed: list[float] = []
+    timed = []
 
-    def interleaved(runs: dict[str, Any], device: object, *, seconds: float) -> dict[str, Timing]:
+    def interleaved(runs, device, *, seconds):
         return {name: Timing(median=run(), fast=1.0, slow=9.0, repeats=5) for name, run in runs.items()}
 
-    def captured(runs: dict[str, Any], device: object) -> tuple[dict[str, Any], dict[str, str]]:
+    def captured(runs, device):
         refusals = {name: "it waits" for name, run in runs.items() if run() == 1.5}
         return {name: lambda run=run: run() / 2 for name, run in runs.items() if name not in refusals}, refusals
 
-    def isolated(run: Any, device: object, *, seconds: float, milliseconds: float) -> float:
+    def isolated(run, device, *, seconds, milliseconds):
         run()
         timed.append(milliseconds)
         return 0.7
@@ -219,7 +214,7 @@ def test_short_calls_are_also_timed_as_graphs_and_all_are_timed_isolated(monkeyp
     assert {each["sustained_milliseconds"] for each in found.values()} == {0.7}
 
 
-def test_skipped_tiles_are_counted(tmp_path: Path) -> None:
+def test_skipped_tiles_are_counted(tmp_path):
     path, off = tmp_path / "skipping.toml", tmp_path / "off.toml"
     path.write_text("skip_threshold = 1.0\nexact_until = 0\n", encoding="utf-8")
     off.write_text("skip_threshold = inf\nexact_until = 0\n", encoding="utf-8")
@@ -235,8 +230,8 @@ def test_skipped_tiles_are_counted(tmp_path: Path) -> None:
     assert [row[column] for row in table.rows] == ["–", "50.0 %"]
 
 
-def test_failures_are_reported_once_for_all_shapes() -> None:
-    def result(label: str, length: int, **changes: Any) -> PrefillResult:
+def test_failures_are_reported_once_for_all_shapes():
+    def result(label, length, **changes):
         shape = PrefillShape(length=length, head_dim=64, query_heads=4, kv_heads=2, is_causal=True)
         return PrefillResult(shape=shape, label=label, config=None, **changes)
 
@@ -249,7 +244,7 @@ def test_failures_are_reported_once_for_all_shapes() -> None:
 class TestSteps:
     @pytest.mark.parametrize("keys", [1, 127, 128, 129, 300, 384, 385, 1024, 1025])
     @pytest.mark.parametrize("config", [{}, {"diagonal_tiles": 0}, {"diagonal_tiles": 2, "sink_tiles": 0}])
-    def test_read_each_tile_in_the_form_that_the_rule_names(self, keys: int, config: dict[str, int]) -> None:
+    def test_read_each_tile_in_the_form_that_the_rule_names(self, keys, config):
         dma = dma_hf.DMAConfig(cache="int4", **config)
         storage = filled_storage(dma, replace(SHAPE, length=keys), CPU, torch.bfloat16)
         own = (keys - 1) // 128
@@ -262,7 +257,7 @@ class TestSteps:
             expected += tokens * 64 * 2 if is_high else 128 * 64 // 2 + 32 * 4 + 128 * 4
         assert decode.read_bytes(storage, keys) == expected * SHAPE.batch * SHAPE.kv_heads
 
-    def test_bandwidth_counts_what_a_step_reads_and_not_what_is_allocated(self) -> None:
+    def test_bandwidth_counts_what_a_step_reads_and_not_what_is_allocated(self):
         compared = backends("sdpa", "sdpa:dynamic", "dma_mxfp:balanced+int4", peers=decode.PEERS, caches=True)
         results = decode.measure_shape(SHAPE, compared, CPU, torch.bfloat16, seconds=0.0)
         assert results[0].read_bytes == results[1].read_bytes == SHAPE.cache_bytes(2)
@@ -270,17 +265,17 @@ class TestSteps:
         for result in results:
             assert result.bytes_per_second == pytest.approx(1e3 * result.read_bytes / result.milliseconds)
 
-    def test_the_table_has_the_share_of_the_copy_bandwidth(self) -> None:
+    def test_the_table_has_the_share_of_the_copy_bandwidth(self):
         result = DecodeResult(shape=SHAPE, label="sdpa", config=None, milliseconds=1.0, bytes_per_second=1.5e12)
         (table,) = decode.tables([result], 3e12)
         assert table.rows[0][table.headers.index("of copy")] == "50 %"
 
-    def test_copy_bandwidth_counts_reads_and_writes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_copy_bandwidth_counts_reads_and_writes(self, monkeypatch):
         fixed = Timing(median=2.0, fast=2.0, slow=2.0, repeats=3)
         monkeypatch.setattr(timing, "time_interleaved", lambda runs, device, *, seconds: dict.fromkeys(runs, fixed))
         assert timing.copy_bandwidth(CPU, size=1000) == 2 * 1000 / 2e-3
 
-    def test_of_a_cache_that_cannot_run_are_reported_beside_the_others(self) -> None:
+    def test_of_a_cache_that_cannot_run_are_reported_beside_the_others(self):
         config = dma_hf.DMAConfig(cache="int8", backend="triton")
         compared = [*backends("sdpa"), Backend("broken", "dma_mxfp", config)]
         ran, failed = decode.measure_shape(SHAPE, compared, CPU, torch.float32, seconds=0.0)
@@ -292,11 +287,11 @@ class TestSteps:
         "fp8" not in inspect.getsource(QuantizedCache.__init__),
         reason="Transformers before 5.23 has no fp8 backend, and the others need packages",
     )
-    def test_over_a_quantized_cache_append_to_the_same_keys(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_over_a_quantized_cache_append_to_the_same_keys(self, monkeypatch):
         """A length that is new makes SDPA prepare itself, which a run of the next cache would be spared."""
-        lengths: list[int] = []
+        lengths = []
 
-        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
+        def attend(query, key, value, **options):
             lengths.append(key.shape[2])
             return query
 
@@ -309,14 +304,14 @@ class TestSteps:
         assert step.cache_bytes == pytest.approx(SHAPE.cache_bytes(2) / 2, rel=0.02)
 
     @pytest.mark.parametrize("length", [300, 383, 384])
-    def test_find_room_for_every_run_of_a_measurement(self, length: int) -> None:
+    def test_find_room_for_every_run_of_a_measurement(self, length):
         shape = replace(SHAPE, length=length)
         storage = filled_storage(dma_hf.DMAConfig(cache="int4"), shape, CPU, torch.float32)
         assert storage.lengths.tolist() == [length, length]
         assert storage.max_pages * 128 >= length + 205
 
     @pytest.mark.gpu
-    def test_on_a_gpu_read_no_more_than_the_memory_delivers(self, script: Script, tmp_path: Path) -> None:
+    def test_on_a_gpu_read_no_more_than_the_memory_delivers(self, script, tmp_path):
         path = tmp_path / "r.json"
         caches = ("sdpa", "dma_mxfp:balanced+int8", "dma_mxfp:balanced+int4")
         options = ("--device", "cuda", "--seconds", 0.1, "--size", "64x4096", "--cache", *caches, "--json", path)
@@ -331,7 +326,7 @@ class TestSteps:
 
 
 @pytest.mark.gpu
-def test_prefill_on_a_gpu_times_graphs_isolated_calls_and_quantization(script: Script, tmp_path: Path) -> None:
+def test_prefill_on_a_gpu_times_graphs_isolated_calls_and_quantization(script, tmp_path):
     path = tmp_path / "r.json"
     options = ("--device", "cuda", "--shape", "1x2048:8/2:128", "--attn", "sdpa", "dma_mxfp:balanced", "--json", path)
     code, _, told = script(prefill, *options)

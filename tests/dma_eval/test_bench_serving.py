@@ -8,7 +8,6 @@ import socket
 import stat
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import serving
@@ -64,7 +63,7 @@ with open(given["output"]["path"], "w") as file:
 
 
 @pytest.fixture
-def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def programs(tmp_path, monkeypatch):
     """Put stand-ins of the programs on PATH, and return the folder where they note what they get."""
     for name, code in (("dma-hf", SERVER), ("transformers", SERVER), ("guidellm", CLIENT)):
         path = tmp_path / name
@@ -75,7 +74,7 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def invoke(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+def invoke(monkeypatch, *arguments):
     monkeypatch.setattr(sys, "argv", ["benchmarks/serving.py", *arguments])
     with pytest.raises(SystemExit) as stopped:
         command.run(serving.main, serving.make_parser())
@@ -83,11 +82,11 @@ def invoke(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return stopped.value.code
 
 
-def noted(path: Path) -> list[dict[str, Any]]:
+def noted(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_server_is_started_measured_and_stopped(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_is_started_measured_and_stopped(programs, monkeypatch):
     options = ["--json", "new/load.json", "--load", "64+4@1,8"]
     assert invoke(monkeypatch, *options, "dma-hf", "serve", "model", "--attn", "sdpa") == 0
     report = json.loads(Path("new/load.json").read_text())
@@ -112,14 +111,14 @@ def test_a_server_is_started_measured_and_stopped(programs: Path, monkeypatch: p
         ("transformers", {}, 4, {"temperature": 0, "generation_config": '{"eos_token_id": -1}'}),
     ],
 )
-def test_answers_have_their_whole_length(programs, monkeypatch, program, data, limit, body) -> None:
+def test_answers_have_their_whole_length(programs, monkeypatch, program, data, limit, body):
     assert invoke(monkeypatch, "--load", "64+4@1", program, "serve", "model") == 0
     (given,) = noted(programs / "given")
     assert given["data"] == {"kind": "synthetic_text", "prompt_tokens": 64} | data
     assert (given["backend"].get("max_tokens"), given["backend"]["extras"]["body"]) == (limit, body)
 
 
-def test_failed_requests_of_a_load_with_a_shared_prefix_are_told(programs, monkeypatch, capsys) -> None:
+def test_failed_requests_of_a_load_with_a_shared_prefix_are_told(programs, monkeypatch, capsys):
     assert invoke(monkeypatch, "--load", "5:64+4@1", "dma-hf", "serve", "model") == 1
     assert "5 requests failed" in capsys.readouterr().err
     (given,) = noted(programs / "given")
@@ -138,12 +137,12 @@ def test_failed_requests_of_a_load_with_a_shared_prefix_are_told(programs, monke
         (["nobody", "serve", "m"], "cannot start 'nobody': No such file"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(programs, monkeypatch, capsys, arguments, message) -> None:
+def test_what_cannot_be_measured_is_refused(programs, monkeypatch, capsys, arguments, message):
     assert invoke(monkeypatch, *arguments) == 2
     assert message in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_missing_client_is_named(tmp_path, monkeypatch, capsys) -> None:
+def test_a_missing_client_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert invoke(monkeypatch, "dma-hf", "serve", "m") == 2
     assert "needs guidellm, not found on PATH: pip install guidellm" in " ".join(capsys.readouterr().err.split())

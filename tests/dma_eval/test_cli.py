@@ -8,74 +8,52 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import pytest
 import typer
 from dma_eval.cli import COMMANDS
-from dma_eval.config import DEFAULT_ATTN, REQUIRED, QualityOptions, add_command, option
+from dma_eval.config import add_command, option
 from dma_eval.errors import UserError, one_line
 from dma_eval.files import check_file, write_text
 from dma_eval.results import read_report
 
-Run = Callable[..., Any]
 EVAL = Path(__file__).parents[2] / "eval"
 
 
-class TestSeveralValues:
-    @pytest.mark.parametrize(
-        ("given", "expected"),
-        [
-            ("--attn a b --attn c", ["a", "b", "c"]),
-            ("-a a b -m model", ["a", "b"]),
-            ("--attn=a", ["a"]),
-            ("--attn=a b c", ["a", "b", "c"]),
-            ("--attn=a b -a c d --attn=e", ["a", "b", "c", "d", "e"]),
-            ("--attn dma_mxfp:paper dma_mxfp:my.toml+int4", ["dma_mxfp:paper", "dma_mxfp:my.toml+int4"]),
-            ("", list(DEFAULT_ATTN)),
-        ],
-    )
-    def test_cases(self, given: str, expected: list[str]) -> None:
-        seen = []
-        app = typer.Typer()
+@dataclass(kw_only=True)
+class Options:
+    names: list[str] = option(["sdpa"], "-n")  # noqa: RUF009 (a field)
+    values: list[float] = option([0.0], "--values")  # noqa: RUF009
+    flag: bool = option(False, "--flag")
 
-        def note(args: QualityOptions) -> int:
-            """Note what is given."""
-            seen.append(args.attn)
-            return 0
 
-        add_command(app, "note", note)
-        for _ in range(2):  # defaults are not written to
-            app(f"-m m {given}".split(), standalone_mode=False)
-        assert seen == [expected, expected]
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("", {}),
+        ("-n a b --flag", {"names": ["a", "b"], "flag": True}),
+        ("--names=a b -n c d --names=e", {"names": ["a", "b", "c", "d", "e"]}),
+        ("--names dma_mxfp:paper dma_mxfp:my.toml+int4", {"names": ["dma_mxfp:paper", "dma_mxfp:my.toml+int4"]}),
+        ("--values 1 -2 -.5 --flag", {"values": [1, -2, -0.5], "flag": True}),
+    ],
+)
+def test_an_option_takes_several_values(given, expected):
+    def note(args: Options) -> int:
+        """Note what is given."""
+        seen.append(vars(args))
+        return 0
 
-    def test_negative_numbers_are_values(self) -> None:
-        app = typer.Typer()
-        seen = []
-
-        @dataclass(kw_only=True)
-        class Options:
-            values: list[float] = option(REQUIRED, "--values")  # noqa: RUF009 (a field)
-            flag: bool = option(False, "--flag")
-
-        def note(args: Options) -> int:
-            """Note what is given."""
-            seen.append((args.values, args.flag))
-            return 0
-
-        note.__annotations__["args"] = Options  # which is no name of the module
-
-        add_command(app, "note", note)
-        app(["--values", "1", "-2", "-.5", "--flag"], standalone_mode=False)
-        assert seen == [([1, -2, -0.5], True)]
+    seen, app = [], typer.Typer()
+    add_command(app, "note", note)
+    app(given.split(), standalone_mode=False)
+    assert seen == [{"names": ["sdpa"], "values": [0.0], "flag": False} | expected]
 
 
 class TestPpl:
-    def test_shows_the_table(self, ppl: Run) -> None:
+    def test_shows_the_table(self, ppl):
         result = ppl("--attn", "sdpa", "dma_mxfp:balanced")
         assert result.exit_code == 0, result.output
         assert result.stderr == (
@@ -87,7 +65,7 @@ class TestPpl:
         assert [row[0] for row in rows] == ["sdpa", "dma_mxfp:balanced"]
         assert "2 windows of 128 tokens (non-overlapping), 254 tokens predicted by every backend" in result.stdout
 
-    def test_writes_a_file(self, ppl: Run, tmp_path: Path) -> None:
+    def test_writes_a_file(self, ppl, tmp_path):
         """Folders are made as needed."""
         path = tmp_path / "a [b]/r.json"
         result = ppl("--json", path, "--stride", 64, "--batch-size", 2, "--seed", 3)
@@ -98,21 +76,15 @@ class TestPpl:
         assert (section.context, section.stride, section.batch_size, section.windows) == (128, 64, 2, 2)
         assert report.seed == 3
 
-    def test_more_windows_continue_after_those_that_were_read(self, ppl: Run, tmp_path: Path) -> None:
-        whole = ppl("--max-windows", 4, "--json", tmp_path / "r.json")
-        assert whole.exit_code == 0, whole.output
+    def test_more_windows_continue_after_those_that_were_read(self, ppl, tmp_path):
         for count, kept in ((2, ""), (4, "2 of 4 windows: taken from the folder"), (3, "3 of 3 windows: taken from")):
             result = ppl("--max-windows", count, "--out", tmp_path / "run")
             assert result.exit_code == 0, result.output
             assert kept in result.stderr
-            if count == 4:
-                expected = [each.nll for each in read_report(tmp_path / "r.json").perplexity[0].backends]
-                found = read_report(tmp_path / "run").perplexity[-1].backends  # after that of two windows
-                assert [each.nll for each in found] == pytest.approx(expected)
 
 
 class TestEnv:
-    def test_shows_versions_and_devices(self, run: Run) -> None:
+    def test_shows_versions_and_devices(self, run):
         result = run("env")
         assert result.exit_code == 0, result.output
         rows = dict(line.split(maxsplit=1) for line in result.stdout.splitlines())
@@ -124,64 +96,65 @@ class TestEnv:
 
 
 class TestHelp:
-    def test_version(self, run: Run) -> None:
+    def test_version(self, run):
         result = run("--version")
         assert result.exit_code == 0
         assert re.fullmatch(r"dma-hf (\d+\.\d+\S*|\(not installed\))\n", result.stdout)
 
     @pytest.mark.parametrize("command", COMMANDS)
-    def test_help(self, run: Run, command: str) -> None:
+    def test_help(self, run, command):
         result = run(command, "--help")
         assert result.exit_code == 0
         assert "Examples" in result.stdout
         assert "--debug" in result.stdout
 
-    def test_no_arguments_show_the_help(self, run: Run) -> None:
+    def test_no_arguments_show_the_help(self, run):
         result = run()
         assert "dma-hf demo" in result.output
         assert result.exit_code == 2
         assert "Error" not in result.output
 
-    def test_as_a_module(self) -> None:
-        command = [sys.executable, "-m", "dma_eval", "--version"]
-        done = subprocess.run(command, cwd=EVAL, capture_output=True, text=True, check=False, timeout=120)
-        assert (done.returncode, done.stderr) == (0, "")
-        assert done.stdout.startswith("dma-hf ")
-
     @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device without space")
-    def test_full_standard_output(self) -> None:
-        command = [sys.executable, "-m", "dma_eval", "--version"]
+    def test_full_standard_output(self, python):
         with Path("/dev/full").open("w") as full:
-            done = subprocess.run(command, cwd=EVAL, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+            done = python("-m", "dma_eval", "--version", stdout=full)
         assert (done.returncode, done.stderr) == (2, "Error: No space left on device\n")
 
-    def test_help_does_not_import_torch(self) -> None:
-        code = "import sys; import dma_eval.cli; sys.exit('torch' in sys.modules)"
-        assert subprocess.run([sys.executable, "-c", code], cwd=EVAL, check=False, timeout=120).returncode == 0
+    def test_help_does_not_import_torch(self, python):
+        assert python("-c", "import sys; import dma_eval.cli; sys.exit('torch' in sys.modules)").returncode == 0
 
 
 WRONG = {
+    "pplx": "No such command 'pplx'. Did you mean 'ppl'?",
+    "ppl -d book.txt": "Missing option '--model' / '-m' (try: dma-hf ppl --help)",
+    "ppl --attm sdpa": "No such option: --attm",
+    "ppl --attn": "Option '--attn' requires an argument (try: dma-hf ppl --help)",
+    "ppl --spread=1": "Option '--spread' does not take a value (try: dma-hf ppl --help)",
+    "ppl -m m -d none.txt -c many": "Invalid value for '--context' / '-c': Input should be a valid integer, unable ",
+    "ppl -m m -d none.txt -c 1": "Invalid value for '--context' / '-c': Input should be greater than or equal to 2",
+    "ppl -m m -d none.txt --seed -1": "Invalid value for '--seed': Input should be greater than or equal to 0, got ",
+    "ppl -m m -d none.txt --seed 4294967296": "Invalid value for '--seed': Input should be less than or equal to 42",
+    "ppl -m m -d none.txt --yarn nan": "--yarn: expected a finite number, got nan",
+    "ppl -m m -d none.txt stray": "Got unexpected extra argument(s) (stray) (try: dma-hf ppl --help)",
+    "equalize -m m -d none.txt --tokens 100 --out o": "Invalid value for '--tokens': Input should be greater than or ",
+    "equalize -m ./none -d none.txt --out file": "--out: cannot create the folder file: it is a file",
     "ppl -m ./none -d none.txt": "--model: no such folder: ./none",
     "ppl -m owner/model -d none.txt": "--data: no such file: none.txt",
-    "equalize -m ./none -d none.txt --out made": "--model: no such folder: ./none",
     "bench --device mps": "--device: expected auto, cpu, cuda or cuda:N; got 'mps'",
     "bench -m owner/model -d none.txt": "--data: no such file: none.txt",
     "serve ./none": "--model: no such folder: ./none",
     "serve m --attn spda": "--attn: unknown backend 'spda'; valid: dma_mxfp, eager, flash_attention_2, ",
     "ppl -m m -d none.txt --device mps": "--device: expected auto, cpu, cuda or cuda:N; got 'mps'",
     "ppl -m m -d none.txt --dtype bf16": "Invalid value for '--dtype': 'bf16' is not one of 'auto', 'float32', ",
-    "serve m --dtype bf16": "Invalid value for '--dtype': 'bf16' is not one of 'auto', 'float32', ",
     "ppl -m m -d none.txt --out file": "--out: cannot create the folder file: it is a file",
     "demo --out file": "--out: cannot create the folder file: it is a file",
     "ppl -m m -d none.txt --attn sdpa spda": "--attn: unknown backend 'spda'; valid: dma_mxfp, eager, ",
     "lm-eval -m m --tasks none --attn sdpa dma_mxfp:typo": "--attn: unknown preset 'typo'",
-    "ppl -m m -d none.txt --attn paged|eager": "--attn: unknown backend 'paged|eager'; valid: dma_mxfp, eager, ",
     "ppl -m m -d none.txt --attn sdpa:balanced": "--attn: unknown backend 'sdpa:balanced'; valid: dma_mxfp, eager, ",
     "bench --run spda+dynamic": "--run: unknown backend 'spda'; valid: dma_mxfp, eager, ",
     "bench --run sdpa+dynamo": "--run: expected ATTENTION+CACHE with a cache of dynamic, static, int8, ",
     "bench --shape big": "Invalid value for '--shape': 'big' is not one of 'llama-3.1-8b', ",
     "ppl -m m -d none.txt -c 128 --stride 129": "--stride must be from 1 to the context, 128, got 129",
-    "ppl -m m -d --stride 2": "Option '-d' requires an argument (try: dma-hf ppl --help)",
     "ppl -m m -d none.txt --stride 2049": "--stride must be from 1 to the context, 2048, got 2049",
     "ppl -m m -d none.txt --spread": "--spread needs --max-windows; without it all windows are read",
     "suite -s s.toml -m m -d none.txt --out o": "--stride must be from 1 to the context, 128, got 129",
@@ -190,7 +163,6 @@ WRONG = {
     "ppl -m . -d none.txt --revision v1": "--revision: . is a local model, which has none; leave it out",
     "bench --yarn 2": "--data and --yarn need --model; without it prompts are random",
     "bench --model m": "--model needs --data, a text for the prompts, and excludes --shape",
-    "bench --model m --data x.txt --shape tiny": "--model needs --data",
     "bench --context 0": "Invalid value for '--context': Input should be greater than or equal to 1, got '0'",
     "ppl -m m -d file": "--model: cannot load 'm': no such folder here, the Hub's cache has no such model, and ",
 }
@@ -209,60 +181,47 @@ for command in json.load(sys.stdin):
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, bool]]:
+def told(tmp_path_factory, python):
     """What each command says, and whether it was slow: a process runs them all."""
     folder = tmp_path_factory.mktemp("work")
     (folder / "file").write_text("text", encoding="utf-8")
     (folder / "config.json").write_text("{}", encoding="utf-8")
     (folder / "s.toml").write_text("[perplexity]\ncontexts = [256, 128]\nstride = 129\n", encoding="utf-8")
-    environment = os.environ | {"PYTHONPATH": str(EVAL), "HF_HUB_CACHE": str(folder), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", RUN_ALL],
-        input=json.dumps(list(WRONG)),
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    offline = {"HF_HUB_CACHE": str(folder), "HF_HUB_OFFLINE": "1"}
+    done = python("-c", RUN_ALL, input=json.dumps(list(WRONG)), cwd=folder, env=offline)
     return dict(zip(WRONG, map(json.loads, done.stdout.splitlines()), strict=True))
 
 
 @pytest.mark.parametrize("command", WRONG)
-def test_wrong_input_is_noticed_before_slow_imports(command: str, told: dict[str, tuple[str, bool]]) -> None:
+def test_wrong_input_is_noticed_before_slow_imports(command, told):
     message, was_slow = told[command]
     assert message.startswith(f"Error: {WRONG[command]}")
     assert message.count("\n") == 1
     assert not was_slow
 
 
-@pytest.mark.parametrize("model", ["tiny", "org/tiny"])
-def test_a_model_that_is_nowhere_is_refused_at_once_without_a_network(model: str, tmp_path: Path) -> None:
+def test_a_model_that_is_nowhere_is_refused_at_once_without_a_network(tmp_path, python):
     """The libraries would try again for a minute."""
     (tmp_path / "book.txt").write_text("text", encoding="utf-8")
     with socket.create_server(("127.0.0.1", 0)) as server:
         closed = f"http://127.0.0.1:{server.getsockname()[1]}"
-    cache = {"HF_ENDPOINT": closed, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": ""}
-    environment = os.environ | {"PYTHONPATH": str(EVAL), "NO_PROXY": "*"} | cache
-    command = [sys.executable, "-m", "dma_eval", "ppl", "-m", model, "-d", "book.txt"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    variables = {"HF_ENDPOINT": closed, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "", "NO_PROXY": "*"}
+    done = python("-m", "dma_eval", "ppl", "-m", "org/tiny", "-d", "book.txt", cwd=tmp_path, env=variables)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        f"Error: --model: cannot load '{model}': no such folder here, the Hub's cache has no such model, and {closed} "
-        "cannot be reached (Connection refused)\n"
+        "Error: --model: cannot load 'org/tiny': no such folder here, the Hub's cache has no such model, and "
+        f"{closed} cannot be reached (Connection refused)\n"
     )
 
 
 class TestFiles:
-    def test_without_the_right_to_write(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_without_the_right_to_write(self, tmp_path, monkeypatch):
         monkeypatch.setattr("os.access", lambda path, mode: not mode & os.W_OK)
         (tmp_path / "r.json").touch()
         with pytest.raises(UserError, match=r"--json: cannot write to .*: Permission denied"):
             check_file(tmp_path / "r.json", "--json")
-        with pytest.raises(UserError, match=r"--json: cannot make the folder /proc/new: "):
-            check_file(Path("/proc/new/r.json"), "--json")
 
-    def test_two_processes_write_the_same_file(self, tmp_path: Path) -> None:
+    def test_two_processes_write_the_same_file(self, tmp_path):
         code = "import pathlib, sys\nfrom dma_eval.files import write_text\npath = pathlib.Path(sys.argv[1])\n"
         code += "for _ in range(300):\n    write_text('text' * 10_000, path)\n"
         command = [sys.executable, "-c", code, str(tmp_path / "r.json")]
@@ -270,7 +229,7 @@ class TestFiles:
         assert [process.communicate()[1] for process in processes] == ["", ""]
         assert [each.name for each in tmp_path.iterdir()] == ["r.json"]
 
-    def test_writes_through_a_link(self, tmp_path: Path) -> None:
+    def test_writes_through_a_link(self, tmp_path):
         """To replace ``/dev/stdout`` would take it away from the whole machine."""
         (tmp_path / "file").touch()
         (tmp_path / "stdout").symlink_to(tmp_path / "file")
@@ -280,8 +239,7 @@ class TestFiles:
 
 
 @pytest.mark.parametrize(
-    ("message", "shown"),
-    [("a\n b", "a b"), ("a\n\nadvice", "a"), ("", "ValueError"), ("x" * 500, "x" * 399 + "…")],
+    ("message", "shown"), [("a\n b", "a b"), ("a\n\nadvice", "a"), ("", "ValueError"), ("x" * 500, "x" * 399 + "…")]
 )
-def test_one_line(message: str, shown: str) -> None:
+def test_one_line(message, shown):
     assert one_line(ValueError(message)) == shown

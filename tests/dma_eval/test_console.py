@@ -3,52 +3,28 @@
 from __future__ import annotations
 
 import io
-import os
-import subprocess
-import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from dma_eval import console
-from dma_eval.results import PerplexitySection
-from dma_eval.show.pages import COLUMNS, Table, perplexity_page
+from dma_eval.show.pages import Table, perplexity_page
 from rich.console import Console
-
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def shown(compared: Callable[..., PerplexitySection], monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[str]]:
-    """Lines of a comparison on a screen of a width."""
-    section = compared("sdpa", "dma_mxfp:balanced", context=64, max_windows=1)
-
-    def show(width: int) -> list[str]:
-        page = io.StringIO()
-        screen = Console(file=page, width=width, force_terminal=True, color_system=None, emoji=False)
-        monkeypatch.setattr(console, "out", screen)
-        console.print_page(perplexity_page(section))
-        return page.getvalue().splitlines()
-
-    return show
 
 
 class TestTable:
-    def test_wide_screen(self, shown: Callable[[int], list[str]]) -> None:
-        header, rule, *rows = shown(100)[:4]
-        assert header.split() == " ".join(COLUMNS).removesuffix("peak memory").split()
-        assert set(rule) == {"─"}
-        assert [row.split()[0] for row in rows] == ["sdpa", "dma_mxfp:balanced"]
-
-    def test_no_word_is_split_at_80_columns(self, shown: Callable[[int], list[str]]) -> None:
-        lines = shown(80)
-        words = {word for line in lines[: lines.index("")] for word in line.split()}
-        assert max(map(len, lines[: lines.index("")])) <= 80
+    def test_no_word_is_split_at_80_columns(self, compared, monkeypatch):
+        page = io.StringIO()
+        screen = Console(file=page, width=80, force_terminal=True, color_system=None, emoji=False)
+        monkeypatch.setattr(console, "out", screen)
+        console.print_page(perplexity_page(compared("sdpa", "dma_mxfp:balanced", context=64, max_windows=1)))
+        lines = page.getvalue().splitlines()
+        table = lines[: lines.index("")]
+        assert max(map(len, table)) <= 80
+        words = {word for line in table for word in line.split()}
         assert {"perplexity", "change", "token", "top-1", "tokens/s", "dma_mxfp:balanced"} <= words
 
     @pytest.mark.parametrize("is_terminal", [True, False])
     @pytest.mark.parametrize("width", [20, 80])
-    def test_no_cell_is_left_out(self, width: int, is_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_no_cell_is_left_out(self, width, is_terminal, monkeypatch):
         """A table of many backends is wider than the screen, and than the width of tables in a file."""
         names = [f"dma_mxfp:backend{index:02}" for index in range(9)]
         page = io.StringIO()
@@ -62,12 +38,12 @@ class TestTable:
 
 
 @pytest.mark.parametrize("message", ["a:b:c", "[red]x[/]", "no end [/", "x" * 300])
-def test_error_is_shown_unchanged(message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_is_shown_unchanged(message, capsys):
     console.print_error(message)
     assert capsys.readouterr().err == f"Error: {message}\n"
 
 
-def test_an_import_cannot_swallow_an_interruption() -> None:
+def test_an_import_cannot_swallow_an_interruption(python):
     """Python turns KeyboardInterrupt into RuntimeError in some places, and libraries go on after an error."""
     code = (
         "import os, signal\n"
@@ -77,6 +53,5 @@ def test_an_import_cannot_swallow_an_interruption() -> None:
         "    try:\n        os.kill(os.getpid(), signal.SIGINT)\n    except BaseException:\n        pass\n"
         "print('went on')\n"
     )
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "eval")}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    done = python("-c", code)
     assert (done.returncode, done.stdout, done.stderr) == (console.INTERRUPTED, "", "Error: interrupted\n")

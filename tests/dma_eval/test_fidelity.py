@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,29 +15,27 @@ from dma_eval.load.data import load_text, tokenize
 from dma_eval.load.models import LoadedModel, ModelSource, load_model
 from dma_eval.measures import fidelity as fidelity_module
 from dma_eval.measures.fidelity import head_errors, in_fp32, measure_fidelity
-from dma_eval.results import FidelitySection, HeadErrors, read_report
+from dma_eval.results import FidelitySection, read_report
 from dma_eval.session import Session
-from dma_eval.show.pages import Table, fidelity_page
+from dma_eval.show.pages import fidelity_page
 from tiny_models import SIZES
 from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
 
 from dma_hf import DMAConfig
 
-Run = Callable[..., Any]
 Fidelity = Callable[..., FidelitySection]
-Errors = Callable[..., list[HeadErrors]]
 
 
 @pytest.fixture
-def windows(loaded: LoadedModel, text_file: Path) -> list[torch.Tensor]:
+def windows(loaded, text_file):
     ids = tokenize(loaded.tokenizer, load_text(str(text_file)).content)
     return [ids[:512], ids[512:1024]]
 
 
 @pytest.fixture
-def fidelity(loaded: LoadedModel, text_file: Path) -> Fidelity:
-    def compare(*attn: str, model: LoadedModel = loaded, **options: Any) -> FidelitySection:
-        common: dict[str, Any] = {"context": 256, "max_windows": 2, "prompts": 2, "new_tokens": 6, "head_windows": 1}
+def fidelity(loaded, text_file):
+    def compare(*attn, model=loaded, **options):
+        common = {"context": 256, "max_windows": 2, "prompts": 2, "new_tokens": 6, "head_windows": 1}
         session = Session(model, parse_backends(attn))
         return measure_fidelity(session, load_text(str(text_file)), FidelityPart(**(common | options)))
 
@@ -47,40 +43,34 @@ def fidelity(loaded: LoadedModel, text_file: Path) -> Fidelity:
 
 
 @pytest.fixture
-def errors_of(loaded: LoadedModel, model_folder: Path, windows: list[torch.Tensor]) -> Errors:
+def errors_of(loaded, model_folder, windows):
     """The errors of heads over some windows, of backends that are given their inputs in a dtype."""
 
-    def measure(*attn: str, count: int = 2, dtype: str = "float32") -> list[HeadErrors]:
+    def measure(*attn, count=2, dtype="float32"):
         session = Session(load_model(str(model_folder), dtype=dtype, device="cpu"), ())
         return head_errors(session, loaded.model, windows[:count], parse_backends(attn))
 
     return measure
 
 
-def test_a_single_window_has_two_prompts(fidelity: Fidelity) -> None:
-    section = fidelity("dma_mxfp:balanced", max_windows=1, head_windows=0)
-    assert [len(each.same_tokens) for each in section.divergence] == [2]
-
-
 class TestHeads:
-    def test_sdpa_in_fp32_has_no_error(self, errors_of: Errors) -> None:
-        (heads,) = errors_of("sdpa")
-        assert np.shape(heads.relative_l1) == (2, 2)
-        assert np.array(heads.relative_l1) == pytest.approx(0, abs=0)
-        assert np.array(heads.cosine) == pytest.approx(1)
+    def test_only_quantization_is_an_error(self, errors_of, identity_file):
+        sdpa, identity = errors_of("eager", "sdpa", f"dma_mxfp:{identity_file}")  # eager is left out
+        assert np.shape(sdpa.relative_l1) == (2, 2)
+        assert np.array(sdpa.relative_l1) == pytest.approx(0, abs=0)
+        assert np.array(sdpa.cosine) == pytest.approx(1)
+        assert np.max(identity.relative_l1) < 1e-5
 
-    def test_identity_has_rounding_only(self, errors_of: Errors, identity_file: Path) -> None:
-        (heads,) = errors_of(f"dma_mxfp:{identity_file}")
-        assert np.max(heads.relative_l1) < 1e-5
-
-    def test_finds_the_bad_head_and_no_echo(self, errors_of: Errors, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_finds_the_bad_head_and_no_echo(self, loaded, errors_of, monkeypatch):
         """A head of layer 0 whose output is tripled is off by 200 %; layer 1 knows nothing of it."""
         import dma_hf.attention
 
         (before,) = errors_of("dma_mxfp:paper")
+        assert loaded.model.config._attn_implementation == "sdpa"
+        assert getattr(loaded.model.config, "dma_mxfp", None) is None
         attend, calls = dma_hf.attention.attention, []
 
-        def spoilt(*args: Any, **options: Any) -> torch.Tensor:
+        def spoilt(*args, **options):
             output = attend(*args, **options)
             if len(calls) % 2 == 0:  # the layers take turns
                 output = output * torch.tensor([1.0, 3.0])[:, None, None]
@@ -94,17 +84,12 @@ class TestHeads:
         assert after.relative_l1[1] == before.relative_l1[1]
         assert after.cosine[0] == pytest.approx(before.cosine[0])
 
-    def test_dtype_of_the_backends(self, errors_of: Errors) -> None:
+    def test_dtype_of_the_backends(self, errors_of):
         """SDPA in bf16 has bf16's error: about 2 ** -9."""
         (heads,) = errors_of("sdpa", dtype="bfloat16")
         assert 2**-10 < np.median(heads.relative_l1) < 2**-6
 
-    def test_leaves_the_model_as_it_was(self, loaded: LoadedModel, errors_of: Errors) -> None:
-        errors_of("dma_mxfp:fp4", count=1)
-        assert loaded.model.config._attn_implementation == "sdpa"
-        assert getattr(loaded.model.config, "dma_mxfp", None) is None
-
-    def test_a_model_whose_indexer_chooses_keys(self, windows: list[torch.Tensor]) -> None:
+    def test_a_model_whose_indexer_chooses_keys(self, windows):
         """Its layers hand the choice to what is not called SDPA, where SDPA would attend to all keys."""
         sizes = SIZES | {"vocab_size": 300, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16}
         sizes |= {"qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 24, "first_k_dense_replace": 2}
@@ -115,63 +100,41 @@ class TestHeads:
             head_errors(Session(loaded, ()), model, [windows[0][:64]], parse_backends(["dma_mxfp"]))
         assert model.config._attn_implementation == "sdpa"
 
-    def test_eager_is_left_out(self, errors_of: Errors) -> None:
-        found = errors_of("eager", "sdpa", count=1)
-        assert [heads.label for heads in found] == ["sdpa"]
-
 
 class TestComparison:
-    def test_sdpa_of_an_fp32_model_is_the_reference(self, fidelity: Fidelity) -> None:
-        section = fidelity("sdpa", "dma_mxfp:paper")
+    def test_sdpa_of_an_fp32_model_is_the_reference(self, fidelity, monkeypatch):
+        """Continuations are compared token by token, over each horizon that they reach. One window has two prompts."""
+        monkeypatch.setattr(fidelity_module, "HORIZONS", (2, 6, 100))
+        section = fidelity("sdpa", "dma_mxfp:paper", max_windows=1)
         reference, sdpa, paper = section.tokens.backends
         assert (reference.label, section.dtype) == ("sdpa, fp32", "float32")
         assert sdpa.kl_max == pytest.approx(0, abs=1e-6)
-        assert paper.kl_mean is not None
         assert paper.kl_mean > 1e-5
-        assert section.divergence[0].same_tokens == [6, 6]
-
-    def test_share_of_equal_tokens(self, fidelity: Fidelity, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Token by token at the same place, over each horizon that the continuations reach."""
-        monkeypatch.setattr(fidelity_module, "HORIZONS", (2, 6, 100))
-        sdpa, paper = fidelity("sdpa", "dma_mxfp:paper").divergence
-        assert sdpa.equal_share == {"2": 1.0, "6": 1.0}
-        least = np.mean([min(same, 6) / 6 for same in paper.same_tokens])
-        assert least <= paper.equal_share["6"] <= 1
-        table = next(t for t in fidelity_page(fidelity("sdpa", "dma_mxfp:paper")).tables if "equal of 6" in t.headers)
+        same, other = section.divergence
+        assert (same.same_tokens, same.equal_share) == ([6, 6], {"2": 1.0, "6": 1.0})
+        assert np.mean([min(each, 6) / 6 for each in other.same_tokens]) <= other.equal_share["6"] <= 1
+        table = next(table for table in fidelity_page(section).tables if "equal of 6" in table.headers)
         assert table.rows[0][1:] == ["6", "6", "2 of 2", "100.0 %", "100.0 %"]
 
-    def test_other_dtypes_are_held_against_fp32(self, fidelity: Fidelity, model_folder: Path) -> None:
-        model = load_model(str(model_folder), dtype="bfloat16", device="cpu")
-        section = fidelity("sdpa", model=model)
-        assert section.dtype == "bfloat16"
-        assert section.tokens.backends[1].kl_mean is not None
-        assert section.tokens.backends[1].kl_mean > 1e-6
-        assert model.model.dtype == torch.bfloat16
-
-    def test_parts_can_be_left_out(self, fidelity: Fidelity) -> None:
-        section = fidelity("sdpa", head_windows=0, prompts=0)
-        assert (section.heads, section.divergence) == ([], [])
-        assert fidelity_page(section).tables
-
     @pytest.mark.usefixtures("broken_kernels")
-    def test_failed_backend(self, fidelity: Fidelity) -> None:
+    def test_failed_backend(self, fidelity):
         section = fidelity("dma_mxfp:paper", "sdpa")
-        assert "model.layers.0.self_attn" in (section.tokens.backends[1].failure or "")
+        assert "model.layers.0.self_attn" in section.tokens.backends[1].failure
         assert [heads.label for heads in section.heads] == ["sdpa"]
         assert positions(section).rows[0][1:] == ["–"] * 8
         assert fidelity_page(section).warnings
 
-    def test_continuations_beyond_the_positions_are_refused(self, fidelity: Fidelity) -> None:
+    def test_continuations_beyond_the_positions_are_refused(self, fidelity):
         with pytest.raises(UserError, match=r"half of --context with --new-tokens: .* takes 512 positions, got 513"):
             fidelity("sdpa", context=128, prompts=1, new_tokens=449)
 
 
-def positions(section: FidelitySection) -> Table:
+def positions(section):
     """The table of changes by position."""
     return next(table for table in fidelity_page(section).tables if table.headers[0] == "position")
 
 
-def test_changes_by_position(fidelity: Fidelity) -> None:
+def test_changes_by_position(fidelity):
     """Position 0 is not scored."""
     section = fidelity("sdpa")
     assert [cell.removeprefix("-").removeprefix("+") for cell in positions(section).rows[0][1:]] == ["0.00 %"] * 8
@@ -184,14 +147,15 @@ def test_changes_by_position(fidelity: Fidelity) -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_range_without_a_scored_position(fidelity: Fidelity) -> None:
+def test_a_range_without_a_scored_position(fidelity):
     """Of windows so short that position 0 is a range of its own."""
     section = fidelity("sdpa", context=4, prompts=0, head_windows=0)
+    assert (section.heads, section.divergence) == ([], [])
     assert [cell.strip("+-") for cell in positions(section).rows[0]] == ["sdpa", "–", *["0.00 %"] * 3]
 
 
 @pytest.mark.parametrize("is_from_gguf", [True, False])
-def test_in_fp32(loaded: LoadedModel, model_folder: Path, is_from_gguf: bool) -> None:
+def test_in_fp32(loaded, model_folder, is_from_gguf):
     """Transformers marks what it loads from GGUF as quantized, and will not convert it; its weights are plain."""
     assert in_fp32(loaded.model) is loaded.model
     half = load_model(str(model_folder), dtype="float16", device="cpu").model
@@ -200,7 +164,7 @@ def test_in_fp32(loaded: LoadedModel, model_folder: Path, is_from_gguf: bool) ->
     assert half.dtype == torch.float16
 
 
-def test_in_fp32_of_packed_weights(model_folder: Path) -> None:
+def test_in_fp32_of_packed_weights(model_folder):
     half = load_model(str(model_folder), dtype="float16", device="cpu").model
     projection = half.model.layers[0].self_attn.q_proj
     projection.weight = torch.nn.Parameter(projection.weight.to(torch.int8), requires_grad=False)
@@ -208,7 +172,8 @@ def test_in_fp32_of_packed_weights(model_folder: Path) -> None:
         in_fp32(half)
 
 
-def test_command(run: Run, model_folder: Path, text_file: Path, tmp_path: Path) -> None:
+def test_command(run, model_folder, text_file, tmp_path):
+    """In bf16 SDPA has a loss of its own, against the same weights in fp32."""
     arguments = ["-m", model_folder, "-d", text_file, "--device", "cpu", "--dtype", "bfloat16", "-c", 256]
     arguments += ["--max-windows", 2, "--new-tokens", 4, "--attn", "sdpa", "dma_mxfp:fp4", "--out", tmp_path / "run"]
     result = run("fidelity", *arguments)
@@ -217,13 +182,15 @@ def test_command(run: Run, model_folder: Path, text_file: Path, tmp_path: Path) 
     assert "2 windows of 256 tokens (non-overlapping), 510 tokens predicted by every backend" in result.stdout
     assert "Greedy continuations of 4 tokens after prompts of 128" in result.stdout
     section = read_report(tmp_path / "run/results.json").fidelity[0]
+    assert section.dtype == "bfloat16"
+    assert section.tokens.backends[1].kl_mean > 1e-6
     assert [heads.label for heads in section.heads] == ["sdpa", "dma_mxfp:fp4"]
     for name in ("fidelity.png", "report.md", "configs/fp4.toml"):
         assert (tmp_path / "run" / name).is_file()
 
 
 @pytest.mark.usefixtures("rows_decide_alone")
-def test_skipped_tiles_are_shown(run: Run, model_folder: Path, text_file: Path, tmp_path: Path) -> None:
+def test_skipped_tiles_are_shown(run, model_folder, text_file, tmp_path):
     DMAConfig(skip_threshold=0.01, exact_until=0).to_toml(tmp_path / "skipping.toml")
     arguments = ["-m", model_folder, "-d", text_file, "--device", "cpu", "-c", 512, "--max-windows", 2, "--prompts", 0]
     arguments += ["--attn", "dma_mxfp:paper", f"dma_mxfp:{tmp_path}/skipping.toml", "--out", tmp_path / "run"]

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from pathlib import Path
 
 import huggingface_hub
 import pytest
@@ -16,7 +14,7 @@ from dma_eval.load import hub
 
 
 @pytest.fixture(autouse=True)
-def online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def online(monkeypatch, tmp_path):
     """As on a machine that sets no variable, with a cache that holds one model."""
     for name in hub.OFFLINE:
         monkeypatch.delenv(name, raising=False)
@@ -26,21 +24,21 @@ def online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def closed(monkeypatch):
     """No server at the Hub's address."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
 
 
 @pytest.fixture
-def answering(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def answering(monkeypatch):
     """A server that answers every request by an error."""
 
     class Handler(BaseHTTPRequestHandler):
-        def do_HEAD(self) -> None:
+        def do_HEAD(self):
             self.send_error(404)
 
-        def log_message(self, *_: object) -> None:
+        def log_message(self, *_):
             pass
 
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
@@ -51,35 +49,29 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("answering")
-def test_a_hub_that_answers_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_hub_that_answers_changes_nothing(capsys):
     hub.prepare("org/unknown")
     assert hub.OFFLINE[0] not in os.environ
     assert capsys.readouterr().err == ""
 
 
 @pytest.mark.usefixtures("closed")
-def test_without_a_network_the_cache_is_used(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_network_the_cache_is_used(capsys):
     hub.prepare("org/tiny")
     assert os.environ[hub.OFFLINE[0]] == "1"
-    assert "cannot be reached (Connection refused); the Hub's cache is used" in " ".join(
-        capsys.readouterr().err.split()
-    )
+    told = " ".join(capsys.readouterr().err.split())
+    assert "cannot be reached (Connection refused); the Hub's cache is used" in told
 
 
-@pytest.mark.usefixtures("closed")
-def test_what_is_not_in_the_cache_is_refused() -> None:
-    with pytest.raises(UserError, match=r"--model: cannot load 'tiny': .*cache has no such model, and .*refused"):
-        hub.prepare("tiny")
-
-
-def test_an_address_that_is_none_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_that_is_none_is_shown(monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "hub.example")
-    with pytest.raises(UserError, match=r"hub\.example cannot be reached \(unknown url type"):
+    message = r"--model: cannot load 'tiny': .*cache has no such model, and hub\.example .* reached \(unknown url type"
+    with pytest.raises(UserError, match=message):
         hub.prepare("tiny")
 
 
 @pytest.mark.parametrize("variable", hub.OFFLINE)
-def test_a_variable_that_forbids_the_network_is_named(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_that_forbids_the_network_is_named(variable, monkeypatch):
     monkeypatch.setenv(variable, "true")
     hub.prepare("org/tiny")
     with pytest.raises(UserError, match=f"and {variable} is set$"):

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from dma_eval.errors import UserError
+from dma_eval.config import PerplexityPart
 from dma_eval.load.backends import activate, needs_chunks, parse_backends, with_references
-from dma_eval.load.data import tokenize
-from dma_eval.load.models import LoadedModel
+from dma_eval.load.data import load_text, tokenize
+from dma_eval.load.models import load_model
 from dma_eval.load.reading import read
+from dma_eval.measures import perplexity
 from dma_eval.measures.perplexity import measure_perplexity
 from dma_eval.results import read_report
+from dma_eval.session import Session
 from dma_eval.show.card import make_card
-from transformers import AutoTokenizer, BambaConfig, BambaForCausalLM, DynamicCache, JambaConfig, JambaForCausalLM
+from transformers import AutoTokenizer, BambaConfig, BambaForCausalLM, DynamicCache
 
 from dma_hf.integrations.internals import CACHE_ARGUMENT
 
-Run = Callable[..., Any]
 NAMES = ("sdpa", "dma_mxfp:balanced", "dma_mxfp:balanced+int8")
-SIZES: dict[str, Any] = {
+SIZES = {
     "vocab_size": 300,
     "hidden_size": 64,
     "intermediate_size": 64,
@@ -37,26 +34,25 @@ SIZES: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module", params=["bamba", "jamba"])
-def hybrid_folder(request: pytest.FixtureRequest, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module")
+def hybrid_folder(model_folder, tmp_path_factory):
     """A hybrid of one layer with a recurrent state and one with attention."""
     torch.manual_seed(0)
-    if request.param == "bamba":
-        state = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16}
-        model: Any = BambaForCausalLM(BambaConfig(**SIZES, **state, attn_layer_indices=[1], mamba_chunk_size=32))
-    else:
-        experts = {"num_experts": 2, "num_experts_per_tok": 1, "attn_layer_period": 2, "attn_layer_offset": 1}
-        state = {"mamba_d_state": 8, "mamba_dt_rank": 8, "use_mamba_kernels": False}
-        model = JambaForCausalLM(JambaConfig(**SIZES, **experts, **state))
-    folder = tmp_path_factory.mktemp("hybrid") / request.param
-    model.save_pretrained(folder)
+    state = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_chunk_size": 32}
+    folder = tmp_path_factory.mktemp("hybrid") / "bamba"
+    BambaForCausalLM(BambaConfig(**SIZES, **state, attn_layer_indices=[1])).save_pretrained(folder)
     AutoTokenizer.from_pretrained(model_folder).save_pretrained(folder)
     return folder
 
 
 @pytest.fixture
-def measured(run: Run, hybrid_folder: Path, text_file: Path, tmp_path: Path) -> Run:
-    def invoke(command: str, *arguments: object, attn: tuple[str, ...] = NAMES) -> Any:
+def hybrid(hybrid_folder):
+    return load_model(str(hybrid_folder), dtype="float32", device="cpu")
+
+
+@pytest.fixture
+def measured(run, hybrid_folder, text_file, tmp_path):
+    def invoke(command, *arguments, attn=NAMES):
         common = ("-m", hybrid_folder, "--device", "cpu", "--dtype", "float32", "--attn", *attn)
         text = () if command == "lm-eval" else ("-d", text_file)
         result = run(command, *common, *text, "--out", tmp_path / "run", *arguments)
@@ -66,9 +62,12 @@ def measured(run: Run, hybrid_folder: Path, text_file: Path, tmp_path: Path) -> 
     return invoke
 
 
-def test_a_row_of_a_cache_shows_the_loss_of_the_cache(measured: Run) -> None:
+def test_a_row_of_a_cache_shows_the_loss_of_the_cache(measured, tmp_path):
     """What the chunks cost has a row of its own."""
     (section,) = measured("ppl", "-c", 512, "--max-windows", 2).perplexity
+    page = (tmp_path / "run/report.md").read_text(encoding="utf-8")
+    assert "- `dma_mxfp:balanced+int8`: relative to `sdpa+dynamic`, which reads the same chunks" in page
+    assert "| `sdpa+dynamic` | sdpa | DynamicCache of Transformers |" in page
     sdpa, balanced, chunks, int8 = section.backends
     assert [chunks.label, int8.label] == ["sdpa+dynamic", "dma_mxfp:balanced+int8"]
     assert [each.reference for each in section.backends] == [None, None, None, "sdpa+dynamic"]
@@ -78,14 +77,7 @@ def test_a_row_of_a_cache_shows_the_loss_of_the_cache(measured: Run) -> None:
     assert balanced.change_percent == pytest.approx(100 * (balanced.perplexity / sdpa.perplexity - 1), abs=1e-6)
 
 
-def test_the_note_says_what_it_is_relative_to(measured: Run, tmp_path: Path) -> None:
-    measured("ppl", "-c", 256, "--max-windows", 1)
-    page = (tmp_path / "run/report.md").read_text(encoding="utf-8")
-    assert "- `dma_mxfp:balanced+int8`: relative to `sdpa+dynamic`, which reads the same chunks" in page
-    assert "| `sdpa+dynamic` | sdpa | DynamicCache of Transformers |" in page
-
-
-def test_a_card_keeps_it(measured: Run, tiny_tasks: Path) -> None:
+def test_a_card_keeps_it(measured, tiny_tasks):
     measured("lm-eval", "--tasks", "tiny_last_word", "--include-path", tiny_tasks, "--limit", 4)
     report = measured("ppl", "-c", 256, "--max-windows", 1, attn=(*NAMES, "dma_mxfp:paper"))
     text = make_card(report, backend=NAMES[2], base_model="me/tiny").text
@@ -94,7 +86,7 @@ def test_a_card_keeps_it(measured: Run, tiny_tasks: Path) -> None:
     assert "| dma_mxfp:paper |" not in text
 
 
-def test_fidelity_has_both_references_in_fp32(measured: Run) -> None:
+def test_fidelity_has_both_references_in_fp32(measured):
     arguments = ("-c", 256, "--max-windows", 1, "--prompts", 1, "--new-tokens", 2, "--dtype", "bfloat16")
     (section,) = measured("fidelity", *arguments).fidelity
     labels = ["sdpa, fp32", "sdpa, fp32+dynamic", "sdpa", "dma_mxfp:balanced", "sdpa+dynamic", NAMES[2]]
@@ -104,7 +96,7 @@ def test_fidelity_has_both_references_in_fp32(measured: Run) -> None:
     assert [each.label for each in section.divergence] == labels[2:]
 
 
-def test_tasks_are_paired_with_it(measured: Run, tiny_tasks: Path) -> None:
+def test_tasks_are_paired_with_it(measured, tiny_tasks):
     arguments = ("--tasks", "tiny_last_word", "--include-path", tiny_tasks, "--limit", 4)
     (section,) = measured("lm-eval", *arguments).tasks
     assert [each.reference for each in section.backends] == [None, None, None, "sdpa+dynamic"]
@@ -114,23 +106,18 @@ def test_tasks_are_paired_with_it(measured: Run, tiny_tasks: Path) -> None:
         assert values[NAMES[2]].difference == pytest.approx(expected)
 
 
-def test_logits_of_the_reference_are_those_of_the_dynamic_cache(
-    hybrid_folder: Path, text_file: Path, prose: str
-) -> None:
-    from dma_eval.load.models import load_model
-
-    loaded = load_model(str(hybrid_folder), dtype="float32", device="cpu")
-    ids = tokenize(loaded.tokenizer, prose)[None, :300]
+def test_logits_of_the_reference_are_those_of_the_dynamic_cache(hybrid, prose):
+    ids = tokenize(hybrid.tokenizer, prose)[None, :300]
     (backend,) = parse_backends(["sdpa+dynamic"])
-    activate(loaded.model, backend)
-    cache, expected = DynamicCache(config=loaded.model.config), []
+    activate(hybrid.model, backend)
+    cache, expected = DynamicCache(config=hybrid.model.config), []
     with torch.inference_mode():
         for begin in range(0, 300, 128):
-            expected.append(loaded.model(ids[:, begin : begin + 128], **{CACHE_ARGUMENT: cache}).logits)
-    torch.testing.assert_close(read(loaded.model, backend, ids), torch.cat(expected, 1))
+            expected.append(hybrid.model(ids[:, begin : begin + 128], **{CACHE_ARGUMENT: cache}).logits)
+    torch.testing.assert_close(read(hybrid.model, backend, ids), torch.cat(expected, 1))
 
 
-def test_other_models_need_none(loaded: LoadedModel, compared: Callable[..., Any]) -> None:
+def test_other_models_need_none(loaded, compared):
     """In chunks, attention alone computes the same to rounding."""
     backends = parse_backends(NAMES)
     assert with_references(loaded.model, backends) == backends
@@ -139,47 +126,28 @@ def test_other_models_need_none(loaded: LoadedModel, compared: Callable[..., Any
     assert dynamic.nll == pytest.approx(sdpa.nll, rel=1e-5)
 
 
-def test_it_is_added_once_and_only_for_caches(hybrid_folder: Path) -> None:
-    from dma_eval.load.models import load_model
-
-    model = load_model(str(hybrid_folder), dtype="float32", device="cpu").model
-
-    def labels(*names: str) -> list[str]:
-        return [each.label for each in with_references(model, parse_backends(names))]
+def test_it_is_added_once_and_only_for_caches(hybrid):
+    def labels(*names):
+        return [each.label for each in with_references(hybrid.model, parse_backends(names))]
 
     assert labels("sdpa", "dma_mxfp") == ["sdpa", "dma_mxfp"]
     assert labels("sdpa", "sdpa+dynamic", "dma_mxfp+int8") == ["sdpa", "sdpa+dynamic", "dma_mxfp+int8"]
     assert labels("sdpa", "dma_mxfp+int8", "sdpa+dynamic") == ["sdpa", "dma_mxfp+int8", "sdpa+dynamic"]
     assert labels("sdpa", "dma_mxfp+int8", "sdpa+hqq4") == ["sdpa", "sdpa+dynamic", "dma_mxfp+int8", "sdpa+hqq4"]
-    assert not needs_chunks(model, parse_backends(["sdpa", "sdpa+dynamic"]))
+    assert not needs_chunks(hybrid.model, parse_backends(["sdpa", "sdpa+dynamic"]))
 
 
-def test_dma_mxfp_takes_no_dynamic_cache() -> None:
-    with pytest.raises(UserError, match=r"unknown preset 'balanced\+dynamic'"):
-        parse_backends(["dma_mxfp:balanced+dynamic"])
-
-
-def test_a_failed_one_leaves_the_others_without_a_comparison(
-    hybrid_folder: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from dma_eval.config import PerplexityPart
-    from dma_eval.load.data import load_text
-    from dma_eval.load.models import load_model
-    from dma_eval.measures import perplexity
-    from dma_eval.session import Session
-
+def test_a_failed_one_leaves_the_others_without_a_comparison(hybrid, text_file, monkeypatch):
     forward = perplexity._forward
 
-    def fail(model: Any, backend: Any, *others: Any) -> Any:
+    def fail(model, backend, *others):
         if backend.label == "sdpa+dynamic":
             raise RuntimeError("no room")
         return forward(model, backend, *others)
 
     monkeypatch.setattr(perplexity, "_forward", fail)
-    loaded = load_model(str(hybrid_folder), dtype="float32", device="cpu")
-    section = measure_perplexity(
-        Session(loaded, parse_backends(NAMES)), load_text(str(text_file)), PerplexityPart(max_windows=1), 256
-    )
+    session, part = Session(hybrid, parse_backends(NAMES)), PerplexityPart(max_windows=1)
+    section = measure_perplexity(session, load_text(str(text_file)), part, 256)
     *_, chunks, int8 = section.backends
     assert chunks.failure == "no room"
     assert (int8.kl_mean, int8.change_percent, int8.reference) == (None, None, "sdpa+dynamic")

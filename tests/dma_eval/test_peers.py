@@ -12,29 +12,20 @@ from kernel_bench import peers
 from kernel_bench.fp8_quantizer import dequantize_fp8, quantize_fp8
 from kernel_bench.inputs import Inputs
 from kernel_bench.peers import FLASH_3, FLASHINFER, FLASHINFER_FP8, PREQUANTIZED
-from torch import Tensor
 from torch.nn import functional as F
 
 
-def tensors(queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
+def tensors(queries, keys):
     generator = torch.Generator().manual_seed(0)
     return tuple(torch.randn(2, h, t, 32, generator=generator) for h, t in ((4, queries), (2, keys), (2, keys)))
 
 
-def exact(inputs: Inputs) -> Tensor:
+def exact(inputs):
     wide = (x.float() for x in inputs.tensors)
     return F.scaled_dot_product_attention(*wide, is_causal=inputs.is_causal, scale=inputs.scale, enable_gqa=True)
 
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    causal: bool = False,
-    cache_seqlens: Tensor | None = None,
-    softmax_scale: float | None = None,
-    **scales: Tensor,
-) -> Tensor:
+def attend(query, key, value, causal=False, cache_seqlens=None, softmax_scale=None, **scales):
     """Do what FlashAttention-3 says that it does, on token-major tensors."""
     assert query.dtype == key.dtype == value.dtype
     assert cache_seqlens is None or cache_seqlens.tolist() == [key.shape[1]] * len(key)
@@ -47,7 +38,7 @@ def attend(
 
 
 @pytest.fixture(autouse=True)
-def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def _installed(monkeypatch):
     """Put a module that computes on the CPU in the place of FlashAttention-3."""
     module = SimpleNamespace(flash_attn_func=attend, flash_attn_with_kvcache=attend)
     monkeypatch.setitem(sys.modules, peers.MODULE, module)
@@ -55,7 +46,7 @@ def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("name", "limit"), [("fa3", 1e-6), ("fa3:fp8", 0.2), (f"fa3:fp8{PREQUANTIZED}", 0.2)])
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_prefill_is_attention_to_the_precision_of_the_numbers(name: str, limit: float, is_causal: bool) -> None:
+def test_prefill_is_attention_to_the_precision_of_the_numbers(name, limit, is_causal):
     query, key, value = tensors(50, 50)
     inputs = Inputs(query, 8.0 * key, value, 0.1, is_causal)
     prepared = peers.flash_attention_3(name, inputs)
@@ -65,7 +56,7 @@ def test_prefill_is_attention_to_the_precision_of_the_numbers(name: str, limit: 
 
 
 @pytest.mark.parametrize("name", FLASH_3)
-def test_a_step_is_attention_and_reads_what_is_stored(name: str) -> None:
+def test_a_step_is_attention_and_reads_what_is_stored(name):
     query, key, value = tensors(1, 70)
     run, stored = peers.flash_attention_3_step(name, query, key, 8.0 * value)
     expected = F.scaled_dot_product_attention(query, key, 8.0 * value, enable_gqa=True)
@@ -74,22 +65,22 @@ def test_a_step_is_attention_and_reads_what_is_stored(name: str) -> None:
 
 
 def flashinfer_attend(
-    qkv: tuple[Tensor, ...],
-    input_layout: str,
-    workspace_buffer: Tensor,
-    seq_lens: Tensor,
-    max_q_len: int,
-    max_kv_len: int,
-    bmm1_scale: float,
-    bmm2_scale: float,
-    batch_size: int,
-    cum_seq_lens_q: Tensor,
-    cum_seq_lens_kv: Tensor,
+    qkv,
+    input_layout,
+    workspace_buffer,
+    seq_lens,
+    max_q_len,
+    max_kv_len,
+    bmm1_scale,
+    bmm2_scale,
+    batch_size,
+    cum_seq_lens_q,
+    cum_seq_lens_kv,
     *,
-    out_dtype: torch.dtype | None = None,
-    mask_mode: str,
-    skip_softmax_threshold_scale_factor: float,
-) -> Tensor:
+    out_dtype=None,
+    mask_mode,
+    skip_softmax_threshold_scale_factor,
+):
     """Do what FlashInfer says that FMHA v2 does, but with single logits in place of tiles."""
     is_fp8 = qkv[0].dtype == torch.float8_e4m3fn
     assert input_layout == ("CONTIGUOUS_Q_KV" if is_fp8 else "SEPARATE_Q_K_V")
@@ -113,7 +104,7 @@ def flashinfer_attend(
     return torch.cat(outs).to(out_dtype or qkv[0].dtype)
 
 
-def skipping(inputs: Inputs, threshold: float | None) -> Tensor:
+def skipping(inputs, threshold):
     """Return attention without the logits that lie more than the threshold below the largest of their row."""
     wide = [x.repeat_interleave(inputs.query.shape[1] // x.shape[1], 1) for x in inputs.tensors]
     scores = inputs.scale * wide[0] @ wide[1].mT
@@ -126,22 +117,22 @@ def skipping(inputs: Inputs, threshold: float | None) -> Tensor:
 @pytest.mark.parametrize("is_causal", [True, False])
 class TestFlashInfer:
     @pytest.fixture(autouse=True)
-    def _installed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def _installed(self, monkeypatch):
         module = SimpleNamespace(trtllm_fmha_v2_prefill=flashinfer_attend)
         monkeypatch.setitem(sys.modules, peers.FLASHINFER_MODULE, module)
 
     @pytest.fixture
-    def inputs(self, is_causal: bool) -> Inputs:
+    def inputs(self, is_causal):
         query, key, value = tensors(50, 50)
         return Inputs(query, 8.0 * key, 4.0 * value, 0.1, is_causal)
 
     @pytest.mark.parametrize("name", FLASHINFER)
-    def test_skips_what_lies_the_threshold_below_the_maximum(self, name: str, inputs: Inputs) -> None:
+    def test_skips_what_lies_the_threshold_below_the_maximum(self, name, inputs):
         prepared = peers.flashinfer(name, inputs)
         torch.testing.assert_close(prepared.read(prepared.run()), skipping(inputs, FLASHINFER[name]))
 
     @pytest.mark.parametrize("name", FLASHINFER_FP8)
-    def test_takes_codes_and_scales_in_fp8(self, name: str, inputs: Inputs) -> None:
+    def test_takes_codes_and_scales_in_fp8(self, name, inputs):
         prepared = peers.flashinfer_fp8(name, inputs)
         made = quantize_fp8(*inputs.token_major, per_head=False)
         codes = (made.query, made.key, made.value)
@@ -156,7 +147,7 @@ class TestFlashInfer:
 class TestQuantizer:
     @pytest.mark.parametrize("per_head", [True, False])
     @pytest.mark.parametrize("tokens", [1, 64, 130])
-    def test_scales_the_largest_magnitude_to_448_and_rounds_to_nearest(self, tokens: int, per_head: bool) -> None:
+    def test_scales_the_largest_magnitude_to_448_and_rounds_to_nearest(self, tokens, per_head):
         given = [x.transpose(1, 2).bfloat16().contiguous() for x in tensors(tokens, tokens)]
         made = quantize_fp8(*given, per_head=per_head)
         for index, (x, codes) in enumerate(zip(given, (made.query, made.key, made.value), strict=True)):
@@ -170,7 +161,7 @@ class TestQuantizer:
             torch.testing.assert_close(made.scales[index].flatten(), (448.0 / largest).flatten())
 
     @pytest.mark.parametrize("tokens", [1, 130])
-    def test_packs_the_keys_and_values_of_a_token_side_by_side(self, tokens: int) -> None:
+    def test_packs_the_keys_and_values_of_a_token_side_by_side(self, tokens):
         given = [x.transpose(1, 2).bfloat16().contiguous() for x in tensors(tokens, tokens)]
         made = quantize_fp8(*given, per_head=False, pack_kv=True)
         separate = quantize_fp8(*given, per_head=False)
@@ -181,18 +172,18 @@ class TestQuantizer:
         for name in ("query", "key", "value"):
             assert torch.equal(getattr(made, name).float(), getattr(separate, name).float())
 
-    def test_keeps_zeros(self) -> None:
+    def test_keeps_zeros(self):
         zeros = torch.zeros(1, 3, 1, 16, dtype=torch.bfloat16)
         made = quantize_fp8(zeros, zeros, zeros, per_head=True)
         assert made.value.float().abs().max() == 0.0
         assert made.descales.isfinite().all()
 
-    def test_needs_as_many_queries_as_keys(self) -> None:
+    def test_needs_as_many_queries_as_keys(self):
         query, key, value = (x.transpose(1, 2).bfloat16() for x in tensors(7, 8))
         with pytest.raises(ValueError, match="query and key must have as many tokens, got 7 and 8"):
             quantize_fp8(query, key, value, per_head=True)
 
-    def test_has_an_inverse(self) -> None:
+    def test_has_an_inverse(self):
         codes = torch.randn(3, 1700).to(torch.float8_e4m3fn)
         out = dequantize_fp8(codes, torch.tensor([[0.5]]), torch.bfloat16)
         assert torch.equal(out, (0.5 * codes.float()).bfloat16())

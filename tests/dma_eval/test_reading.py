@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,42 +9,41 @@ import torch
 from cache_oracle import expected_logits
 from dma_eval.errors import UserError
 from dma_eval.load import reading
-from dma_eval.load.backends import Backend, activate, new_cache, parse_backends
+from dma_eval.load.backends import activate, parse_backends
 from dma_eval.load.data import tokenize
-from dma_eval.load.models import LoadedModel
-from dma_eval.load.reading import log_likelihood, read
-from dma_eval.results import PerplexitySection
+from dma_eval.load.reading import continued, log_likelihood, read
 from dma_kernels.cache.storage import LayerStorage
-from torch import Tensor
 from transformers import MambaConfig, MambaForCausalLM
+
+import dma_hf.attention
 
 LENGTH = 450
 
 
 @pytest.fixture
-def double(loaded: LoadedModel) -> LoadedModel:
+def double(loaded):
     """In fp64, where no rounding error carries a number across the border between two codes."""
     return replace(loaded, model=loaded.model.double())
 
 
 @pytest.fixture
-def ids(loaded: LoadedModel, prose: str) -> Tensor:
+def ids(loaded, prose):
     return tokenize(loaded.tokenizer, prose)[: 2 * LENGTH].view(2, LENGTH)
 
 
-def backend(name: str) -> Backend:
+def backend(name):
     return parse_backends([name])[0]
 
 
-def logits(loaded: LoadedModel, name: str, ids: Tensor, **options: object) -> Tensor:
+def logits(loaded, name, ids, **options):
     chosen = backend(name)
     activate(loaded.model, chosen)
-    return read(loaded.model, chosen, ids, **options)  # type: ignore[arg-type]
+    return read(loaded.model, chosen, ids, **options)
 
 
 @pytest.mark.parametrize("cache", ["int8", "int4"])
 class TestThroughACache:
-    def test_is_what_the_cache_holds(self, double: LoadedModel, ids: Tensor, cache: str) -> None:
+    def test_is_what_the_cache_holds(self, double, ids, cache):
         cached = logits(double, f"dma_mxfp:balanced+{cache}", ids)
         steps = [(start, min(start + 128, LENGTH)) for start in range(0, LENGTH, 128)]
         expected = expected_logits(double.model, ids, steps)
@@ -53,7 +51,7 @@ class TestThroughACache:
         exact = logits(double, "sdpa", ids)
         assert (cached - exact).abs().max() > 1e-4 * exact.abs().max()  # what is compared is quantized
 
-    def test_padding_on_the_left(self, double: LoadedModel, ids: Tensor, cache: str) -> None:
+    def test_padding_on_the_left(self, double, ids, cache):
         """Also where a row's first chunk is nothing but padding."""
         alone = logits(double, f"dma_mxfp:balanced+{cache}", ids[:1, 200:], last=9)
         mask = torch.ones_like(ids)
@@ -61,14 +59,12 @@ class TestThroughACache:
         together = logits(double, f"dma_mxfp:balanced+{cache}", ids, mask=mask, last=9)
         assert (together[:1] - alone).abs().max() < 1e-6 * alone.abs().max()
 
-    def test_reads_what_is_stored(
-        self, loaded: LoadedModel, ids: Tensor, cache: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_reads_what_is_stored(self, loaded, ids, cache, monkeypatch):
         """Were stored tiles not read, spoiling them would change nothing."""
         honest = logits(loaded, f"dma_mxfp:balanced+{cache}", ids)
         append = LayerStorage.append
 
-        def spoil(storage: LayerStorage, *arguments: Tensor) -> None:
+        def spoil(storage, *arguments):
             append(storage, *arguments)
             storage.kv_pages.zero_()
 
@@ -81,102 +77,82 @@ class TestThroughACache:
 
 
 @pytest.mark.parametrize("name", ["sdpa", "dma_mxfp:balanced", "dma_mxfp:balanced+int4"])
-@pytest.mark.parametrize("last", [1, 66, 67, 200, LENGTH])
-def test_last_logits(loaded: LoadedModel, ids: Tensor, name: str, last: int) -> None:
+@pytest.mark.parametrize("last", [1, 66, 67, 200])
+def test_last_logits(loaded, ids, name, last):
     """The last chunk holds 66 tokens."""
     torch.testing.assert_close(logits(loaded, name, ids, last=last), logits(loaded, name, ids)[:, -last:])
 
 
-@pytest.mark.parametrize("name", ["sdpa", "dma_mxfp:balanced", "dma_mxfp:balanced+int4"])
-def test_passes(loaded: LoadedModel, ids: Tensor, name: str) -> None:
-    """One pass, or one for each tile."""
-    lengths: list[int] = []
+@pytest.fixture
+def lengths_read(loaded):
+    """The length of each pass of the model."""
+    lengths = []
     loaded.model.register_forward_pre_hook(
         lambda module, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
+    return lengths
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths"), [("dma_mxfp:balanced", [LENGTH]), ("dma_mxfp:balanced+int4", [128, 128, 128, 66])]
+)
+def test_passes(loaded, ids, lengths_read, name, lengths):
+    """One pass, or one for each tile."""
     logits(loaded, name, ids)
-    assert lengths == ([128, 128, 128, 66] if name.endswith("+int4") else [LENGTH])
+    assert lengths_read == lengths
 
 
-def test_no_cache_unless_asked(loaded: LoadedModel) -> None:
-    assert new_cache(loaded.model, backend("dma_mxfp:balanced")) is None
-
-
-def test_model_without_attention() -> None:
+def test_model_without_attention():
     config = MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1)
     with pytest.raises(UserError, match="MambaForCausalLM"):
         activate(MambaForCausalLM(config), backend("dma_mxfp:balanced+int4"))
 
 
-def test_generation_uses_the_cache(loaded: LoadedModel, ids: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dma_eval.measures.fidelity import continue_greedily
-    from dma_eval.session import Session
-
-    stored: list[int] = []
+def test_generation_uses_the_cache(loaded, ids, monkeypatch):
+    stored = []
     append = LayerStorage.append
-    monkeypatch.setattr(
-        LayerStorage,
-        "append",
-        lambda storage, key, value: (stored.append(key.shape[2]), append(storage, key, value))[1],
-    )
-    run: Callable[[str], object] = lambda name: continue_greedily(Session(loaded, parse_backends([name])), ids[0], 3)  # noqa: E731
-    run("dma_mxfp:balanced")
-    assert stored == []
-    run("dma_mxfp:balanced+int4")
-    assert stored.count(LENGTH) == 2  # once for each layer
 
+    def noted(storage, key, value):
+        stored.append(key.shape[2])
+        append(storage, key, value)
 
-def test_generation_without_a_cache_after_one_with(
-    loaded: LoadedModel, ids: Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A backend's cache is not that of those after it, the reference of the next comparison among them."""
-    from dma_eval.load.reading import continued
-
+    monkeypatch.setattr(LayerStorage, "append", noted)
     activate(loaded.model, backend("dma_mxfp:balanced+int4"))
-    monkeypatch.delattr(LayerStorage, "append")
-    for name in ("sdpa", "sim_sage", "dma_mxfp:balanced"):
+    continued(loaded.model, backend("dma_mxfp:balanced+int4"), ids[:1], 3)
+    assert stored.count(LENGTH) == 2  # once for each layer
+    stored.clear()
+    for name in ("sdpa", "sim_sage", "dma_mxfp:balanced"):  # a backend's cache is not that of those after it
         activate(loaded.model, backend(name))
         continued(loaded.model, backend(name), ids[:1, :300], 2)
+    assert stored == []
 
 
-def test_not_finite_through_a_cache(
-    compared: Callable[..., PerplexitySection], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_not_finite_through_a_cache(compared, monkeypatch):
     """Stopped, with the layer named; the others have their results."""
-    import dma_hf.attention
-
     attend = dma_hf.attention.cached_attention
     monkeypatch.setattr(
         dma_hf.attention, "cached_attention", lambda *args, **options: attend(*args, **options) * torch.nan
     )
-    sdpa, at_once, cached = compared(
-        "sdpa", "dma_mxfp:balanced", "dma_mxfp:balanced+int4", context=256, max_windows=1
-    ).backends
+    names = ("sdpa", "dma_mxfp:balanced", "dma_mxfp:balanced+int4")
+    sdpa, at_once, cached = compared(*names, context=256, max_windows=1).backends
     assert (sdpa.failure, at_once.failure) == (None, None)
-    assert "first at position 128 of a window; they begin in the output of model.layers.0.self_attn" in (
-        cached.failure or ""
-    )
+    assert "first at position 128 of a window; they begin in the output of model.layers.0.self_attn" in cached.failure
 
 
 @pytest.mark.parametrize("last", [None, 30])
-def test_sdpa_without_a_fused_kernel_reads_in_pieces(
-    double: LoadedModel, ids: Tensor, monkeypatch: pytest.MonkeyPatch, last: int | None
-) -> None:
+def test_sdpa_without_a_fused_kernel_reads_in_pieces(double, ids, lengths_read, monkeypatch, last):
     """So that it does not hold the scores of all pairs of tokens."""
     expected = logits(double, "sdpa", ids, last=last)
-    seen: list[int] = []
-    double.model.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
+    lengths_read.clear()
     monkeypatch.setattr(reading, "UNFUSED_STEP", 200)
     monkeypatch.setattr(reading, "sdpa_is_unfused", lambda model, backend: backend.implementation == "sdpa")
     found = logits(double, "sdpa", ids, last=last)
-    assert seen == [200, 200, 50]
+    assert lengths_read == [200, 200, 50]
     assert (found - expected).abs().max() < 1e-10 * expected.abs().max()
 
 
 @pytest.mark.parametrize(("tokens", "is_greedy"), [([0, 2], True), ([0, 1], False), ([1, 2], False), ([2], True)])
-def test_a_continuation_is_greedy_if_all_of_its_tokens_are(tokens: list[int], is_greedy: bool) -> None:
+def test_a_continuation_is_greedy_if_all_of_its_tokens_are(tokens, is_greedy):
     log_probs = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.3, 0.6]]).log()
     likelihood = sum(float(row[token]) for row, token in zip(log_probs[-len(tokens) :], tokens, strict=True))
     assert log_likelihood(log_probs, tokens) == (pytest.approx(likelihood), is_greedy)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from pathlib import Path
 
 import dma_eval
@@ -11,7 +10,7 @@ import pytest
 
 PACKAGE = Path(dma_eval.__file__).parent
 BASE = {"console", "environment", "errors", "files", "names"}
-ROOMS: dict[str, set[str]] = {
+ROOMS = {
     # what every room may use
     "errors": set(),
     "environment": {"errors"},
@@ -37,7 +36,7 @@ PROGRAM = {"__init__", "__main__", "bench", "cli", "commands", "entry"}
 """The commands, and ``bench``. Nothing in the table imports them."""
 
 
-def imported(path: Path) -> Iterator[str]:
+def imported(path):
     """Yield the rooms that a file imports from. What only annotations need does not count."""
     own = path.relative_to(PACKAGE).parts[:-1]
     tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -53,13 +52,13 @@ def imported(path: Path) -> Iterator[str]:
             yield from (alias.name.split(".")[1] for alias in node.names if alias.name.startswith("dma_eval."))
 
 
-def test_every_room_has_a_row_in_the_table() -> None:
+def test_every_room_has_a_row_in_the_table():
     found = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
     assert found <= set(ROOMS) | PROGRAM
     assert set(ROOMS) <= found
 
 
-def test_the_table_has_an_order() -> None:
+def test_the_table_has_an_order():
     """Rooms can be numbered so that each imports only earlier ones: there is no way back."""
     left = dict(ROOMS)
     while left:
@@ -70,7 +69,7 @@ def test_the_table_has_an_order() -> None:
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_a_room_imports_only_what_its_row_allows(room: str) -> None:
+def test_a_room_imports_only_what_its_row_allows(room):
     folder = PACKAGE / room
     for path in folder.rglob("*.py") if folder.is_dir() else [PACKAGE / f"{room}.py"]:
         assert set(imported(path)) <= ROOMS[room] | {room}, path

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import lm_eval
 import pytest
-from dma_eval.config import TasksPart, load_suite
+from dma_eval.config import TasksPart
 from dma_eval.errors import UserError
 from dma_eval.load.backends import parse_backends
-from dma_eval.load.models import LoadedModel
 from dma_eval.measures.task_summary import TaskRecord
 from dma_eval.measures.tasks import at_length, find_tasks, load_at_length, measure_tasks
-from dma_eval.results import TaskSection
 from dma_eval.session import Session, Store
 from sampling import sampled
 
 RULER = Path(lm_eval.__file__).parent / "tasks" / "ruler"
-Evaluate = Callable[..., TaskSection]
 
 
 @pytest.fixture
-def few_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_prompts(monkeypatch):
     """lm-eval makes 500 prompts of each length, with a bar of tqdm, and at import sorts all pairs of words.
 
     It loads a task's functions from their file, and those of ``niah`` as a module.
@@ -33,13 +28,13 @@ def few_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     wonderwords = pytest.importorskip("wonderwords")
 
     class FewWords(wonderwords.RandomWord):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self._categories = {name: words[:50] for name, words in self._categories.items()}
 
     monkeypatch.setattr(wonderwords, "RandomWord", FewWords)
 
-    def first_ones(samples: Iterable[int], **_: Any) -> Iterable[int]:
+    def first_ones(samples, **_):
         return islice(samples, 5)
 
     for name in ("tqdm.tqdm", "lm_eval.tasks.ruler.prepare_niah.tqdm"):
@@ -47,8 +42,8 @@ def few_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def evaluate(loaded: LoadedModel) -> Evaluate:
-    def run(name: str, lengths: list[int], folder: Path | None = None) -> TaskSection:
+def evaluate(loaded):
+    def run(name, lengths, folder=None):
         session = Session(loaded, parse_backends(["sdpa", "dma_mxfp:paper"]), store=Store(folder))
         part = TasksPart(names=[name], lengths=lengths, limit=3, batch_size=3)
         return measure_tasks(session, find_tasks([name], [RULER]), part)
@@ -63,9 +58,7 @@ def evaluate(loaded: LoadedModel) -> Evaluate:
     ),
 )
 @pytest.mark.usefixtures("few_prompts")
-def test_each_length_has_its_own_paired_answers_and_resumes(
-    evaluate: Evaluate, tmp_path: Path, name: str, metrics: list[str]
-) -> None:
+def test_each_length_has_its_own_paired_answers_and_resumes(evaluate, tmp_path, name, metrics):
     section = evaluate(name, [480, 512], tmp_path)
     assert [task.name for task in section.tasks] == [f"{name}, 480 tokens", f"{name}, 512 tokens"]
     for task, length in zip(section.tasks, (480, 512), strict=True):
@@ -81,12 +74,12 @@ def test_each_length_has_its_own_paired_answers_and_resumes(
     assert evaluate(name, [480, 512], tmp_path).tasks == section.tasks  # the prompts are made again
 
 
-def test_a_record_counts_the_answers_that_were_found() -> None:
-    def sample(doc_id: int, score: float, answers: int) -> dict[str, Any]:
+def test_a_record_counts_the_answers_that_were_found():
+    def sample(doc_id, score, answers):
         doc = {"outputs": ["x"] * answers}
         return {"doc_id": doc_id, "filter": "none", "prompt_hash": "", "doc": doc, "4096": -1.0, "8192": score}
 
-    def made(answers: int) -> TaskRecord:
+    def made(answers):
         record = TaskRecord(
             name="ruler_vt",
             version="1.0",
@@ -104,9 +97,7 @@ def test_a_record_counts_the_answers_that_were_found() -> None:
     assert made(1).metrics == {"score,none": 0.75}
 
 
-def test_lengths_that_cannot_be_measured_are_refused(
-    run: Callable[..., Any], refused: Callable[..., str], model_folder: Path, tiny_tasks: Path
-) -> None:
+def test_lengths_that_cannot_be_measured_are_refused(run, refused, model_folder, tiny_tasks):
     common = ("lm-eval", "-m", model_folder, "--device", "cpu", "--attn", "sdpa")
     long = run(*common, "--tasks", "ruler_fwe", "--include-path", RULER, "--lengths", 512, 513)
     assert "--lengths: " in refused(long)
@@ -115,15 +106,8 @@ def test_lengths_that_cannot_be_measured_are_refused(
     assert "--lengths: 'tiny_choice' reads a data set; only tasks that make their prompts take" in refused(other)
 
 
-def test_missing_packages_are_named(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_named(loaded, monkeypatch):
     monkeypatch.setitem(sys.modules, "wonderwords", None)
     monkeypatch.delitem(sys.modules, "lm_eval.tasks.ruler.cwe_utils", raising=False)
     with pytest.raises(UserError, match=r"'ruler_cwe' needs more packages: pip install 'dma-hf\[ruler\]' \(.*wonder"):
         load_at_length("ruler_cwe", RULER / "cwe.yaml", 512, loaded.tokenizer, 0)
-
-
-def test_the_suite_has_the_tasks_that_need_no_network() -> None:
-    tasks = load_suite("ruler").tasks
-    assert tasks is not None
-    assert tasks.lengths == [4096, 16384, 32768]
-    assert {"ruler_vt", "ruler_fwe", "ruler_cwe", "niah_single_1", "niah_multikey_2"} < set(tasks.names)

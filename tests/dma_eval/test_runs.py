@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,11 +13,7 @@ from dma_eval.errors import UserError
 from dma_eval.files import parse, write_json
 from dma_eval.load.models import load_model
 from dma_eval.measures.stress import TWINS
-from dma_eval.results import (
-    SECTIONS,
-    Report,
-    read_report,
-)
+from dma_eval.results import SECTIONS, Report, read_report
 from dma_eval.show.card import make_card
 from dma_eval.show.render import write_run
 from huggingface_hub import ModelCard
@@ -29,7 +21,6 @@ from PIL import Image
 
 import dma_hf
 
-Run = Callable[..., Any]
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks/quality"
 
 
@@ -41,12 +32,12 @@ tasks = {names = ["tiny_group"]}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("runs")
 
 
 @pytest.fixture
-def report(run: Run, folder: Path, model_folder: Path, text_file: Path, tiny_tasks: Path) -> Report:
+def report(run, folder, model_folder, text_file, tiny_tasks):
     """A report with every kind of section, of the tiny model; made once."""
     if not (folder / "all/results.json").is_file():
         (folder / "suite.toml").write_text(SUITE, encoding="utf-8")
@@ -56,7 +47,7 @@ def report(run: Run, folder: Path, model_folder: Path, text_file: Path, tiny_tas
     return read_report(folder / "all/results.json")
 
 
-def of_model(report: Report, **changes: Any) -> Report:
+def of_model(report, **changes):
     """The report as if another model had been measured."""
     model = replace(report.model, **changes)
     sections = {
@@ -66,9 +57,13 @@ def of_model(report: Report, **changes: Any) -> Report:
     return replace(report, model=model, **sections)
 
 
+def card_of(report, **options):
+    return make_card(report, base_model="me/tiny", **options)
+
+
 @pytest.mark.usefixtures("drawn")  # of the report that all tests share
 class TestFolder:
-    def test_holds_everything(self, report: Report, folder: Path) -> None:
+    def test_holds_everything(self, report, folder):
         found = [path.relative_to(folder / "all") for path in (folder / "all").rglob("*.*")]
         names = {path.as_posix() for path in found if path.parts[0] not in ("parts", "samples")}  # what it resumes from
         plots = {"positions-128.png", "tasks.png", "fidelity.png"}
@@ -78,27 +73,20 @@ class TestFolder:
                 assert image.width == 1650
                 assert len(image.convert("L").getcolors() or []) > 20  # something is drawn
 
-    def test_page_has_every_section(self, report: Report, folder: Path) -> None:
         page = (folder / "all/report.md").read_text(encoding="utf-8")
         for heading in ("Perplexity at context 128", "Tasks", "Fidelity to SDPA in fp32", "Configurations"):
             assert f"## {heading}" in page
-        tasks = page[page.index("## Tasks") : page.index("## Fidelity")]
-        assert "](tasks.png)" in tasks  # a plot is where it belongs
-        for line in page.splitlines():
-            if line.startswith("!["):
-                assert (folder / "all" / line[line.index("](") + 2 : -1]).is_file()
+        assert "](tasks.png)" in page[page.index("## Tasks") : page.index("## Fidelity")]  # a plot is where it belongs
+        assert set(re.findall(r"!\[.*\]\((.*)\)", page)) == plots
 
-    def test_configurations_are_those_that_ran(self, report: Report, folder: Path) -> None:
+    def test_is_written_again(self, report, folder, run, tmp_path):
         assert dma_hf.DMAConfig.from_toml(folder / "all/configs/paper.toml") == dma_hf.PRESETS["paper"]
-
-    def test_is_written_again(self, report: Report, folder: Path, run: Run, tmp_path: Path) -> None:
         write_json(report, tmp_path / "results.json")
         assert run("report", tmp_path).exit_code == 0
-        assert (tmp_path / "report.md").read_text(encoding="utf-8") == (folder / "all/report.md").read_text(
-            encoding="utf-8"
-        )
+        pages = [(each / "report.md").read_text(encoding="utf-8") for each in (tmp_path, folder / "all")]
+        assert pages[0] == pages[1]
 
-    def test_needs_no_torch(self, tmp_path: Path) -> None:
+    def test_needs_no_torch(self, tmp_path, python):
         """Nor the plugin: what is made of results is made at once, on any machine."""
         run = next(BENCHMARKS.rglob("results.json"))
         code = (
@@ -106,15 +94,12 @@ class TestFolder:
             "try:\n    dma_eval.cli.main(sys.argv[1:])\n"
             "except SystemExit as ended:\n    sys.exit(ended.code or bool({'torch', 'dma_hf'} & sys.modules.keys()))\n"
         )
-        root = Path(__file__).parents[2]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (root, root / "kernels", root / "eval")))}
         for arguments in (["report", run, "--out", tmp_path], ["card", run, "--base-model", "me/tiny"]):
-            command = [sys.executable, "-c", code, *map(str, arguments)]
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+            done = python("-c", code, *arguments)
             assert done.returncode == 0, done.stderr
         assert (tmp_path / "report.md").is_file()
 
-    def test_sections_of_one_kind_have_plots_of_their_own(self, report: Report, tmp_path: Path) -> None:
+    def test_sections_of_one_kind_have_plots_of_their_own(self, report, tmp_path):
         """Of two texts at one context, or of tasks from two runs; each stands in its section, once."""
         (tokens,), (tasks,) = report.perplexity, report.tasks
         second = replace(tokens, data=replace(tokens.data, name="another text"))
@@ -129,45 +114,21 @@ class TestFolder:
         assert "](positions-128.png)" in one
         assert "](positions-128-2.png)" in two
 
-    def test_cannot_be_made(self, report: Report, text_file: Path) -> None:
-        with pytest.raises(UserError, match="--out: cannot create the folder"):
-            write_run(report, text_file / "run")
 
-
-class TestReport:
-    def test_no_run(self, run: Run, refused: Callable[[Any], str]) -> None:
-        assert "cannot read the report missing: No such file" in refused(run("report", "missing"))
-
-    @pytest.mark.parametrize(
-        ("before", "after", "message"),
-        [
-            ('"context": 128', '"context": NaN', "no report of this version: it has NaN"),
-            ('"backends": [', '"backends": [], "others": [', "backends: List should have at least 1 item"),
-            ('"position_edges": [', '"position_edges": [], "edges": [', "position_edges: List should have at least 2"),
-        ],
-    )
-    def test_a_file_that_was_edited(
-        self, run: Run, refused: Any, report: Report, tmp_path: Path, before: str, after: str, message: str
-    ) -> None:
-        write_json(report, tmp_path / "results.json")
-        text = (tmp_path / "results.json").read_text(encoding="utf-8")
-        (tmp_path / "results.json").write_text(text.replace(before, after, 1), encoding="utf-8")
-        assert message in refused(run("report", tmp_path))
-
-    @pytest.mark.parametrize("path", sorted(BENCHMARKS.rglob("*.json")), ids=lambda path: path.name)
-    def test_reads_committed_results(self, path: Path) -> None:
-        report = read_report(path)
-        assert report.sections
-        assert all(section.origin is not None for _, section in report.sections)
-        names = {twin.name for section in report.stress for twin in section.twins}
-        assert names <= {twin.name for twin in TWINS}
+@pytest.mark.parametrize("path", sorted(BENCHMARKS.rglob("*.json")), ids=lambda path: path.name)
+def test_reads_committed_results(path):
+    report = read_report(path)
+    assert report.sections
+    assert all(section.origin is not None for _, section in report.sections)
+    names = {twin.name for section in report.stress for twin in section.twins}
+    assert names <= {twin.name for twin in TWINS}
 
 
 class TestCard:
-    def test_round_trip(self, report: Report, tmp_path: Path) -> None:
+    def test_round_trip(self, report, tmp_path):
         """What the Hub's library writes and reads again are the same results and the same text."""
         card = make_card(report, base_model="me/tiny", license_name="apache-2.0")
-        card.validate = None  # type: ignore[method-assign]  # asks the Hub
+        card.validate = None  # asks the Hub
         card.save(tmp_path / "README.md")
         again = ModelCard.load(tmp_path / "README.md")
         assert again.text.strip() == card.text.strip()
@@ -185,7 +146,7 @@ class TestCard:
         name = "acc, 0-shot, with warnings"
         assert found["tiny_choice", name] == pytest.approx(task.metrics[0].values[1].value, abs=1e-6)
 
-    def test_results_of_all_data_without_warnings_are_not_marked(self, report: Report) -> None:
+    def test_results_of_all_data_without_warnings_are_not_marked(self, report):
         """Others say of how many windows or samples they are, and whether their page warns of them."""
         section, tasks = report.perplexity[0], report.tasks[0]
         long = replace(section, context=512, stride=512, data=replace(section.data, tokens=1024))
@@ -203,29 +164,27 @@ class TestCard:
             ({"perplexity": [], "tasks": [replace(good, limit=7)]}, "acc, 0-shot, first 7 samples"),
             ({"perplexity": [], "tasks": [replace(tasks, limit=7)]}, "acc, 0-shot, first 7 samples, with warnings"),
         ):
-            card = make_card(replace(report, **changed), base_model="me/tiny")
+            card = card_of(replace(report, **changed))
             assert card.data.eval_results[0].metric_name == expected
             assert ("> **Warning**" in card.text.partition("### Fidelity")[0]) == ("with warnings" in expected)
 
-    def test_several_models_or_configurations_are_refused(self, report: Report) -> None:
+    def test_several_models_or_configurations_are_refused(self, report):
         section = report.perplexity[0]
         origin = section.origin
-        assert origin is not None
         other = replace(section, origin=replace(origin, model=replace(origin.model, quantization="Q4_1")))
         with pytest.raises(UserError, match=r"has sections of several models \(.*Q4_1.*; measure one in a folder"):
-            make_card(replace(report, perplexity=[section, other]), base_model="me/tiny")
+            card_of(replace(report, perplexity=[section, other]))
         low = [replace(each, config=each.config and each.config | {"sink_tiles": 7}) for each in section.backends]
         with pytest.raises(UserError, match="has several configurations named 'dma_mxfp:paper'"):
-            make_card(replace(report, perplexity=[section, replace(section, backends=low)]), base_model="me/tiny")
+            card_of(replace(report, perplexity=[section, replace(section, backends=low)]))
 
-    def test_names_every_measurement(self, report: Report) -> None:
+    def test_names_every_measurement(self, report):
         """A card of two commands gives machine, date and command of both."""
         section = report.perplexity[0]
         origin = section.origin
-        assert origin is not None
         environment = replace(origin.environment, commit="older", threads=99)
         other = replace(origin, environment=environment, command="dma-hf ppl old", created="2001-02-03T00:00:00+00:00")
-        text = make_card(replace(report, perplexity=[replace(section, origin=other)]), base_model="me/tiny").text
+        text = card_of(replace(report, perplexity=[replace(section, origin=other)])).text
         assert "99 threads" in text
         assert "commit older;\n2001-02-03. Command: `dma-hf ppl old`." in text
         assert text.count("Command: `") == 2
@@ -238,46 +197,15 @@ class TestCard:
             ("texts/my prose.txt", None, ("my_prose.txt", "my prose.txt")),
         ],
     )
-    def test_datasets_are_named_as_on_the_hub(
-        self, report: Report, name: str, column: str | None, expected: tuple[str, str]
-    ) -> None:
+    def test_datasets_are_named_as_on_the_hub(self, report, name, column, expected):
         """A dataset's type is its whole name there; of a file nothing is told but its own name."""
         section = report.perplexity[0]
         section = replace(section, data=replace(section.data, name=name, column=column, split=column and "test"))
-        result, *_ = make_card(replace(report, perplexity=[section]), base_model="me/tiny").data.eval_results
+        result, *_ = card_of(replace(report, perplexity=[section])).data.eval_results
         assert (result.dataset_type, result.dataset_name) == expected
 
-    def test_quantized_weights(self, report: Report) -> None:
-        text = make_card(of_model(report, name="tiny.Q4_1.gguf", quantization="Q4_1"), base_model="me/tiny").text
-        assert "The measured weights are those of the base model in Q4_1, from `tiny.Q4_1.gguf`." in text
-        assert "weights in float32, quantized to Q4_1 in the file or checkpoint" in text
-        assert "weights are those of the base model." not in text
-
-    def test_names_no_local_path(self, report: Report, model_folder: Path, text_file: Path) -> None:
-        assert report.model.name == model_folder.name
-        assert report.perplexity[0].data.name == text_file.name
-        assert str(model_folder.parent) not in make_card(report, base_model="me/tiny").text
-
-    def test_shows_one_backend_and_the_reference(self, report: Report) -> None:
-        section = report.perplexity[0]
-        other = replace(section.backends[1], label="another")
-        text = make_card(
-            replace(report, perplexity=[replace(section, backends=[*section.backends, other])]), base_model="me/tiny"
-        ).text
-        assert "| sdpa |" in text
-        assert "| dma_mxfp:paper |" in text
-        assert "another" not in text
-
-    def test_cache(self, report: Report) -> None:
-        text = json.dumps(asdict(report)).replace('"dma_mxfp:paper"', '"dma_mxfp:paper+int4"')
-        values = json.loads(text.replace('"cache": null', '"cache": "int4"'))
-        text = make_card(parse(Report, values), base_model="me/tiny").text
-        assert 'attn_implementation="dma_mxfp:paper+int4")' in text
-        assert "Cache: DMACache, int4." in text
-        assert "`+int8`, `+int4`: every token is read through a `DMACache`" in text
-
-    def test_text(self, report: Report) -> None:
-        text = make_card(report, base_model="me/tiny").text
+    def test_text(self, report, model_folder, text_file):
+        text = card_of(report).text
         assert 'attn_implementation="dma_mxfp:paper")' in text
         assert "dma_hf.configure" not in text
         assert "Cache: none." in text
@@ -285,19 +213,52 @@ class TestCard:
         assert dma_hf.DMAConfig.from_dict(config["dma_mxfp"]) == dma_hf.PRESETS["paper"]
         for heading in ("## Use", "## Results", "### Tasks", "## Limits"):
             assert heading in text
+        assert report.model.name == model_folder.name
+        assert report.perplexity[0].data.name == text_file.name
+        assert str(model_folder.parent) not in text
 
-    def test_a_file_is_given_as_its_settings(self, report: Report) -> None:
-        text = json.dumps(asdict(report)).replace('"dma_mxfp:paper"', '"dma_mxfp:mine"')
-        text = make_card(parse(Report, json.loads(text)), base_model="me/tiny").text
-        assert 'attn_implementation="dma_mxfp")' in text
-        assert "dma_hf.configure(model, {'low': 'mxfp4'" in text
-        assert "on_unsupported" not in text.partition("## Results")[0]
+    def test_quantized_weights(self, report):
+        text = card_of(of_model(report, name="tiny.Q4_1.gguf", quantization="Q4_1")).text
+        assert "The measured weights are those of the base model in Q4_1, from `tiny.Q4_1.gguf`." in text
+        assert "weights are those of the base model." not in text
+
+    def test_shows_one_backend_and_the_reference(self, report):
+        section = report.perplexity[0]
+        other = replace(section.backends[1], label="another")
+        report = replace(report, perplexity=[replace(section, backends=[*section.backends, other])])
+        text = card_of(report).text
+        assert ("| sdpa |" in text, "| dma_mxfp:paper |" in text, "another" in text) == (True, True, False)
+
+    @pytest.mark.parametrize(
+        ("label", "cache", "shown", "absent"),
+        [
+            (
+                "dma_mxfp:paper+int4",
+                "int4",
+                ['attn_implementation="dma_mxfp:paper+int4")', "Cache: DMACache, int4.", "read through a `DMACache`"],
+                "dma_hf.configure",
+            ),
+            (
+                "dma_mxfp:mine",
+                None,
+                ['attn_implementation="dma_mxfp")', "dma_hf.configure(model, {'low': 'mxfp4'"],
+                "on_unsupported",
+            ),
+        ],
+    )
+    def test_caches_and_files(self, report, label, cache, shown, absent):
+        """A configuration from a file is given as its settings."""
+        text = json.dumps(asdict(report)).replace('"dma_mxfp:paper"', f'"{label}"')
+        values = json.loads(text.replace('"cache": null', f'"cache": {json.dumps(cache)}'))
+        text = card_of(parse(Report, values)).text
+        assert [each for each in shown if each not in text] == []
+        assert absent not in text.partition("## Results")[0]
 
     @pytest.mark.parametrize("yarn", [None, 1.5])
-    def test_use_runs(self, report: Report, model_folder: Path, yarn: float | None) -> None:
-        text = make_card(of_model(report, yarn=yarn), base_model="me/tiny").text
+    def test_use_runs(self, report, model_folder, yarn):
+        text = card_of(of_model(report, yarn=yarn)).text
         code = text[text.index("```python\n") + 10 :].partition("```")[0].replace("me/tiny", str(model_folder))
-        names: dict[str, Any] = {}
+        names = {}
         exec(code, names)
         model = names["model"]
         model(torch.zeros(1, 8, dtype=torch.int64))
@@ -314,26 +275,20 @@ class TestCard:
             ({"base_model": "me/tiny", "backend": "dma_mxfp:fp4"}, "has no 'dma_mxfp:fp4'; it has: dma_mxfp:paper"),
         ],
     )
-    def test_refused(self, report: Report, options: dict[str, str], message: str) -> None:
+    def test_refused(self, report, options, message):
         with pytest.raises(UserError, match=message):
             make_card(report, **options)
 
-    def test_only_sdpa(self, report: Report) -> None:
+    def test_only_sdpa(self, report):
         with pytest.raises(UserError, match="has no dma_mxfp backend"):
-            make_card(replace(report, perplexity=[], fidelity=[], tasks=[]), base_model="me/tiny")
+            card_of(replace(report, perplexity=[], fidelity=[], tasks=[]))
 
-
-class TestCardCommand:
-    def test_writes_a_file(self, run: Run, report: Report, folder: Path, tmp_path: Path) -> None:
-        result = run("card", folder / "all", "--base-model", "me/tiny", "--out", tmp_path / "README.md")
-        assert result.exit_code == 0, result.output
-        assert (tmp_path / "README.md").read_text(encoding="utf-8").startswith("---\nbase_model: me/tiny\n")
-
-    @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device without space")
-    def test_full_disk(self, run: Run, report: Report, folder: Path, refused: Callable[[Any], str]) -> None:
-        result = run("card", folder / "all", "--base-model", "me/tiny", "--out", "/dev/full")
-        assert refused(result) == "Error: cannot write to /dev/full: No space left on device"
-
-    def test_shows_it(self, run: Run, report: Report, folder: Path) -> None:
-        result = run("card", folder / "all", "--base-model", "me/tiny")
-        assert result.stdout == str(make_card(report, base_model="me/tiny"))
+    def test_command(self, run, report, folder, tmp_path, refused):
+        command = ("card", folder / "all", "--base-model", "me/tiny")
+        card = str(card_of(report))
+        assert run(*command).stdout == card
+        assert run(*command, "--out", tmp_path / "README.md").exit_code == 0
+        assert (tmp_path / "README.md").read_text(encoding="utf-8") == card
+        if Path("/dev/full").exists():
+            message = "Error: cannot write to /dev/full: No space left on device"
+            assert refused(run(*command, "--out", "/dev/full")) == message

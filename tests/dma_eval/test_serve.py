@@ -28,6 +28,7 @@ from dma_eval.errors import UserError
 from dma_eval.load.backends import activate, parse_backends
 from dma_eval.load.models import load_model
 from sampling import sampled
+from transformers.cli.serving.utils import ReasoningText
 
 from dma_hf import DMAConfig
 from dma_hf.integrations.serving import DirectStreamer
@@ -64,7 +65,7 @@ def question(folder):
 class Client:
     """Talks to a server at an address."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address):
         self._address = address
         self._open = build_opener(ProxyHandler({})).open
 
@@ -158,38 +159,46 @@ def client(folder):
 
 @pytest.fixture
 def asked(question):
-    return {"messages": [{"role": "user", "content": question}], "max_tokens": NEW_TOKENS, "temperature": 0}
+    """The body of a request for the words in ``expected``, for each route."""
+    common = {"max_tokens": NEW_TOKENS, "temperature": 0}
+    chat = {"messages": [{"role": "user", "content": question}]}
+    return {"/v1/chat/completions": chat | common, "/v1/completions": {"prompt": question} | common}
 
 
-def test_an_answer_is_that_of_the_backend_and_its_cache(client, expected, asked):
-    answer = client.post("/v1/chat/completions", **asked)
-    assert answer["choices"][0]["message"]["content"] == expected["+int4"]
-    assert answer["choices"][0]["finish_reason"] == "length"
-    assert answer["usage"]["completion_tokens"] == NEW_TOKENS
+def _text(event):
+    (choice,) = event["choices"]
+    return choice["text"] if "text" in choice else (choice.get("message") or choice["delta"]).get("content", "")
 
 
-def test_an_answer_in_pieces(client, expected, asked):
-    events = client.stream("/v1/chat/completions", **asked)
-    pieces = [event["choices"][0]["delta"].get("content", "") for event in events]
-    assert sum(map(bool, pieces)) > NEW_TOKENS / 2
-    assert "".join(pieces) == expected["+int4"]
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_an_answer_is_that_of_the_backend_and_its_cache(client, expected, asked, path):
+    """Also in pieces, with the usage if it is asked for: once, or so far in every piece."""
+    body, options = asked[path], {"include_usage": True}
+    whole = client.post(path, **body)
+    assert _text(whole) == expected["+int4"]
+    assert (whole["choices"][0]["finish_reason"], whole["usage"]["completion_tokens"]) == ("length", NEW_TOKENS)
+    plain = client.stream(path, **body)
+    assert sum(bool(_text(event)) for event in plain) > NEW_TOKENS / 2
+    assert "".join(map(_text, plain)) == expected["+int4"]
+    assert not any("usage" in event for event in plain)
+    reasons = [None] * (len(plain) - 1) + ["length"]
+    assert [event["choices"][0]["finish_reason"] for event in plain] == reasons
+    *events, last = client.stream(path, **body, stream_options=options)
+    assert [event["usage"] for event in events] == [None] * len(plain)
+    assert (last["choices"], last["usage"]) == ([], whole["usage"])
+    *events, _ = client.stream(path, **body, stream_options=options | {"continuous_usage_stats": True})
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert (counts, counts[-1]) == (sorted(counts), NEW_TOKENS)
 
 
 def test_a_stop_string_ends_an_answer(client, expected, asked):
+    path, body = "/v1/chat/completions", asked["/v1/chat/completions"]
     stop = expected["+int4"].split()[3]
     upto = expected["+int4"].partition(stop)[0]
     assert upto
-    (choice,) = client.post("/v1/chat/completions", **asked, stop=[stop])["choices"]
-    assert (choice["message"]["content"], choice["finish_reason"]) == (upto, "stop")
-    events = client.stream("/v1/chat/completions", **asked, stop=stop)
-    assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == upto
-
-
-def test_plain_text(client, expected, question):
-    body = {"prompt": question, "max_tokens": NEW_TOKENS, "temperature": 0}
-    assert client.post("/v1/completions", **body)["choices"][0]["text"] == expected["+int4"]
-    events = client.stream("/v1/completions", **body)
-    assert "".join(event["choices"][0]["text"] for event in events) == expected["+int4"]
+    whole = client.post(path, **body, stop=[stop])
+    assert (_text(whole), whole["choices"][0]["finish_reason"]) == (upto, "stop")
+    assert "".join(map(_text, client.stream(path, **body, stop=stop))) == upto
 
 
 CHAT = [{"role": "user", "content": "The captain"}]
@@ -211,20 +220,14 @@ NESTED = json.loads('{"a":' * 900 + "1" + "}" * 900)
         ]),
         *(("chat/completions", {"messages": CHAT, **fields}, next(iter(fields))) for fields in [
             {"n": 2},
-            {"logprobs": True},
-            {"response_format": {"type": "json_object"}},
             {"tools": [{"type": "function", "function": {"name": "add"}}]},
             {"tool_choice": "required"},
             {"temperature": -1},
-            {"temperature": "hot"},
-            {"top_p": 2},
             {"frequency_penalty": 3},
             {"logit_bias": {"4096": 1}},
             {"max_completion_tokens": 5000},
             {"stop": list("abcde")},
             {"stream_options": {"include_usage": True}},
-            {"reasoning_effort": "high"},
-            {"store": True},
             {"top_k": 5},
             {"generation_config": "{"},
             {"generation_config": "[" * 100_000},
@@ -232,24 +235,22 @@ NESTED = json.loads('{"a":' * 900 + "1" + "}" * 900)
         *(("responses", {"input": "word", "generation_config": text}, f"generation_config.{name}") for text, name in [
             ('{"num_beams": 2}', "num_beams"),
             ('{"eos_token_id": "x"}', "eos_token_id[0]"),
-            ('{"max_new_tokens": "5"}', "max_new_tokens"),
             ('{"temperature": NaN}', "temperature"),
         ]),
         ("responses", {"input": "word", "chat_template_kwargs": {}}, "chat_template_kwargs"),
-        *(("chat/completions", {"messages": CHAT, "chat_template_kwargs": {name: 1}}, f"chat_template_kwargs.{name}")
-          for name in ("chat_template", "padding", "max_length", "return_assistant_tokens_mask")),
-        ("chat/completions", {"messages": CHAT, "chat_template_kwargs": NESTED}, None),
+        *(("chat/completions", {"messages": CHAT, "chat_template_kwargs": options}, param) for options, param in [
+            ({"padding": 1}, "chat_template_kwargs.padding"),
+            (NESTED, None),
+        ]),
         *(("completions", fields, param) for fields, param in [
             ({}, "prompt"),
             ({"prompt": ""}, "prompt"),
             ({"prompt": ["one", "two"]}, "prompt"),
-            ({"prompt": [5, 6]}, "prompt"),
             ({"prompt": "word " * 5000}, "prompt"),
             ({"prompt": "word " * 1_000_000}, "prompt"),
             ({"prompt": "word", "logit_bias": {"9" * 5000: 1}}, f"logit_bias.{'9' * 5000}"),
             ({"prompt": "word", "logit_bias": {"-1": 1}}, "logit_bias.-1"),
             ({"prompt": "word", "max_tokens": 0}, "max_tokens"),
-            ({"prompt": "word", "suffix": "s"}, "suffix"),
             ({"prompt": "word", "logprobs": 0}, "logprobs"),
         ]),
         *(("responses", fields, param) for fields, param in [
@@ -258,8 +259,6 @@ NESTED = json.loads('{"a":' * 900 + "1" + "}" * 900)
             ({"input": [{"role": "user"}]}, "input[0].content"),
             ({"input": [{"role": "tool", "content": "5"}]}, "input[0].role"),
             ({"input": [{"type": "reasoning"}]}, "input"),
-            ({"input": "word", "previous_response_id": "r"}, "previous_response_id"),
-            ({"input": "word", "text": {"format": {"type": "json_object"}}}, "text"),
             ({"input": "word", "tools": [{"type": "web_search"}]}, "tools[0].type"),
             ({"input": "word", "max_output_tokens": 5000}, "max_output_tokens"),
         ]),
@@ -277,28 +276,20 @@ def test_fields_that_change_nothing_are_accepted(client, expected, asked):
         "repetition_penalty": 1.0,
         "logprobs": False,
         "response_format": {"type": "text"},
-        "tools": None,
+        "stop": None,
         "user": "ann",
-        "store": False,
     }
-    answer = client.post("/v1/chat/completions", **asked, **same)
-    assert answer["choices"][0]["message"]["content"] == expected["+int4"]
+    assert _text(client.post("/v1/completions", **asked["/v1/completions"], **same)) == expected["+int4"]
 
 
-@pytest.mark.parametrize("body", [b"{", b"5"])
-def test_a_body_that_is_no_object(client, body):
-    with pytest.raises(HTTPError) as refused:
-        client._open(client._address + "/v1/completions", body, timeout=TIMEOUT)
-    assert (refused.value.code, json.load(refused.value)["error"]["param"]) == (400, None)
-
-
-def test_a_method_that_a_route_lacks(client):
+def test_bodies_methods_and_routes_that_there_are_not(client):
+    for body in (b"{", b"5"):
+        with pytest.raises(HTTPError) as refused:
+            client._open(client._address + "/v1/completions", body, timeout=TIMEOUT)
+        assert (refused.value.code, json.load(refused.value)["error"]["param"]) == (400, None)
     with pytest.raises(HTTPError) as refused:
         client.get("/v1/completions")
     assert (refused.value.code, refused.value.headers["Allow"]) == (405, "POST")
-
-
-def test_an_unknown_route(client):
     assert client.refused("/v1/embeddings", input="word")[0] == 404
 
 
@@ -325,33 +316,6 @@ def test_an_answer_that_ignores_its_end(client):
     assert client.post("/v1/completions", **body, ignore_eos=True)["usage"]["completion_tokens"] == 3
 
 
-@pytest.mark.parametrize("path", ["chat/completions", "completions"])
-def test_a_stream_has_its_usage_once_and_only_if_asked_for(client, path):
-    body = {"messages": CHAT} if path.startswith("chat") else {"prompt": "The captain"}
-    asked = body | {"max_tokens": 3, "temperature": 0}
-    plain = client.stream(f"/v1/{path}", **asked)
-    assert not any("usage" in event for event in plain)
-    reasons = [None] * (len(plain) - 1) + ["length"]
-    assert [event["choices"][0]["finish_reason"] for event in plain] == reasons
-    assert len(client.stream(f"/v1/{path}", **asked, stream_options={"include_usage": False})) == len(plain)
-    *events, last = client.stream(f"/v1/{path}", **asked, stream_options={"include_usage": True})
-    assert [event["usage"] for event in events] == [None] * len(plain)
-    assert [event["choices"][0]["finish_reason"] for event in events] == reasons
-    assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 3)
-    assert last["usage"] == client.post(f"/v1/{path}", **asked)["usage"]
-
-
-@pytest.mark.parametrize("path", ["chat/completions", "completions"])
-def test_a_stream_counts_its_tokens_in_every_piece_if_asked_for(client, path):
-    asked = {"messages": CHAT} if path.startswith("chat") else {"prompt": "The captain"}
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    *events, last = client.stream(f"/v1/{path}", **asked, max_tokens=3, temperature=0, stream_options=options)
-    counts = [event["usage"]["completion_tokens"] for event in events]
-    assert counts == sorted(counts)
-    assert counts[-1] == last["usage"]["completion_tokens"] == 3
-    assert {event["usage"]["prompt_tokens"] for event in events} == {last["usage"]["prompt_tokens"]}
-
-
 def test_a_client_that_leaves_frees_its_request(client):
     """Otherwise the next answer would wait for 3,000 tokens, which take minutes."""
     body = {"prompt": "The captain", "max_tokens": 3000}
@@ -366,9 +330,6 @@ def test_a_client_that_leaves_frees_its_request(client):
 def test_the_openai_client(client, expected, question):
     asked = openai.OpenAI(base_url=f"{client._address}/v1", api_key="none", max_retries=0)
     (model,) = asked.models.list().data
-    chat = [{"role": "user", "content": question}]
-    answer = asked.chat.completions.create(model=model.id, messages=chat, max_tokens=NEW_TOKENS, temperature=0)
-    assert answer.choices[0].message.content == expected["+int4"]
     answer = asked.responses.create(model=model.id, input=question, max_output_tokens=NEW_TOKENS)
     assert answer.output_text == expected["+int4"]
     with pytest.raises(openai.BadRequestError) as refused:
@@ -401,13 +362,13 @@ def test_the_server_stops_whatever_runs(folder, stop):
     assert [status.result(TIMEOUT) for status in statuses] == [503, 503]
 
 
-def test_the_model_is_the_only_one(client, folder, asked):
+def test_the_model_is_the_only_one(client, folder):
     (entry,) = client.get("/v1/models")["data"]
     assert entry["id"] == str(folder)
     assert (entry["status"], entry["dtype"], entry["max_model_len"]) == ({"value": "loaded"}, "float32", 4096)
     assert entry["attention"].endswith("+int4")
     assert client.get(f"/v1/models/{folder}") == entry
-    status, error = client.refused("/v1/chat/completions", **asked, model="another")
+    status, error = client.refused("/v1/completions", prompt="word", model="another")
     assert (status, error["code"], error["param"]) == (400, "model_not_found", "model")
     assert client.stream("/load_model", model=str(folder))[0]["status"] == "ready"  # as `transformers chat` begins
     assert client.stream("/load_model", model="another")[0]["status"] == "error"
@@ -483,42 +444,32 @@ async def _answer_all(scope, receive, send):
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "key", "status"),
+    ("method", "path", "key", "status", "status_of_next"),
     [
-        ("GET", "/health", None, 200),
-        ("HEAD", "/health", None, 200),
-        ("POST", "/health", None, 401),
-        ("GET", "/v1/models", None, 401),
-        ("GET", "/v1/models", "wrong", 401),
-        ("POST", "/v1/completions", "secret", 200),
+        ("GET", "/health", None, 200, 200),
+        ("HEAD", "/health", None, 200, 200),
+        ("POST", "/health", None, 401, 200),
+        ("GET", "/v1/models", None, 401, 200),
+        ("GET", "/v1/models", "secret", 200, 200),
+        ("POST", "/v1/completions", "wrong", 401, 200),
+        ("POST", "/v1/completions", "secret", 200, 429),
     ],
 )
-def test_only_reading_health_needs_no_key(method, path, key, status):
-    gate = Gate(_answer_all, api_key="secret", most=2)
-    assert asyncio.run(asyncio.wait_for(_ask(gate, path, method, key), TIMEOUT)) == status
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "key", "status"),
-    [
-        ("POST", "/v1/completions", "secret", 429),
-        ("POST", "/v1/completions", None, 200),
-        ("POST", "/health", None, 200),
-        ("GET", "/v1/models", "secret", 200),
-    ],
-)
-def test_only_requests_that_generate_and_have_the_key_are_limited(method, path, key, status):
+def test_all_but_reading_health_needs_the_key_and_requests_that_generate_are_limited(
+    method, path, key, status, status_of_next
+):
     async def ask():
         gate = Gate(_answer_all, api_key="secret", most=2)
+        statuses = [await _ask(gate, path, method, key)]
         others = [asyncio.create_task(_ask(gate, path, method, key, body=None)) for _ in range(2)]
         await asyncio.sleep(0)
-        statuses = [await _ask(gate, "/v1/responses", "POST", "secret"), await _ask(gate, "/health")]
+        statuses += [await _ask(gate, "/v1/responses", "POST", "secret"), await _ask(gate, "/health")]
         for other in others:
             other.cancel()
         await asyncio.wait(others)
-        return statuses
+        return [*statuses, await _ask(gate, "/v1/responses", "POST", "secret")]
 
-    assert asyncio.run(asyncio.wait_for(ask(), TIMEOUT)) == [status, 200]
+    assert asyncio.run(asyncio.wait_for(ask(), TIMEOUT)) == [status, status_of_next, 200, 200]
 
 
 def test_stopping_ends_open_requests_whether_they_have_begun_to_answer_or_not():
@@ -613,16 +564,22 @@ def test_stop_strings_of_any_length():
     assert (answer.is_stopped, cancelled) == (True, [True])
 
 
-def test_text_held_back_is_shown_at_the_end():
+def test_text_that_has_not_been_read_is_one_piece():
+    answer = Answer([])
+    for item in ("a", "b", ReasoningText("c"), ReasoningText("d"), "e", None):
+        answer.put_nowait(item)
+    shown = _shown(answer)
+    assert shown == ["ab", "cd", "e", None]
+    assert [type(each) for each in shown[:3]] == [str, ReasoningText, str]
+
+
+def test_the_end_of_an_answer():
+    """Text that was held back is shown, and what comes later changes nothing."""
     answer = Answer(["aab"])
     for item in ("xaa", None, "more"):
         answer.put_nowait(item)
     answer.cancel()
-    assert _shown(answer) == ["xaa", None]
-    assert not answer.is_cancelled  # it was over
-
-
-def test_an_answer_that_fails_ends_with_its_error():
+    assert (_shown(answer), answer.is_cancelled) == (["xaa", None], False)
     answer, error = Answer([]), ApiError("no memory")
     answer.fail(error)
     answer.fail(ApiError("again"))
@@ -643,7 +600,6 @@ def test_batches_that_do_not_compile_are_an_error(monkeypatch):
     [
         (["--cache-gib", "1"], "--cache-gib is for --continuous-batching"),
         (["--compile"], "--compile is for --continuous-batching"),
-        (["--host", "no.such.host.invalid", "--port", "0"], "--port: cannot listen at no.such.host.invalid:0: "),
         (["--api-key", ""], "--api-key: "),
         (["--replicas", "3", "--max-replicas", "2"], "--max-replicas: "),
     ],
