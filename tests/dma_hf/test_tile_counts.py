@@ -23,46 +23,52 @@ def model():
     return model
 
 
-def _tiles(model):
-    return [layer.tiles for layer in dma_hf.stats(model).layers.values()]
+def _examined(model):
+    """Return the examined tiles of the first head of each layer."""
+    return [
+        layer.tiles if layer.tiles is None else layer.tiles[0, 1].item()
+        for layer in dma_hf.stats(model).layers.values()
+    ]
 
 
 def test_each_layer_and_head_is_counted(model):
+    """And the shares of skipped ones are reported."""
+    assert dma_hf.stats(model).skipped_share is None
     with counted_tiles():
         model(TOKENS)  # with gradients, as outside no_grad
         with torch.no_grad():
             model(TOKENS)
         model(TOKENS[:, :50])
     model(TOKENS)
-    heads = model.config.num_attention_heads
-    assert list(dma_hf.stats(model).layers) == [f"model.layers.{index}.self_attn" for index in range(2)]
-    for layer in _tiles(model):
-        assert layer.shape == (heads, 2)
+    stats = dma_hf.stats(model)
+    assert list(stats.layers) == [f"model.layers.{index}.self_attn" for index in range(2)]
+    layers = [layer.tiles for layer in stats.layers.values()]
+    for layer in layers:
+        assert layer.shape == (model.config.num_attention_heads, 2)
         assert (layer[:, 1] == 2).all()  # tile 1 for the block at 384, in two calls
         assert (layer[:, 0] <= layer[:, 1]).all()
+    assert stats.tiles.tolist() == [sum(layer.sum(0) for layer in layers).tolist()]
+    assert 0 <= stats.skipped_share <= 1
+    assert "of the low tiles counted were skipped" in str(stats)
+    dma_hf.reset_stats(model)
+    assert dma_hf.stats(model).tiles is None
 
 
-def test_prefill_with_a_cache_is_counted_and_decoding_is_not(model):
-    dma_hf.configure(model, cache="int8")
+@pytest.mark.parametrize("setting", [{"cache": "int8"}, {"skip_threshold": None}], ids=["decoding", "no threshold"])
+def test_what_never_skips_is_not_counted(setting, model):
+    dma_hf.configure(model, **setting)
     with counted_tiles():
         model.generate(TOKENS, max_new_tokens=5, do_sample=False, attention_mask=torch.ones_like(TOKENS))
-    assert [layer[0, 1].item() for layer in _tiles(model)] == [1, 1]
-
-
-def test_a_model_without_a_threshold_has_no_counts(model):
-    dma_hf.configure(model, skip_threshold=None)
-    with counted_tiles():
-        model(TOKENS)
-    assert _tiles(model) == [None, None]
+    assert _examined(model) == ([1, 1] if "cache" in setting else [None, None])
 
 
 def test_a_call_in_nested_blocks_is_counted_once(model):
     with counted_tiles():
         with counted_tiles():
             model(TOKENS)
-        assert [layer[0, 1].item() for layer in _tiles(model)] == [1, 1]
+        assert _examined(model) == [1, 1]
         model(TOKENS)
-    assert [layer[0, 1].item() for layer in _tiles(model)] == [2, 2]
+    assert _examined(model) == [2, 2]
 
 
 def test_a_compiled_model_is_counted(model):
@@ -71,7 +77,7 @@ def test_a_compiled_model_is_counted(model):
         compiled(TOKENS, use_cache=False)
         with counted_tiles():
             compiled(TOKENS, use_cache=False)
-    assert [layer[0, 1].item() for layer in _tiles(model)] == [1, 1]
+    assert _examined(model) == [1, 1]
 
 
 def test_each_thread_counts_its_own_calls(model):
@@ -91,19 +97,4 @@ def test_each_thread_counts_its_own_calls(model):
             model(TOKENS)
         done.set()
         future.result()
-    for each in (model, other):
-        assert [layer[0, 1].item() for layer in _tiles(each)] == [1, 1]
-
-
-def test_stats_report_the_shares_of_skipped_tiles(model):
-    assert dma_hf.stats(model).skipped_share is None
-    for _ in range(2):
-        with counted_tiles():
-            model(TOKENS)
-    stats = dma_hf.stats(model)
-    layers = list(stats.layers.values())
-    assert stats.tiles.tolist() == [sum(layer.tiles.sum(0) for layer in layers).tolist()]
-    assert 0 <= stats.skipped_share <= 1
-    assert "of the low tiles counted were skipped" in str(stats)
-    dma_hf.reset_stats(model)
-    assert dma_hf.stats(model).tiles is None
+    assert _examined(model) == _examined(other) == [1, 1]
