@@ -24,7 +24,7 @@ from batched_parts import generate_batch
 from packaging.requirements import Requirement
 from sampling import sampled
 from tiny_models import FAMILIES, IDENTITY
-from transformers import Cache, ContinuousBatchingConfig, EncoderDecoderCache, GenerationConfig
+from transformers import Cache, EncoderDecoderCache
 
 import dma_hf
 from dma_hf.integrations.internals import CACHE_ARGUMENT, SUPPORTED
@@ -208,19 +208,3 @@ def test_serving_answers_without_deprecated_features(options, tmp_path):
             server.send_signal(signal.SIGINT)
             server.wait(60)
     assert "deprecated" not in log.read_text()
-
-
-def test_the_server_reports_a_dead_generation_thread(monkeypatch):
-    utils = pytest.importorskip("transformers.cli.serving.utils")
-    model = FAMILIES["llama"].build("dma_mxfp")
-    dma_hf.configure(model, cache="int8")
-    state = utils.GenerationState(continuous_batching=True, cb_config=ContinuousBatchingConfig(num_blocks=16))
-    manager = state.get_manager("model", use_cb=True)
-    manager.init_cb(model, GenerationConfig(max_new_tokens=2, do_sample=False, pad_token_id=0, eos_token_id=-1))
-    assert state.is_cb_alive()
-    monkeypatch.setattr(type(model), "forward", lambda *arguments, **options: 1 / 0)
-    manager._cb.add_request([3, 4, 5], max_new_tokens=2)
-    manager._cb._generation_thread.join(30)
-    assert not state.is_cb_alive()
-    state.shutdown()
-    assert model.config._attn_implementation == "dma_mxfp"
