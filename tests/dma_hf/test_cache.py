@@ -9,13 +9,12 @@ import weakref
 import pytest
 import torch
 from dma_kernels.cache.storage import LayerStorage
-from tiny_models import SIZES
-from transformers import DynamicCache, LlamaConfig, Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers import DynamicCache, LlamaConfig
 
 import dma_hf
 from dma_hf import DMACache
 from dma_hf import attention as adapter
-from dma_hf.cache_layers import DMALayer, DMAStaticLayer
+from dma_hf.cache_layers import DMAStaticLayer
 from dma_hf.cached_states import CachedStates
 from dma_hf.masks.geometry import MaskGeometry
 
@@ -259,29 +258,25 @@ class TestReuse:
     @pytest.mark.parametrize("max_cache_len", [None, LENGTH], ids=["dynamic", "static"])
     def test_every_layer_may_have_its_own_format(self, max_cache_len, build, token_ids, tmp_path):
         model, ids = build(), token_ids(1, LENGTH)
-        cache, wider, narrower = (
-            DMACache(model.config, formats, max_cache_len=max_cache_len)
-            for formats in (["int8", "int4"], "int8", "int4")
-        )
-        assert cache.format == ("int8", "int4")
+        formats = ["int8", "int4"]
+        mixed, *uniform = (DMACache(model.config, each, max_cache_len=max_cache_len) for each in (formats, *formats))
+        assert mixed.format == ("int8", "int4")
         logits = []
-        for each in (cache, wider, narrower):
-            model(ids[:, :280], past_key_values=each)
-            logits.append(model(ids[:, 280:], past_key_values=each).logits)
-        assert [layer.storage.format for layer in cache.layers] == ["int8", "int4"]
-        assert narrower.nbytes < cache.nbytes < wider.nbytes
-        for index, uniform in enumerate((wider, narrower)):
-            pages = (each.layers[index].storage.kv_pages[0] for each in (cache, uniform))
-            assert torch.equal(*pages)
-        assert not torch.equal(logits[0], logits[1])
-        assert not torch.equal(logits[0], logits[2])
-        torch.save(cache.state_dict(), tmp_path / "mixed.pt")
-        loaded = DMACache(model.config, ["int8", "int4"], max_cache_len=max_cache_len)
+        for cache in (mixed, *uniform):
+            model(ids[:, :280], past_key_values=cache)
+            logits.append(model(ids[:, 280:], past_key_values=cache).logits)
+        assert uniform[1].nbytes < mixed.nbytes < uniform[0].nbytes
+        for index, cache in enumerate(uniform):
+            assert mixed.layers[index].storage.format == formats[index]
+            assert torch.equal(mixed.layers[index].storage.kv_pages[0], cache.layers[index].storage.kv_pages[0])
+            assert not torch.equal(logits[0], logits[1 + index])
+        torch.save(mixed.state_dict(), tmp_path / "mixed.pt")
+        loaded = DMACache(model.config, formats, max_cache_len=max_cache_len)
         loaded.load_state_dict(torch.load(tmp_path / "mixed.pt", weights_only=True))
         loaded.crop(-10)
         torch.testing.assert_close(model(ids[:, 280:], past_key_values=loaded).logits, logits[0])
         with pytest.raises(ValueError, match=r"state must have .*'int8'.*, got .*\['int8', 'int4'\]"):
-            wider.load_state_dict(cache.state_dict())
+            uniform[0].load_state_dict(mixed.state_dict())
 
     def test_what_is_no_state_of_such_a_cache_is_rejected(self, prompt):
         model, _, cache, _ = prompt
@@ -332,24 +327,6 @@ class TestReuse:
         with pytest.raises(RuntimeError, match=f"crop removes 700 tokens, .*{message}"):
             cache.crop(-700)
         _assert_unchanged(cache, before)
-
-
-def test_a_hybrid_model_generates_the_same_tokens(token_ids):
-    """Layers without softmax attention keep Transformers' caches."""
-    linear = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16}
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    config = Qwen3NextConfig(
-        **SIZES, **linear, **experts, layer_types=["linear_attention", "full_attention"], linear_value_head_dim=16,
-        shared_expert_intermediate_size=32,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = Qwen3NextForCausalLM._from_config(config, attn_implementation="dma_mxfp").eval()
-    dma_hf.configure(model, "balanced", cache="int8", sink_tiles=0, exact_until=0)
-    cache = DMACache(model.config)
-    assert [isinstance(layer, DMALayer) for layer in cache.layers] == [False, True]
-    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-    expected = model.generate(token_ids(1, 252), **options)
-    assert torch.equal(model.generate(token_ids(1, 252), past_key_values=cache, **options), expected)
 
 
 class TestErrors:

@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import CompileConfig, StaticCache, set_seed
+from transformers.cache_utils import StaticLayer
 
 import dma_hf
 from dma_hf import decoding, step_graph
 from dma_hf.cache_layers import DMAStaticLayer
-from dma_hf.decoding import StaticSteps
 from dma_hf.integrations import wrapping as hooks
 from dma_hf.integrations.internals import CACHE_ARGUMENT
 
@@ -208,26 +208,10 @@ def test_compile_config_makes_graphs_over_a_packed_cache(name, mode, build, toke
     assert compiler.modes == ["max-autotune-no-cudagraphs" if mode == "max-autotune" else "default"]
 
 
-def _filled(model, ids):
-    cache = StaticCache(config=model.config, max_cache_len=60)
-    model(ids, **{CACHE_ARGUMENT: cache})
-    return cache
-
-
-def _run(step, model, cache, token, length):
-    """Run a step over a cache as ``generate`` does; returns its logits."""
-    ids = torch.full((cache.layers[0].batch_size, length), token)
-    inputs = model.prepare_inputs_for_generation(
-        ids, next_sequence_length=1, attention_mask=torch.ones_like(ids), use_cache=True,
-        position_ids=torch.full((ids.shape[0], 1), length - 1), **{CACHE_ARGUMENT: cache},
-    )  # fmt: skip
-    return step(**inputs, return_dict=True).logits
-
-
 @pytest.mark.parametrize("change", ["tensors", "number"])
 def test_a_layer_that_changes_other_state_is_not_captured(change, build, token_ids, monkeypatch):
-    model = build()
-    update = type(StaticCache(config=model.config, max_cache_len=8).layers[0]).update
+    model, update = build(), StaticLayer.update
+    expected = _tokens(model, token_ids(1, PROMPT), do_sample=False, disable_compile=True)
 
     @functools.wraps(update)
     def changing(self, *arguments, **options):
@@ -238,26 +222,6 @@ def test_a_layer_that_changes_other_state_is_not_captured(change, build, token_i
             self.calls = getattr(self, "calls", 0) + 1
         return states
 
-    monkeypatch.setattr(step_graph, "record", None)
-    steps = StaticSteps(model, lambda config: model.__call__)
-    with torch.no_grad():
-        cache = _filled(model, token_ids(1, PROMPT))
-        monkeypatch.setattr(type(cache.layers[0]), "update", changing)
-        for i in range(6):
-            _run(steps, model, cache, 7, PROMPT + 1 + i)
-    assert steps.graph is None
-
-
-@torch.no_grad()
-def test_reordered_rows_end_the_replays(build, token_ids):
-    """As in beam search, which makes new tensors."""
-    model = build()
-    steps = StaticSteps(model, lambda config: model.__call__)
-    ours, expected = (_filled(model, token_ids(2, PROMPT)) for _ in range(2))
-    for i in range(9):
-        if i == 6:
-            ours.reorder_cache(torch.tensor([1, 0]))
-            expected.reorder_cache(torch.tensor([1, 0]))
-        logits = _run(steps, model, ours, i + 3, PROMPT + 1 + i)
-        assert torch.equal(logits, _run(model, model, expected, i + 3, PROMPT + 1 + i))
-        assert (steps.graph is not None) == (decoding.EAGER_STEPS - 1 <= i < 6)
+    monkeypatch.setattr(StaticLayer, "update", changing)
+    assert torch.equal(_tokens(model, token_ids(1, PROMPT), do_sample=False), expected)
+    assert _replays(model) == 0
