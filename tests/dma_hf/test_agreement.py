@@ -81,9 +81,11 @@ def _one_pass(model, ids, setting, identity, prompt=PREFILL):
     if setting.high != "bf16":
         return model(ids).logits
     cache = DynamicCache(config=model.config)
-    logits = model(ids[:, :prompt], past_key_values=cache).logits
+    logits, current = model(ids[:, :prompt], past_key_values=cache).logits, dma_hf.configure(model)
     dma_hf.configure(model, identity)
-    return torch.cat((logits, model(ids[:, prompt:], past_key_values=cache).logits), 1)
+    logits = torch.cat((logits, model(ids[:, prompt:], past_key_values=cache).logits), 1)
+    dma_hf.configure(model, current)
+    return logits
 
 
 def test_quantization_changes_the_logits(families, setting, identity, token_ids):
