@@ -368,6 +368,7 @@ class TestFallback:
         assert "dma_hf.stats(model).fallbacks counts them" in first
         assert "does not support dropout (got dropout=0.5, expected 0)" in second
         assert dma_hf.stats(layer).fallbacks == {"position_bias": 3, "dropout": 1}
+        assert str(dma_hf.stats(layer)).endswith("3 x SDPA instead: position_bias\n  1 x SDPA instead: dropout")
         dma_hf.reset_stats(layer)
         assert dma_hf.stats(layer).fallbacks == {}
         with pytest.warns(UserWarning, match="does not support position_bias"):

@@ -290,17 +290,22 @@ class TestReuse:
     @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
     @pytest.mark.parametrize(("prompt", "length"), [(100, 900), (400, 500), (380, 401), (571, 700)])
     def test_cropping_equals_never_appending(self, prompt, length, static, build, token_ids):
-        """To a prompt within the sinks, and to one with its residual KV still stored."""
+        """To a prompt within the sinks, and to one with its residual KV still stored, in a padded batch."""
         model = build("llama", sink_tiles=1).double()
-        ids, other = token_ids(1, 900), token_ids(1, 900, seed=4)
+        ids, other, mask = token_ids(2, 900), token_ids(2, 900, seed=4), torch.ones(2, 900, dtype=torch.int64)
+        mask[1, :37] = 0
         caches = [DMACache(model.config, max_cache_len=950 if static else None) for _ in range(2)]
+
+        def run(tokens, start, end, cache):
+            return model(tokens[:, start:end], attention_mask=mask[:, :end], past_key_values=cache).logits
+
         for cache in caches:
-            model(ids[:, :prompt], past_key_values=cache)
-        model(other[:, prompt:length], past_key_values=caches[0])
+            run(ids, 0, prompt, cache)
+        run(other, prompt, length, caches[0])
         caches[0].crop(prompt - length)
         assert caches[0].get_seq_length() == prompt
         for start, end in ((prompt, prompt + 1), (prompt + 1, prompt + 200)):
-            actual, expected = (model(ids[:, start:end], past_key_values=cache).logits for cache in caches)
+            actual, expected = (run(ids, start, end, cache) for cache in caches)
             assert (actual - expected).abs().max() <= 1e-9 * expected.abs().max()
 
     def test_a_cache_cropped_to_no_tokens_forgets_the_padding(self, build, token_ids):

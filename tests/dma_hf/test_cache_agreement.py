@@ -18,7 +18,6 @@ from transformers import DynamicCache
 import dma_hf
 from dma_hf import DMACache
 from dma_hf import attention as adapter
-from dma_hf.cache_layers import DMALayer
 from dma_hf.masks import dma_mask
 
 LENGTH = 300
@@ -155,29 +154,6 @@ def test_a_later_mask_that_shows_padding_is_refused(name, max_cache_len, shown, 
         model(ids[:, 120:121], attention_mask=mask[:, :121], past_key_values=cache)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_cropping_across_a_tile_boundary_equals_the_oracle(name, families, token_ids, assert_same):
-    """Rejected tokens do not affect later ones."""
-    model = _model(families, name, "balanced+int4")
-    ids, others = token_ids(2, 290), token_ids(2, 20, seed=7)
-    mask = _padded(ids)
-    cache = DMACache(model.config)
-    _decode(model, ids, cache, [(0, 250)], mask)
-    steps = [(0, 250)]
-    for start in (250, 253, 260):
-        positions = (mask.cumsum(-1) - 1)[:, start : start + 16]
-        arguments = {"attention_mask": mask[:, : start + 16], "position_ids": positions}
-        model(others[:, :16], past_key_values=cache, **arguments)
-        cache.crop(-16)
-        steps.append((start, 253 if start == 250 else start + 7))
-        assert cache.get_seq_length() == start
-        _decode(model, ids, cache, [steps[-1]], mask)
-    cache.crop(-7)
-    steps[-1] = (260, 290)
-    decoded = _decode(model, ids, cache, [steps[-1]], mask)
-    assert_same(decoded, expected_logits(model, ids, steps, mask)[:, 260:], tolerance=TOLERANCE)
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_rows_can_be_repeated_reordered_and_selected(name, families, token_ids, assert_same):
     """With all of their stored state, padding included."""
@@ -194,21 +170,6 @@ def test_rows_can_be_repeated_reordered_and_selected(name, families, token_ids, 
     assert cache.batch_size == 3
     decoded = _decode(model, ids[rows], cache, steps[1:], mask[rows])
     assert_same(decoded, expected_logits(model, ids, steps, mask)[rows, 258:], tolerance=TOLERANCE)
-
-
-def test_a_step_checks_once_whether_its_mask_has_changed(families, token_ids, monkeypatch):
-    """The check waits for the device, so the first layer does it for all."""
-    model = _model(families, "llama", "balanced+int8")
-    ids = token_ids(2, 60)
-    mask = _padded(ids)
-    cache = DMACache(model.config)
-    model(ids[:, :58], attention_mask=mask[:, :58], past_key_values=cache)
-    asked, position_of = [], DMALayer.position_of
-    monkeypatch.setattr(DMALayer, "position_of", lambda layer, new: asked.append(layer) or position_of(layer, new))
-    for end in (59, 60):
-        model(ids[:, end - 1 : end], attention_mask=mask[:, :end], past_key_values=cache)
-    assert len(asked) == 2
-    assert len(cache.layers) == 2
 
 
 @pytest.mark.parametrize("hidden", [0, 5])

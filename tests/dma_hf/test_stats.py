@@ -56,18 +56,6 @@ def test_kernels_are_named(llama, token_ids):
     assert dma_hf.stats(llama).uses == uses
 
 
-def test_fallbacks_are_counted_with_their_reason(llama, token_ids):
-    dma_hf.configure(llama, on_unsupported="sdpa")
-    llama.train()
-    for layer in llama.model.layers:
-        layer.self_attn.attention_dropout = 0.1
-    with pytest.warns(UserWarning, match="does not support dropout"):
-        llama(token_ids(1, 8))
-    found = dma_hf.stats(llama)
-    assert (found.calls, found.fallbacks) == (2, {"dropout": 2})
-    assert str(found).endswith("2 x SDPA instead: dropout")
-
-
 def test_counts_are_freed_with_their_layers(llama, token_ids):
     llama(token_ids(1, 8))
     counted = {id(layer.self_attn) for layer in llama.model.layers}
