@@ -20,10 +20,11 @@ from urllib.request import ProxyHandler, Request, build_opener
 import pytest
 import torch
 import transformers
+from batched_parts import generate_batch
 from packaging.requirements import Requirement
 from sampling import sampled
 from tiny_models import FAMILIES, IDENTITY
-from transformers import Cache, ContinuousBatchingConfig, EncoderDecoderCache, GenerationConfig
+from transformers import Cache, EncoderDecoderCache
 
 import dma_hf
 from dma_hf.integrations.internals import CACHE_ARGUMENT, SUPPORTED
@@ -33,7 +34,6 @@ ROOT = Path(__file__).parents[2]
 DEMO_MODEL = ROOT / "eval" / "dma_eval" / "assets" / "demo_model"
 NEW_TOKENS = 6
 FAMILIES_TESTED = ("llama", "gemma3", "gpt_oss")
-formats = pytest.mark.parametrize("format", ["int8", "int4"])
 
 
 @pytest.fixture(autouse=True)
@@ -51,8 +51,11 @@ def _generate(model, ids, **options):
     return model.generate(ids, attention_mask=torch.ones_like(ids), **options)
 
 
-def test_the_installed_version_is_supported():
-    assert transformers.__version__ in Requirement(f"transformers{SUPPORTED}").specifier
+def test_the_installed_version_is_in_the_supported_range_of_the_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (needed,) = [each for each in map(Requirement, project["dependencies"]) if each.name == "transformers"]
+    assert needed.specifier == Requirement(f"transformers{SUPPORTED}").specifier
+    assert transformers.__version__ in needed.specifier
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
@@ -66,12 +69,6 @@ def test_documents_of_packed_rows_are_computed_alone(is_cached, family):
     packed = model(ids, position_ids=positions, use_cache=is_cached).logits[:, 100:]
     alone = model(ids[:, 100:], use_cache=False).logits
     assert (packed - alone).abs().max() < 1e-5 * alone.abs().max()
-
-
-def test_the_supported_range_is_that_of_the_package():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    (needed,) = [each for each in map(Requirement, project["dependencies"]) if each.name == "transformers"]
-    assert needed.specifier == Requirement(f"transformers{SUPPORTED}").specifier
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss", "bert", "bart"])
@@ -130,29 +127,10 @@ def test_generate_with_packed_caches_equals_a_loop(family, format, kind):
     assert torch.equal(result.sequences, expected)
 
 
-def test_a_cache_passed_to_generate_is_used():
-    """By its current argument name, also if the configuration names another cache."""
-    model = FAMILIES["llama"].build("dma_mxfp")
-    dma_hf.configure(model, cache="int4")
-    cache = dma_hf.DMACache(model.config, cache="int8")
-    _generate(model, _ids(20), **{CACHE_ARGUMENT: cache})
-    assert cache.get_seq_length() == 20 + NEW_TOKENS - 1
-
-
-@formats
-def test_encoder_decoders_generate(format):
-    model = FAMILIES["bart"].build("dma_mxfp")
-    dma_hf.configure(model, cache=format)
-    cache = _generate(model, _ids(150), return_dict_in_generate=True)[CACHE_ARGUMENT]
-    assert type(cache) is EncoderDecoderCache
-    assert type(cache.self_attention_cache) is dma_hf.DMACache
-
-
-@formats
-def test_a_packed_cache_has_the_interface_of_a_cache(format):
+def test_a_packed_cache_has_the_interface_of_a_cache():
     """The methods that Transformers uses during generation and between calls."""
     model = FAMILIES["llama"].build("dma_mxfp")
-    cache = dma_hf.DMACache(model.config, cache=format)
+    cache = dma_hf.DMACache(model.config)
     ids = _ids(300, rows=2)
     assert isinstance(cache, Cache)
     assert cache.get_seq_length() == 0
@@ -176,33 +154,28 @@ def test_a_packed_cache_has_the_interface_of_a_cache(format):
     assert cache.get_seq_length() == 0
 
 
-@formats
 @pytest.mark.parametrize("options", [{"num_beams": 2}, {"prompt_lookup_num_tokens": 3}], ids=["beams", "lookup"])
-def test_other_generation_modes_work(format, options):
-    model = FAMILIES["llama"].build("dma_mxfp")
-    dma_hf.configure(model, cache=format)
-    assert _generate(model, _ids(40), **options).shape == (1, 40 + NEW_TOKENS)
-
-
-def _generate_batch(model, prompts):
-    settings = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0, bos_token_id=1)
-    options = {"page_size": 32, "num_blocks": 64, "return_logprobs": True, "use_cuda_graph": False}
-    batching = ContinuousBatchingConfig(**options)
-    outputs = model.generate_batch(prompts, generation_config=settings, continuous_batching_config=batching)
-    assert [output.error for output in outputs.values()] == [None] * len(prompts)
-    return outputs.values()
+@pytest.mark.parametrize("family", ["llama", "bart"])
+def test_other_generation_modes_use_the_packed_cache(family, options):
+    if family == "bart" and "num_beams" not in options:
+        pytest.skip("Transformers has no prompt lookup for encoder-decoders")
+    model = FAMILIES[family].build("dma_mxfp")
+    dma_hf.configure(model, cache="int4")
+    result = _generate(model, _ids(40), return_dict_in_generate=True, **options)
+    assert type(result[CACHE_ARGUMENT]) is (EncoderDecoderCache if family == "bart" else dma_hf.DMACache)
+    assert type(getattr(result[CACHE_ARGUMENT], "self_attention_cache", result[CACHE_ARGUMENT])) is dma_hf.DMACache
 
 
 @pytest.mark.parametrize("family", FAMILIES_TESTED)
 @pytest.mark.parametrize("format", [None, "int8", "int4"])
 def test_generate_batch_works_with_every_cache(family, format):
-    """Each request has the same likelihoods as in isolation with the same cache format."""
+    """Each request has the likelihoods of an isolated one over the same kind of cache."""
     model = FAMILIES[family].build("dma_mxfp")
     dma_hf.configure(model, "balanced" if format else "paper", cache=format)
     prompts = [_ids(length)[0].tolist() for length in (5, 300, 140)]
-    for prompt, output in zip(prompts, _generate_batch(model, prompts), strict=True):
-        tokens = output.generated_tokens
-        assert len(tokens) == NEW_TOKENS
+    options = {"page_size": 32, "num_blocks": 64, "return_logprobs": True, "use_cuda_graph": False}
+    for output in generate_batch(model, prompts, NEW_TOKENS, **options).values():
+        prompt, tokens = output.prompt_ids, output.generated_tokens
         if format:
             cache, chunks = dma_hf.DMACache(model.config, cache=format), [prompt, *([token] for token in tokens[:-1])]
             rows = [model(torch.tensor([chunk]), **{CACHE_ARGUMENT: cache}).logits[0, -1] for chunk in chunks]
@@ -211,53 +184,27 @@ def test_generate_batch_works_with_every_cache(family, format):
             logits = model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
         logprobs = logits.float().log_softmax(-1)
         expected = logprobs.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+        assert len(tokens) == NEW_TOKENS
         torch.testing.assert_close(torch.tensor(output.logprobs), expected, rtol=1e-3, atol=1e-3)
         assert (logprobs.amax(-1) - expected).max() < 1e-3
 
 
-def _serve(tmp_path, *arguments):
+@pytest.mark.parametrize("options", [[], ["--continuous-batching", "--cache-gib", "0.1"]], ids=["alone", "batched"])
+def test_serving_answers_without_deprecated_features(options, tmp_path):
     path = os.pathsep.join([*(str(ROOT / name) for name in (".", "kernels", "eval")), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "NO_PROXY": "*"}
     command = [sys.executable, "-W", "error::FutureWarning:dma_hf", "-m", "dma_eval", "serve", str(DEMO_MODEL)]
-    command += ["--port", "0", *arguments]
-    log = (tmp_path / "stderr").open("w")
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
-
-
-SERVERS = {"alone": [], "batched": ["--continuous-batching", "--cache-gib", "0.1"]}
-
-
-@pytest.mark.parametrize("kind", SERVERS)
-def test_serving_answers_without_deprecated_features(tmp_path, kind):
-    """One completion, with and without continuous batching."""
-    server = _serve(tmp_path, "--attn", "dma_mxfp:balanced+int4", *SERVERS[kind])
-    try:
-        address = re.search(r"http://\S+/v1", server.stdout.readline())[0]
-        opener = build_opener(ProxyHandler({}))
-        body = json.dumps({"prompt": "The white whale", "max_tokens": 4, "temperature": 0}).encode()
-        request = Request(f"{address}/completions", body, {"Content-Type": "application/json"})
-        with opener.open(request, timeout=60) as response:
-            answer = json.load(response)
-        assert answer["choices"][0]["text"]
-        with opener.open(address.removesuffix("/v1") + "/health", timeout=60) as response:
-            assert json.load(response)["status"] == "ok"
-    finally:
-        server.send_signal(signal.SIGINT)
-        server.wait(60)
-    assert "deprecated" not in (tmp_path / "stderr").read_text()
-
-
-def test_the_server_reports_a_dead_generation_thread(monkeypatch):
-    utils = pytest.importorskip("transformers.cli.serving.utils")
-    model = FAMILIES["llama"].build("dma_mxfp")
-    dma_hf.configure(model, cache="int8")
-    state = utils.GenerationState(continuous_batching=True, cb_config=ContinuousBatchingConfig(num_blocks=16))
-    manager = state.get_manager("model", use_cb=True)
-    manager.init_cb(model, GenerationConfig(max_new_tokens=2, do_sample=False, pad_token_id=0, eos_token_id=-1))
-    assert state.is_cb_alive()
-    monkeypatch.setattr(type(model), "forward", lambda *arguments, **options: 1 / 0)
-    manager._cb.add_request([3, 4, 5], max_new_tokens=2)
-    manager._cb._generation_thread.join(30)
-    assert not state.is_cb_alive()
-    state.shutdown()
-    assert model.config._attn_implementation == "dma_mxfp"
+    command += ["--port", "0", "--attn", "dma_mxfp:balanced+int4", *options]
+    log = tmp_path / "stderr"
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log.open("w"), text=True, env=environment) as server:
+        try:
+            address = re.search(r"http://\S+/v1", server.stdout.readline())[0]
+            opener = build_opener(ProxyHandler({}))
+            body = json.dumps({"prompt": "The white whale", "max_tokens": 4, "temperature": 0}).encode()
+            request = Request(f"{address}/completions", body, {"Content-Type": "application/json"})
+            with opener.open(request, timeout=60) as response:
+                assert json.load(response)["choices"][0]["text"]
+        finally:
+            server.send_signal(signal.SIGINT)
+            server.wait(60)
+    assert "deprecated" not in log.read_text()

@@ -57,7 +57,7 @@ def identity() -> dict[str, Any]:
 @pytest.fixture
 def model_pair() -> Callable[[Family], tuple[PreTrainedModel, PreTrainedModel]]:
     """Two models with the same weights: the reference implementation, and unquantized ``dma_mxfp``."""
-    return _model_pair
+    return lambda family: _pair_of(next(name for name, other in FAMILIES.items() if other is family))
 
 
 @pytest.fixture
@@ -77,12 +77,8 @@ def llava() -> PreTrainedModel:
     return LlavaForConditionalGeneration._from_config(config, attn_implementation="sdpa").eval()
 
 
-def _model_pair(family: Family) -> tuple[PreTrainedModel, PreTrainedModel]:
-    return _cached_pair(next(name for name, other in FAMILIES.items() if other is family))
-
-
 @cache
-def _cached_pair(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+def _pair_of(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
     family = FAMILIES[name]
     reference, model = family.build(family.reference), family.build("dma_mxfp")
     model.load_state_dict(reference.state_dict())

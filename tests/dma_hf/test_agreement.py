@@ -81,9 +81,11 @@ def _one_pass(model, ids, setting, identity, prompt=PREFILL):
     if setting.high != "bf16":
         return model(ids).logits
     cache = DynamicCache(config=model.config)
-    logits = model(ids[:, :prompt], past_key_values=cache).logits
+    logits, current = model(ids[:, :prompt], past_key_values=cache).logits, dma_hf.configure(model)
     dma_hf.configure(model, identity)
-    return torch.cat((logits, model(ids[:, prompt:], past_key_values=cache).logits), 1)
+    logits = torch.cat((logits, model(ids[:, prompt:], past_key_values=cache).logits), 1)
+    dma_hf.configure(model, current)
+    return logits
 
 
 def test_quantization_changes_the_logits(families, setting, identity, token_ids):
@@ -94,14 +96,6 @@ def test_quantization_changes_the_logits(families, setting, identity, token_ids)
     dma_hf.configure(model, identity)
     error = (quantized - model(ids).logits).abs().max() / quantized.abs().max()
     assert 1e-4 < error < 0.2
-
-
-@models(*MODELS)
-def test_token_by_token_equals_one_forward_pass(name, setting, identity, families, token_ids, assert_same):
-    model = _model(families, name, setting)
-    ids = token_ids(1, LENGTH)
-    decoded = _decode(model, ids, DynamicCache(config=model.config))
-    assert_same(decoded, _one_pass(model, ids, setting, identity), tolerance=TOLERANCE)
 
 
 @models("llama", "gemma3")
@@ -121,34 +115,30 @@ def test_chunked_prefill_equals_one_forward_pass(name, setting, families, token_
     assert_same(torch.cat(chunks, 1), model(ids).logits, tolerance=TOLERANCE)
 
 
+@pytest.mark.parametrize("seen", [slice(PADDING, None), slice(-PADDING)], ids=["left", "right"])
 @models(*MODELS)
-def test_a_left_padded_row_equals_the_unpadded_row(name, setting, families, token_ids, assert_same):
+def test_a_padded_row_equals_the_unpadded_row(name, setting, seen, families, token_ids, assert_same):
     model = _model(families, name, setting)
     ids = token_ids(2, LENGTH)
     mask = torch.ones_like(ids)
-    mask[0, :PADDING] = 0
-    position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
-    batch = model(ids, attention_mask=mask, position_ids=position_ids).logits
-    assert_same(batch[:1, PADDING:], model(ids[:1, PADDING:]).logits, tolerance=TOLERANCE)
+    mask[0] = 0
+    mask[0, seen] = 1
+    batch = model(ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits
+    assert_same(batch[:1, seen], model(ids[:1, seen]).logits, tolerance=TOLERANCE)
     assert_same(batch[1:], model(ids[1:]).logits, tolerance=TOLERANCE)
 
 
-@models("llama", "mistral")
-def test_a_left_padded_row_decodes_like_the_unpadded_row(name, setting, identity, families, token_ids, assert_same):
-    """Also after the row's sliding cache has dropped the padding and the first real keys."""
+@models(*MODELS)
+def test_token_by_token_equals_one_forward_pass(name, setting, identity, families, token_ids, assert_same):
+    """Also in a left-padded row whose sliding cache has dropped the padding and the first real keys."""
     model = _model(families, name, setting)
     ids = token_ids(2, LENGTH)
     mask = torch.ones_like(ids)
     mask[0, :PADDING] = 0
     decoded = _decode(model, ids, DynamicCache(config=model.config), mask)
-    alone = _one_pass(model, ids[:1, PADDING:], setting, identity, prompt=PREFILL - PADDING)
-    assert_same(decoded[:1, PADDING:], alone, tolerance=TOLERANCE)
-
-
-def test_a_right_padded_row_equals_the_unpadded_row(setting, families, token_ids, assert_same):
-    model = _model(families, "llama", setting)
-    ids = token_ids(2, LENGTH)
-    mask = torch.ones_like(ids)
-    mask[0, -PADDING:] = 0
-    batch = model(ids, attention_mask=mask).logits
-    assert_same(batch[:1, :-PADDING], model(ids[:1, :-PADDING]).logits, tolerance=TOLERANCE)
+    expected = [
+        _one_pass(model, ids[row : row + 1, padding:], setting, identity, prompt=PREFILL - padding)
+        for row, padding in enumerate((PADDING, 0))
+    ]
+    assert_same(decoded[:1, PADDING:], expected[0], tolerance=TOLERANCE)
+    assert_same(decoded[1:], expected[1], tolerance=TOLERANCE)

@@ -58,8 +58,45 @@ def _same(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
+DISTANCE = torch.arange(TOKENS)[:, None] - torch.arange(TOKENS)
+FULL = {"mask_function": bidirectional_mask_function, "allow_is_causal_skip": False}
+EVERYTHING = {"mask_function": lambda b, h, q, k: (k >= 0) & (q >= 0), "allow_is_causal_skip": False}
+HARMLESS = {"position_ids": torch.arange(TOKENS), "use_cache": True, "output_attentions": False, "new_argument": None}
+
+SEEN = {
+    "is_causal overrides the layer": ({}, None, {"is_causal": False}, {}),
+    "fewer queries are the last positions": ({"q_len": 3}, None, {}, {"attn_mask": (DISTANCE >= 0)[-3:]}),
+    "a causal window": ({}, None, {"sliding_window": 3}, {"attn_mask": (DISTANCE >= 0) & (DISTANCE < 3)}),
+    "a window without its end, as in FlashAttention": (
+        {}, None, {"sliding_window": 3, "is_causal": False}, {"attn_mask": DISTANCE.abs() <= 2}
+    ),
+    "a mask overrides both": (
+        {}, dma_mask(2, TOKENS, TOKENS, **EVERYTHING), {"is_causal": True, "sliding_window": 2}, {}
+    ),
+    "a mask of all keys, to which an encoder added one": ({}, dma_mask(2, TOKENS - 1, TOKENS - 1, **FULL), {}, {}),
+    "values with another head_dim": ({"value_dim": 40}, None, {}, {"is_causal": True}),
+    "a softcap of zero means none": ({}, None, {"softcap": 0.0}, {"is_causal": True}),
+    "arguments that change nothing": ({}, None, HARMLESS, {"is_causal": True}),
+}  # fmt: skip
+"""Sizes of the states, mask and arguments of a call, and what SDPA gets instead."""
+
+
 class TestResult:
     """The output of valid calls."""
+
+    @pytest.mark.parametrize("case", SEEN)
+    def test_a_call_equals_sdpa(self, case, layer):
+        sizes, mask, arguments, expected = SEEN[case]
+        _same(
+            dma_attention_forward(layer, *_states(**sizes), mask, **arguments)[0],
+            _expected(*_states(**sizes), **expected),
+        )
+
+    def test_queries_broadcast_over_the_batch(self, layer):
+        """As the learned queries of a resampler do."""
+        query, key, value = _states(q_len=3)
+        out, _ = dma_attention_forward(layer, query[:1], key, value, None, is_causal=False)
+        _same(out, _expected(query[:1].expand(2, -1, -1, -1), key, value))
 
     def test_output_is_causal_attention_in_the_models_layout(self, layer):
         out, weights = dma_attention_forward(layer, *_states(), None)
@@ -67,37 +104,6 @@ class TestResult:
         assert out.shape == (2, TOKENS, 4, 16)
         assert out.is_contiguous()
         _same(out, _expected(*_states(), is_causal=True))
-
-    def test_the_is_causal_argument_overrides_the_layer(self, identity):
-        full = _expected(*_states())
-        _same(dma_attention_forward(_Layer(identity), *_states(), None, is_causal=False)[0], full)
-        _same(dma_attention_forward(_Layer(identity, is_causal=False), *_states(), None)[0], full)
-
-    def test_fewer_queries_than_keys_are_the_last_positions(self, layer):
-        out, _ = dma_attention_forward(layer, *_states(q_len=3), None)
-        mask = torch.ones(3, TOKENS, dtype=torch.bool).tril(TOKENS - 3)
-        _same(out, _expected(*_states(q_len=3), attn_mask=mask))
-
-    def test_the_mask_overrides_is_causal_and_sliding_window(self, layer):
-        mask = dma_mask(
-            2, TOKENS, TOKENS, mask_function=lambda b, h, q, k: (k >= 0) & (q >= 0), allow_is_causal_skip=False
-        )
-        out, _ = dma_attention_forward(layer, *_states(), mask, is_causal=True, sliding_window=2)
-        _same(out, _expected(*_states()))
-
-    def test_an_all_true_mask_fits_every_length(self, layer):
-        """Some encoders add tokens; with SDPA they get no mask."""
-        full = {"mask_function": bidirectional_mask_function, "allow_is_causal_skip": False}
-        out, _ = dma_attention_forward(layer, *_states(), dma_mask(2, TOKENS - 1, TOKENS - 1, **full))
-        _same(out, _expected(*_states()))
-
-    @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "bidirectional"])
-    def test_a_sliding_window_applies_without_a_mask(self, layer, is_causal):
-        """Bidirectional as in FlashAttention: the end of the window is excluded."""
-        out, _ = dma_attention_forward(layer, *_states(), None, is_causal=is_causal, sliding_window=3)
-        distance = torch.arange(TOKENS)[:, None] - torch.arange(TOKENS)
-        mask = (distance >= 0) & (distance < 3) if is_causal else distance.abs() <= 2
-        _same(out, _expected(*_states(), attn_mask=mask))
 
     def test_scaling_softcap_and_sinks_are_applied(self, layer):
         query, key, value = _states()
@@ -108,11 +114,6 @@ class TestResult:
         scores = torch.cat((scores, sinks.view(1, 4, 1, 1).expand(2, 4, TOKENS, 1)), dim=-1)
         expected = scores.softmax(-1)[..., :-1] @ value.repeat_interleave(2, 1)
         _same(out, expected.transpose(1, 2))
-
-    def test_values_may_have_another_head_dim(self, layer):
-        states = _states(value_dim=40)
-        out, _ = dma_attention_forward(layer, *states, None)
-        _same(out, _expected(*states, is_causal=True))
 
     def test_fully_masked_rows_are_zero(self, layer):
         hidden = torch.ones(2, TOKENS, dtype=torch.bool)
@@ -137,28 +138,10 @@ class TestResult:
         assert out.dtype == dtype
         torch.testing.assert_close(out.float(), _expected(*_states(), is_causal=True), rtol=0.03, atol=0.03)
 
-    def test_autocast_casts_inputs_to_one_dtype(self, layer):
-        query, key, value = _states()
-        with torch.autocast("cpu", torch.bfloat16):
-            out, _ = dma_attention_forward(layer, query, key.half(), value.bfloat16(), None)
-        assert out.dtype == torch.bfloat16
-        torch.testing.assert_close(out.float(), _expected(*_states(), is_causal=True), rtol=0.03, atol=0.03)
-
-    def test_a_softcap_of_zero_means_none(self, layer):
-        out, _ = dma_attention_forward(layer, *_states(), None, softcap=0.0)
-        _same(out, _expected(*_states(), is_causal=True))
-
-    def test_queries_broadcast_over_the_batch(self, layer):
-        """As the learned queries of a resampler do."""
-        query, key, value = _states(q_len=3)
-        out, _ = dma_attention_forward(layer, query[:1], key, value, None, is_causal=False)
-        _same(out, _expected(query[:1].expand(2, -1, -1, -1), key, value))
-
     def test_meta_tensors_give_meta_outputs(self, layer):
-        states = (tensor.to("meta") for tensor in _states())
-        out, _ = dma_attention_forward(layer, *states, None)
-        assert out.shape == (2, TOKENS, 4, 16)
+        out, _ = dma_attention_forward(layer, *(tensor.to("meta") for tensor in _states()), None)
         assert out.is_meta
+        assert out.shape == (2, TOKENS, 4, 16)
 
     @pytest.mark.parametrize("low", [torch.finfo(torch.float32).min, -torch.inf, -1e4])
     def test_additive_masks_equal_boolean_ones(self, layer, low):
@@ -166,14 +149,6 @@ class TestResult:
         mask[..., 0] = True
         out, _ = dma_attention_forward(layer, *_states(), torch.zeros(mask.shape).masked_fill(~mask, low))
         _same(out, _expected(*_states(), attn_mask=mask))
-
-    def test_irrelevant_arguments_are_ignored(self, layer):
-        harmless = {"position_ids": torch.arange(TOKENS), "use_cache": True, "output_attentions": False}
-        harmless |= {"some_new_argument": None, "cu_seq_lens_q": torch.tensor([0, TOKENS])}
-        assert torch.equal(
-            dma_attention_forward(layer, *_states(), None, **harmless)[0],
-            dma_attention_forward(layer, *_states(), None)[0],
-        )
 
 
 @pytest.fixture
@@ -217,13 +192,12 @@ class TestCrossAttention:
     @pytest.mark.parametrize("kv_len", [TOKENS, TOKENS + 4])
     @pytest.mark.parametrize("name", CROSS)
     def test_cross_attention_is_recognized(self, name, kv_len, mask, recipes):
-        full = {"mask_function": bidirectional_mask_function, "allow_is_causal_skip": False}
         hidden = torch.ones(2, kv_len, dtype=torch.bool)
         hidden[0, -2:] = False
         masks = {
             "none": None,
-            "full": dma_mask(2, TOKENS, kv_len, **full),
-            "padded": dma_mask(2, TOKENS, kv_len, attention_mask=hidden, **full),
+            "full": dma_mask(2, TOKENS, kv_len, **FULL),
+            "padded": dma_mask(2, TOKENS, kv_len, attention_mask=hidden, **FULL),
             "4-D": hidden[:, None, None],
         }
         dma_attention_forward(CROSS[name]().eval(), *_states(kv_len=kv_len), masks[mask])
@@ -251,12 +225,6 @@ class TestCrossAttention:
         dma_attention_forward(_Layer(is_causal=False), *_states(3, 20), mask)
         assert recipes[-1].q_offset == 0
 
-    def test_every_key_is_high_in_cross_attention(self):
-        config = {"low": "mxfp4", "high": "bf16", "pv": "bf16", "smooth_k": False, "rotate": False, "sink_tiles": 0}
-        states = _states(q_len=5, kv_len=700)
-        cross, _ = dma_attention_forward(_Layer(config, is_causal=False), *states, None)
-        _same(cross, _expected(*states))
-
 
 class TestIndices:
     """``indices``: the keys that a sparse attention indexer selected for each query."""
@@ -276,11 +244,6 @@ class TestIndices:
         _same(out[some], expected[some])
         assert not out[~some].any()
 
-    def test_selecting_all_keys_changes_nothing(self, layer):
-        indices = torch.arange(TOKENS).flip(0).expand(2, TOKENS, TOKENS)
-        out, _ = dma_attention_forward(layer, *_states(), None, indices=indices)
-        assert torch.equal(out, dma_attention_forward(layer, *_states(), None)[0])
-
     def test_the_shape_of_indices_is_checked(self, layer):
         with pytest.raises(ValueError, match=r"indices must be \[2, 9, k\], got \[2, 3\]"):
             dma_attention_forward(layer, *_states(), None, indices=torch.zeros(2, 3, dtype=torch.int32))
@@ -297,10 +260,6 @@ class TestQuirks:
         out, _ = dma_attention_forward(_Layer(identity, is_causal=False), *_states(), mask)
         _same(out, _expected(*_states(), attn_mask=padding[:, None, None].expand(-1, 1, TOKENS, -1)))
 
-    def test_a_causal_mask_of_one_query_is_rejected(self, layer):
-        with pytest.raises(ValueError, match="the model made it for other queries or keys"):
-            dma_attention_forward(layer, *_states(), dma_mask(2, 1, TOKENS, q_offset=TOKENS - 1))
-
     def test_a_layer_that_is_wrongly_marked_causal_is_bidirectional(self, identity):
         class BridgeTowerSelfAttention(_Layer):
             pass
@@ -310,24 +269,32 @@ class TestQuirks:
 
 
 ERRORS = {
-    "dropout": ({"dropout": 0.1}, r"dropout: got dropout=0\.1, expected 0; call model\.eval\(\)"),
+    "dropout": (
+        {"dropout": 0.1},
+        r"dropout: got dropout=0\.1, .* allow SDPA for such calls with on_unsupported='sdpa'",
+    ),
     "position_bias": (
         {"position_bias": torch.zeros(1, 4, TOKENS, TOKENS)},
-        r"position_bias: the model passed one of shape \[1, 4, 9, 9\].* attn_implementation='sdpa' or 'eager'",
+        r"position_bias: the model passed one of shape \[1, 4, 9, 9\]",
     ),
     "head_mask": ({"head_mask": torch.ones(4)}, r"the argument 'head_mask': got head_mask=Tensor\[4\]"),
-    "unknown": (
-        {"temperature": 0.5},
-        "the argument 'temperature': got temperature=0.5, which may change the result",
-    ),
-    "cache": (
-        {"cache": object()},
-        r"the argument 'cache': got cache=<object object",
-    ),
+    "unknown": ({"temperature": 0.5}, "the argument 'temperature': got temperature=0.5, which may change the result"),
+    "cache": ({"cache": object()}, "the argument 'cache': got cache=<object object"),
     "packing": (
         {"cu_seq_lens_q": torch.tensor([0, 4, 9])},
-        "cu_seq_lens_q: it lacks the end of a row, of which there are 2 with 9 tokens; pass where each document begins",
+        "cu_seq_lens_q: it lacks the end of a row, of which there are 2 with 9 tokens",
     ),
+}
+LATER_QUERY = dma_mask(2, 1, TOKENS, q_offset=TOKENS - 1)
+BLOCK_MASK = create_block_mask(lambda b, h, q, k: q >= k, 2, None, TOKENS, TOKENS, device="cpu")
+MASKS = {
+    "two axes": (torch.ones(2, TOKENS), ValueError, r"broadcastable to \[2, 4, 9, 9\], got \[2, 9\]"),
+    "too few keys": (torch.ones(2, 1, TOKENS, 8), ValueError, r"broadcastable to .*, got \[2, 1, 9, 8\]"),
+    "integers": (torch.ones(2, 1, TOKENS, TOKENS, dtype=torch.int64), TypeError, "boolean or floating"),
+    "other keys": (dma_mask(2, TOKENS, TOKENS + 1), ValueError, "broadcastable to .*: the model made it for other"),
+    "other rows": (dma_mask(3, TOKENS, TOKENS), ValueError, r"broadcastable to \[2, 4, 9, 9\], got \[3, 1, 9, 9\]"),
+    "one causal query": (LATER_QUERY, ValueError, "broadcastable to .*: the model made it for other"),
+    "of flex_attention": (BLOCK_MASK, TypeError, "a tensor, got BlockMask"),
 }
 
 
@@ -340,60 +307,27 @@ class TestRejected:
         with pytest.raises(ValueError, match="dma_mxfp attention does not support " + message):
             dma_attention_forward(layer, *_states(), None, **arguments)
 
-    @pytest.mark.parametrize(
-        ("sizes", "name", "size"), [({"head_dim": 260}, "query", 260), ({"value_dim": 260}, "value", 260)]
-    )
-    def test_head_dims_above_256_and_of_zero_are_rejected(self, layer, sizes, name, size):
-        with pytest.raises(
-            ValueError, match=f"this head_dim: {name} has {size}, expected 1 to 256; load the model with"
-        ):
+    @pytest.mark.parametrize(("sizes", "name"), [({"head_dim": 260}, "query"), ({"value_dim": 260}, "value")])
+    def test_head_dims_above_256_are_rejected(self, layer, sizes, name):
+        with pytest.raises(ValueError, match=f"this head_dim: {name} has 260, expected 1 to 256"):
             dma_attention_forward(layer, *_states(**sizes), None)
 
-    def test_an_additive_bias_is_rejected(self, layer):
-        message = r"an additive bias as attention_mask: torch.float32 \[2, 1, 9, 9\] has values other than 0 and large"
-        with pytest.raises(ValueError, match=message):
-            dma_attention_forward(layer, *_states(), torch.randn(2, 1, TOKENS, TOKENS))
-
-    @pytest.mark.parametrize(
-        ("mask", "error", "message"),
-        [
-            (torch.ones(2, TOKENS), ValueError, r"broadcastable to \[2, 4, 9, 9\], got \[2, 9\]"),
-            (torch.ones(2, 1, TOKENS, 8), ValueError, r"broadcastable to \[2, 4, 9, 9\], got \[2, 1, 9, 8\]"),
-            (
-                torch.ones(2, 1, TOKENS, TOKENS, dtype=torch.int64),
-                TypeError,
-                "boolean or floating point, got torch.int64",
-            ),
-            (
-                dma_mask(2, TOKENS, TOKENS + 1),
-                ValueError,
-                r"broadcastable to .*, got \[2, 1, 9, 10\]: the model made it for other queries",
-            ),
-            (dma_mask(3, TOKENS, TOKENS), ValueError, r"broadcastable to \[2, 4, 9, 9\], got \[3, 1, 9, 9\]"),
-        ],
-    )
-    def test_invalid_masks_are_rejected(self, layer, mask, error, message):
+    @pytest.mark.parametrize("case", MASKS)
+    def test_invalid_masks_are_rejected(self, layer, case):
+        mask, error, message = MASKS[case]
         with pytest.raises(error, match="attention_mask must be " + message):
             dma_attention_forward(layer, *_states(), mask)
 
-    def test_flex_attention_masks_are_rejected(self, layer):
-        mask = create_block_mask(lambda b, h, q, k: q >= k, 2, None, TOKENS, TOKENS, device="cpu")
-        with pytest.raises(TypeError, match="attention_mask must be a tensor, got BlockMask"):
-            dma_attention_forward(layer, *_states(), mask)
+    def test_attention_weights_are_not_returned(self, layer):
+        with pytest.warns(UserWarning, match="no attention weights for output_attentions=True"):
+            assert dma_attention_forward(layer, *_states(), None, output_attentions=True)[1] is None
 
-    def test_mixed_dtypes_are_rejected(self, layer):
+    def test_an_additive_bias_and_mixed_dtypes_are_rejected(self, layer):
         query, key, value = _states()
+        with pytest.raises(ValueError, match=r"an additive bias as attention_mask: torch.float32 \[2, 1, 9, 9\]"):
+            dma_attention_forward(layer, query, key, value, torch.randn(2, 1, TOKENS, TOKENS))
         with pytest.raises(TypeError, match=r"value must have the dtype of query, torch\.float32, got torch\.bfloat16"):
             dma_attention_forward(layer, query, key, value.bfloat16(), None)
-
-    def test_attention_weights_are_not_returned(self, layer):
-        """As with SDPA and FlashAttention, the argument has no effect."""
-        with pytest.warns(
-            UserWarning, match="no attention weights for output_attentions=True.* attn_implementation='eager'"
-        ):
-            out, weights = dma_attention_forward(layer, *_states(), None, output_attentions=True)
-        assert weights is None
-        _same(out, _expected(*_states(), is_causal=True))
 
 
 class TestFallback:
@@ -434,15 +368,19 @@ class TestFallback:
         assert "dma_hf.stats(model).fallbacks counts them" in first
         assert "does not support dropout (got dropout=0.5, expected 0)" in second
         assert dma_hf.stats(layer).fallbacks == {"position_bias": 3, "dropout": 1}
+        assert str(dma_hf.stats(layer)).endswith("3 x SDPA instead: position_bias\n  1 x SDPA instead: dropout")
         dma_hf.reset_stats(layer)
         assert dma_hf.stats(layer).fallbacks == {}
         with pytest.warns(UserWarning, match="does not support position_bias"):
             dma_attention_forward(layer, *_states(), None, position_bias=bias)
 
-    @pytest.mark.parametrize("name", ["head_mask", "unknown", "cache", "packing"])
-    def test_options_that_sdpa_ignores_are_still_errors(self, name, layer):
-        arguments, message = ERRORS[name]
-        with pytest.raises(ValueError, match=message):
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [ERRORS[name] for name in ("head_mask", "unknown", "cache", "packing")]
+        + [({"dropout": 0.5, **option}, "dropout") for option in ({"softcap": 2.0}, {"s_aux": torch.zeros(4)})],
+    )
+    def test_what_sdpa_ignores_or_lacks_is_still_an_error(self, arguments, message, layer):
+        with pytest.raises(ValueError, match="does not support " + message):
             dma_attention_forward(layer, *_states(), None, **arguments)
         assert dma_hf.stats(layer).fallbacks == {}
 
@@ -454,16 +392,6 @@ class TestFallback:
             out, _ = dma_attention_forward(layer, *_states(), bias, indices=indices)
         bias[..., 4:] = torch.finfo(torch.float32).min
         _same(out, _expected(*_states(), attn_mask=bias))
-
-    @pytest.mark.parametrize("option", [{"softcap": 2.0}, {"s_aux": torch.zeros(4)}], ids=["softcap", "sinks"])
-    def test_options_that_sdpa_lacks_are_still_errors(self, option, layer):
-        with pytest.raises(ValueError, match="does not support dropout"):
-            dma_attention_forward(layer, *_states(), None, dropout=0.5, **option)
-        assert dma_hf.stats(layer).fallbacks == {}
-
-    def test_the_error_names_the_fallback_option(self, identity):
-        with pytest.raises(ValueError, match="or allow SDPA for such calls with on_unsupported='sdpa'"):
-            dma_attention_forward(_Layer(identity), *_states(), None, dropout=0.5)
 
 
 CASES = {

@@ -73,9 +73,7 @@ def test_layers_that_do_not_describe_the_batch_are_batched_over_packed_pages(nam
     ("name", "message"),
     [
         ("diffllama", "diffllama cannot use a packed cache, because it attends twice in a layer"),
-        ("jetmoe", "jetmoe cannot use a packed cache, because it repeats keys and values"),
         ("gemma3n", "packed pages do not support layers that share keys and values, as gemma3n_text has"),
-        ("gemma4", "packed pages do not support layers that share keys and values, as gemma4_text has"),
     ],
 )
 def test_models_that_change_or_share_cached_states_are_refused_by_name(name, message, build, prompts):
@@ -85,14 +83,11 @@ def test_models_that_change_or_share_cached_states_are_refused_by_name(name, mes
     assert model.config._attn_implementation == f"{dma_hf.NAME}:balanced+int8"
 
 
-@pytest.mark.parametrize("name", ["diffllama", "jetmoe", "gemma3n"])
+@pytest.mark.parametrize("name", ["jetmoe", "gemma3n"])
 def test_packed_pages_of_an_unknown_class_that_changes_cached_states_raise(name, build, prompts, monkeypatch):
     monkeypatch.setattr("dma_hf.integrations.manager.check_layers", lambda config: None)
     model = build(name, f"{dma_hf.NAME}:balanced+int8")
-    message = (
-        r"died: ValueError: packed pages need attention to keys and values as the cache returned .* but \w+Attention"
-    )
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(RuntimeError, match="died: ValueError: packed pages need attention to keys and values as the c"):
         _results(model, prompts)
 
 
@@ -101,8 +96,7 @@ def test_a_mask_of_the_models_own_is_refused(cache, build, prompts):
     """Batches need none, and it may hold a bias (Doge)."""
     model = build("doge", dma_hf.NAME)
     dma_hf.configure(model, IDENTITY, cache=cache)
-    message = "does not support an attention_mask of its own in generate_batch: DogeAttention passed one of shape"
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(RuntimeError, match="an attention_mask of its own in generate_batch: DogeAttention passed one"):
         _results(model, prompts)
 
 
@@ -119,8 +113,9 @@ def test_changing_the_attention_of_a_batched_model_raises(cache, families, promp
     assert manager.get_result(timeout=60).error is None
     model.set_attn_implementation("sdpa")
     manager.add_request(prompts[1])
-    message = "died: RuntimeError: the attention of LlamaForCausalLM was changed to 'sdpa' while a manager of dma_mxfp"
     assert "was changed to 'sdpa'" in manager.get_result(timeout=60).error
     manager.stop(block=True, timeout=5)
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(
+        RuntimeError, match="died: RuntimeError: the attention of LlamaForCausalLM was changed to 'sdpa'"
+    ):
         manager.destroy()

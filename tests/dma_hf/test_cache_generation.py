@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from itertools import product
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
@@ -95,27 +96,17 @@ def test_a_static_cache_compiles_to_one_graph(name, build, token_ids):
     torch._dynamo.reset()
 
 
-def test_a_prompt_can_be_continued(build, token_ids):
-    """The second turn of a conversation continues with the cache of the first."""
-    model = build("llama")
-    ids, more = token_ids(1, PROMPT), token_ids(1, 30, seed=2)
-    cache = DMACache(model.config)
-    first = _generate(model, ids, do_sample=False, past_key_values=cache)
-    second = torch.cat((first, more), 1)
-    expected = _generate(model, second, do_sample=False)
-    assert torch.equal(_generate(model, second, do_sample=False, past_key_values=cache), expected)
-
-
-@pytest.mark.parametrize("length", [30, 300])
-@pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
-def test_layers_that_share_keys_take_a_second_turn_of_any_length(name, length, build, token_ids):
+@pytest.mark.parametrize(("name", "length"), [("llama", 30), *product(("gemma3n", "gemma4"), (30, 300))])
+def test_a_second_turn_continues_with_the_cache_of_the_first(name, length, build, token_ids):
+    """Of any length, also where layers share keys, which takes prompts only in one call or in chunks."""
     model = build(name)
     randomise(model)
     cache, more = DMACache(model.config), token_ids(1, length, seed=2)
     first = _generate(model, token_ids(1, PROMPT), do_sample=False, past_key_values=cache)
     second = torch.cat((first, more), 1)
-    expected = _generate(model, second, do_sample=False)
-    assert torch.equal(_generate(model, second, do_sample=False, past_key_values=cache), expected)
+    options = {"do_sample": False, "attention_mask": torch.ones_like(second)}  # an answer may have the token of padding
+    expected = _generate(model, second, **options)
+    assert torch.equal(_generate(model, second, past_key_values=cache, **options), expected)
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
@@ -134,53 +125,62 @@ def test_a_prompt_prefilled_in_inference_mode_continues_outside_it(static, build
     assert torch.equal(_generate(model, swapped, do_sample=False, past_key_values=cache), expected)
 
 
+def _cache_of(model, ids, **options):
+    """Return the cache of a call of ``generate``."""
+    result = model.generate(ids, max_new_tokens=2, pad_token_id=0, return_dict_in_generate=True, **options)
+    return result.get(CACHE_ARGUMENT)
+
+
 class TestDefault:
     """``configure(model, cache=...)``."""
 
     def test_generate_uses_the_configured_cache(self, build, token_ids):
-        model = build("llama")
-        ids = token_ids(1, PROMPT)
-        options = {"do_sample": False, "return_dict_in_generate": True}
-        before = _generate(model, ids, **options)
-        assert type(before.past_key_values) is DynamicCache
+        """The section stays in the configuration, but does not apply to SDPA."""
+        model, ids = build("llama"), token_ids(1, 20)
+        assert type(_cache_of(model, ids)) is DynamicCache
         dma_hf.configure(model, cache="int8")
-        after = _generate(model, ids, **options)
-        assert type(after.past_key_values) is DMACache
-        assert torch.equal(after.sequences, before.sequences)
-        dma_hf.configure(model, cache=None)
-        assert type(_generate(model, ids, **options).past_key_values) is DynamicCache
-
-    def test_arguments_of_generate_override_the_configured_cache(self, build, token_ids):
-        model = build("llama")
-        dma_hf.configure(model, cache="int8")
-        ids = token_ids(1, 20)
-        options = {"do_sample": False, "return_dict_in_generate": True}
+        for name, kind in (("dma_mxfp", DMACache), ("sdpa", DynamicCache), ("dma_mxfp", DMACache)):
+            model.set_attn_implementation(name)
+            assert type(_cache_of(model, ids)) is kind
         own = DynamicCache(config=model.config)
-        assert _generate(model, ids, past_key_values=own, **options).past_key_values is own
-        static = _generate(model, ids, cache_implementation="static", **options).past_key_values
-        assert type(static).__name__ == "StaticCache"
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*another cache")
-            _generate(model, ids, cache_implementation="static", **options)
-            _generate(model, ids, past_key_values=DynamicCache(config=model.config), **options)
-        assert _generate(model, ids, use_cache=False, **options).past_key_values is None
+            assert _cache_of(model, ids, **{CACHE_ARGUMENT: own}) is own
+        dma_hf.configure(model, cache=None)
+        assert type(_cache_of(model, ids)) is DynamicCache
 
-    @pytest.mark.parametrize("way", ["deepcopy", "torch.save", "another process"])
-    def test_a_copied_model_has_the_configured_cache(self, way, build, token_ids, tmp_path):
+    @pytest.mark.parametrize(
+        ("own", "given", "expected"),
+        [
+            ({"cache_implementation": "hybrid"}, {}, DMACache),  # as in Gemma's configurations on the Hub
+            ({"cache_implementation": "static"}, {}, StaticCache),
+            ({"cache_implementation": "static"}, {"cache_implementation": "dynamic"}, DynamicCache),
+            ({"use_cache": False}, {}, type(None)),
+            ({"use_cache": False}, {"use_cache": True}, DMACache),
+        ],
+        ids=str,
+    )
+    @pytest.mark.parametrize("as_config", [False, True], ids=["options", "configuration"])
+    def test_a_call_and_the_models_generation_config_override_it(
+        self, own, given, expected, as_config, build, token_ids
+    ):
+        """Without a warning of another cache. A generation configuration of the call overrides the model's."""
         model = build("llama")
         dma_hf.configure(model, cache="int8")
-        if way == "deepcopy":
-            twin = copy.deepcopy(model)
-        elif way == "torch.save":
-            torch.save(model, tmp_path / "model.pt")
-            twin = torch.load(tmp_path / "model.pt", weights_only=False)
-        else:  # as an argument is passed to a spawned process
-            twin = pickle.loads(ForkingPickler.dumps(model))
-        ids = token_ids(1, 20)
-        options = {"do_sample": False, "return_dict_in_generate": True}
-        actual = _generate(twin, ids, **options)
-        assert type(actual.past_key_values) is DMACache
-        assert torch.equal(actual.sequences, _generate(model, ids, **options).sequences)
+        for name, value in own.items():
+            setattr(model.generation_config, name, value)
+        if as_config:
+            given = {"generation_config": GenerationConfig(**given)}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*another cache")
+            assert type(_cache_of(model, token_ids(1, 20), **given)) is expected
+
+    @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(ForkingPickler.dumps(model))])
+    def test_a_copied_model_has_the_configured_cache(self, copied, build, token_ids):
+        """Also one that is passed to a spawned process."""
+        model = build("llama")
+        dma_hf.configure(model, cache="int8")
+        assert type(_cache_of(copied(model), token_ids(1, 20))) is DMACache
 
     @pytest.mark.parametrize("in_call", [True, False])
     def test_a_cache_excludes_use_cache_false(self, in_call, build, token_ids):
@@ -200,8 +200,8 @@ class TestDefault:
         loaded = type(model).from_pretrained(tmp_path, attn_implementation=name)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            result = _generate(loaded, token_ids(1, 20), do_sample=False, return_dict_in_generate=True)
-        assert result[CACHE_ARGUMENT].format == ("int8" if "+" in name else "int4")
+            cache = _cache_of(loaded, token_ids(1, 20))
+        assert cache.format == ("int8" if "+" in name else "int4")
 
     def test_forward_with_another_cache_warns(self, build, token_ids):
         model = build("llama")
@@ -223,10 +223,10 @@ class TestDefault:
         dma_hf.configure(model, cache="int8")
         AttentionInterface.register("dma_mxfp", profiled)
         try:
-            result = _generate(model, token_ids(1, 20), do_sample=False, return_dict_in_generate=True)
+            cache = _cache_of(model, token_ids(1, 20))
         finally:
             AttentionInterface.register("dma_mxfp", dma_attention_forward)
-        assert type(result[CACHE_ARGUMENT]) is DMACache
+        assert type(cache) is DMACache
         assert calls
 
     def test_encoder_decoders_cache_only_self_attention(self, families, token_ids, identity):
@@ -239,40 +239,6 @@ class TestDefault:
         actual = _generate(model, token_ids(2, 30), **options)
         assert torch.equal(actual.sequences, expected.sequences)
         assert all(isinstance(layer, DMALayer) for layer in actual.past_key_values.self_attention_cache.layers)
-
-    def test_a_model_switched_to_sdpa_uses_transformers_cache(self, build, token_ids):
-        """The section stays in the configuration but does not apply to SDPA."""
-        model = build("llama")
-        dma_hf.configure(model, cache="int4")
-        options = {"do_sample": False, "return_dict_in_generate": True}
-        for name, kind in (("sdpa", DynamicCache), ("dma_mxfp", DMACache)):
-            model.set_attn_implementation(name)
-            assert type(_generate(model, token_ids(1, 20), **options).past_key_values) is kind
-
-    @pytest.mark.parametrize(
-        ("own", "given", "expected"),
-        [
-            ({"cache_implementation": "hybrid"}, {}, DMACache),  # as in Gemma's configurations on the Hub
-            ({"cache_implementation": "static"}, {}, StaticCache),
-            ({"cache_implementation": "static"}, {"cache_implementation": "dynamic"}, DynamicCache),
-            ({"use_cache": False}, {}, type(None)),
-            ({"use_cache": False}, {"use_cache": True}, DMACache),
-        ],
-        ids=str,
-    )
-    @pytest.mark.parametrize("as_config", [False, True], ids=["options", "configuration"])
-    def test_the_models_generation_config_applies(self, own, given, expected, as_config, build, token_ids):
-        """Options of the call, or its own generation configuration, override it."""
-        model = build("llama")
-        dma_hf.configure(model, cache="int8")
-        for name, value in own.items():
-            setattr(model.generation_config, name, value)
-        options = {"max_new_tokens": 2, "pad_token_id": 0, "return_dict_in_generate": True}
-        if as_config:
-            options = {"generation_config": GenerationConfig(**options, **given)}
-        else:
-            options |= given
-        assert type(model.generate(token_ids(1, 20), **options).past_key_values) is expected
 
     def test_an_assistant_with_other_layers_rolls_back_tokens(self, build, token_ids):
         """Transformers' cache records the state that such layers discard, and so must ours."""

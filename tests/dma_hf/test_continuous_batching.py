@@ -7,7 +7,6 @@ import gc
 import pytest
 import torch
 from batched_parts import generate_batch, random_prompts
-from transformers import GenerationConfig
 
 import dma_hf
 from dma_hf.config import PAGED_NAME, settings_of
@@ -22,43 +21,40 @@ def prompts():
     return random_prompts(LENGTHS)
 
 
-def _generate_batch(model, prompts, num_blocks=64, persistent_manager=False, **options):
+@pytest.fixture
+def llama(families):
+    return families["llama"].build(dma_hf.NAME)
+
+
+def _generate_batch(model, prompts, persistent_manager=False, **options):
     """Return the tokens of continuous batching and their log-probabilities."""
-    options |= {"page_size": 32, "num_blocks": num_blocks, "return_logprobs": True, "use_cuda_graph": False}
+    options |= {"page_size": 32, "num_blocks": 64, "return_logprobs": True, "use_cuda_graph": False}
     outputs = generate_batch(model, prompts, NEW_TOKENS, persistent_manager=persistent_manager, **options)
     return [(output.generated_tokens, output.logprobs) for output in outputs.values()]
 
 
-def _alone(model, prompt, tokens):
-    """Return the tokens' log-probabilities by one forward pass, and their distance to the best."""
-    logits = model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :].float()
-    logprobs = logits.log_softmax(-1)
-    chosen = logprobs.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
-    return chosen, logprobs.amax(-1) - chosen
-
-
-def _check(model, prompts, results):
-    for prompt, (tokens, logprobs) in zip(prompts, results, strict=True):
-        expected, below_best = _alone(model, prompt, tokens)
+def _check(model, prompts, **options):
+    """Compare the log-probabilities of chosen tokens, which must be the best, with those of one forward pass."""
+    for prompt, (tokens, logprobs) in zip(prompts, _generate_batch(model, prompts, **options), strict=True):
+        logits = model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :].float()
+        expected = logits.log_softmax(-1)
+        chosen = expected.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
         assert len(tokens) == NEW_TOKENS
-        assert below_best.max() < 1e-3
-        torch.testing.assert_close(torch.tensor(logprobs), expected, rtol=1e-3, atol=1e-3)
+        assert (expected.amax(-1) - chosen).max() < 1e-3
+        torch.testing.assert_close(torch.tensor(logprobs), chosen, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gemma3", "gpt_oss"])
-def test_requests_of_many_lengths_equal_isolated_ones(name, families, prompts):
-    model = families[name].build(dma_hf.NAME)
-    dma_hf.configure(model, "paper")
-    _check(model, prompts, _generate_batch(model, prompts))
-    assert model.config._attn_implementation == dma_hf.NAME
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_prompts_in_chunks_equal_isolated_ones(name, families, prompts):
+@pytest.mark.parametrize(
+    ("name", "batch_tokens"),
+    [*((name, None) for name in ("llama", "mistral", "gemma2", "gemma3", "gpt_oss")), ("llama", 64), ("gemma3", 64)],
+)
+def test_requests_of_many_lengths_equal_isolated_ones(name, batch_tokens, families, prompts):
     """Long prompts exceed a batch of 64 tokens, so chunks of some run next to decode steps of others."""
     model = families[name].build(dma_hf.NAME)
     dma_hf.configure(model, "paper")
-    _check(model, prompts, _generate_batch(model, prompts, max_batch_tokens=64))
+    options = {"max_batch_tokens": batch_tokens} if batch_tokens else {}
+    _check(model, prompts, **options)
+    assert model.config._attn_implementation == dma_hf.NAME
 
 
 @pytest.mark.parametrize(("name", "kinds"), [("llama", 1), ("gemma3", 2)])
@@ -85,37 +81,16 @@ def test_padding_of_a_batch_is_no_request(decoding, alone):
     assert read.keys == 3 + 10 * decoding
 
 
-def test_requests_with_a_shared_prefix_equal_isolated_ones(families, prompts):
-    model = families["llama"].build(dma_hf.NAME)
-    dma_hf.configure(model, "paper")
-    prefix = prompts[1][:256]
-    prompts = [prefix + prompt[:7] for prompt in prompts[:1] + prompts[2:]]
-    _check(model, prompts, _generate_batch(model, prompts, max_batch_tokens=300, max_requests_per_batch=1))
-
-
-def test_a_preset_in_the_name_applies(families, prompts):
-    model = families["llama"].build(f"{dma_hf.NAME}:paper")
-    _check(model, prompts[:1], _generate_batch(model, prompts[:1]))
-    manager = model.init_continuous_batching()
-    assert model.config._attn_implementation == f"{PAGED_NAME}:paper"
-    assert settings_of(model.config).recipe == dma_hf.PRESETS["paper"].recipe
-    manager.destroy()
-    assert model.config._attn_implementation == f"{dma_hf.NAME}:paper"
-
-
-def test_other_calls_of_a_model_with_a_manager_are_rejected(families, token_ids):
-    model = families["llama"].build(dma_hf.NAME)
-    manager = model.init_continuous_batching()
-    with pytest.raises(RuntimeError, match=r"is for generate_batch only; call generate and forward after the manager"):
-        model(token_ids(1, 5))
-    manager.destroy()
-    model(token_ids(1, 5))
+def test_requests_with_a_shared_prefix_equal_isolated_ones(llama, prompts):
+    dma_hf.configure(llama, "paper")
+    prompts = [prompts[1][:256] + prompt[:7] for prompt in prompts[:1] + prompts[2:]]
+    _check(llama, prompts, max_batch_tokens=300, max_requests_per_batch=1)
 
 
 @pytest.mark.parametrize("name", ["dma_mxfp", "dma_mxfp:paper", "dma_mxfp:balanced+int8"])
 def test_a_loaded_model_needs_neither_configure_nor_a_context_manager(name, families, prompts):
     model = families["llama"].build(name)
-    _check(model, prompts, _generate_batch(model, prompts))
+    _check(model, prompts)
     assert model.config._attn_implementation == name
     uses = dma_hf.stats(model).uses
     assert any(use.cache == ("int8" if "+" in name else "pages") for use in uses)
@@ -126,8 +101,7 @@ def test_a_language_model_within_another_model_is_batched(cache, llava, prompts)
     """The attention of the outer configuration does not matter."""
     llava.set_attn_implementation({"text_config": "dma_mxfp"})
     dma_hf.configure(llava, "balanced", cache=cache)
-    prompts = [[token for token in prompt if token != 96] for prompt in prompts]
-    _check(llava, prompts, _generate_batch(llava, prompts))
+    _check(llava, [[token for token in prompt if token != 96] for prompt in prompts])
 
 
 @pytest.mark.parametrize(("first", "second"), [("dma_mxfp", "sdpa"), ("sdpa", "dma_mxfp")])
@@ -140,78 +114,75 @@ def test_a_kept_manager_of_another_attention_is_rejected(first, second, families
     with pytest.raises(RuntimeError, match=message):
         _generate_batch(model, prompts[:1])
     model.destroy_cached_continuous_batching_manager()
-    _check(model, prompts, _generate_batch(model, prompts))
+    _check(model, prompts)
 
 
 @pytest.mark.parametrize("is_kept", [False, True], ids=["", "persistent"])
-def test_an_error_in_the_generation_thread_is_raised(families, prompts, is_kept):
+def test_an_error_in_the_generation_thread_is_raised(llama, prompts, is_kept):
     """A rejected call ends the thread."""
-    model = families["llama"].build(dma_hf.NAME)
-    for layer in model.model.layers:
+    for layer in llama.model.layers:
         layer.self_attn.register_forward_pre_hook(
             lambda module, args, kwargs: (args, kwargs | {"head_mask": torch.ones(4)}), with_kwargs=True
         )
-    with pytest.raises(
-        RuntimeError, match=r"thread has died: ValueError: .* does not support the argument 'head_mask'"
-    ):
-        _generate_batch(model, prompts[:1], persistent_manager=is_kept)
-    assert model.config._attn_implementation == dma_hf.NAME
-    assert getattr(model, "_cached_continuous_batching_manager", None) is None
+    with pytest.raises(RuntimeError, match=r"has died: ValueError: .* does not support the argument 'head_mask'"):
+        _generate_batch(llama, prompts[:1], persistent_manager=is_kept)
+    assert llama.config._attn_implementation == dma_hf.NAME
+    assert getattr(llama, "_cached_continuous_batching_manager", None) is None
 
 
-def test_an_untested_version_is_rejected_before_anything_runs(families, prompts, monkeypatch):
-    model = families["llama"].build(dma_hf.NAME)
-    dma_hf.configure(model, "paper")
+def test_an_untested_version_is_rejected_before_anything_runs(llama, prompts, monkeypatch):
     monkeypatch.setattr(internals.transformers, "__version__", "5.99.0")
-    message = (
-        r"Transformers 5\.99\.0 is installed, where continuous batching has not been tested; dma-hf supports "
-        r"transformers>=5\.18,<5\.25: pip install"
-    )
+    message = r"Transformers 5\.99\.0 is installed, where continuous batching has not been tested; dma-hf supports "
     with pytest.raises(dma_hf.UnsupportedTransformersError, match=message):
-        _generate_batch(model, prompts[:1])
-    assert model.config._attn_implementation == dma_hf.NAME
+        _generate_batch(llama, prompts[:1])
+    assert llama.config._attn_implementation == dma_hf.NAME
 
 
-def test_managers_of_a_model_may_overlap(families):
-    """The first one made is dropped first; the last one restores the name."""
-    model = families["llama"].build(dma_hf.NAME)
-    first, second = model.init_continuous_batching(), model.init_continuous_batching()
-    first.destroy()
-    assert model.config._attn_implementation == PAGED_NAME
-    second.destroy()
-    assert model.config._attn_implementation == dma_hf.NAME
+class TestName:
+    """A model has the name of batching while it has a manager."""
 
+    def test_a_preset_in_the_name_applies(self, families):
+        model = families["llama"].build(f"{dma_hf.NAME}:paper")
+        manager = model.init_continuous_batching()
+        assert model.config._attn_implementation == f"{PAGED_NAME}:paper"
+        assert settings_of(model.config).recipe == dma_hf.PRESETS["paper"].recipe
+        manager.destroy()
+        assert model.config._attn_implementation == f"{dma_hf.NAME}:paper"
 
-def test_a_name_set_while_batching_is_kept(families):
-    model = families["llama"].build(dma_hf.NAME)
-    manager = model.init_continuous_batching()
-    model.set_attn_implementation("sdpa")
-    manager.destroy()
-    assert model.config._attn_implementation == "sdpa"
+    def test_managers_may_overlap(self, llama, token_ids):
+        """The first one made is dropped first; the last one restores the name. Until then other calls are refused."""
+        first, second = llama.init_continuous_batching(), llama.init_continuous_batching()
+        first.destroy()
+        assert llama.config._attn_implementation == PAGED_NAME
+        with pytest.raises(
+            RuntimeError, match="is for generate_batch only; call generate and forward after the manager"
+        ):
+            llama(token_ids(1, 5))
+        second.destroy()
+        assert llama.config._attn_implementation == dma_hf.NAME
 
+    def test_a_name_set_while_batching_is_kept(self, llama):
+        manager = llama.init_continuous_batching()
+        llama.set_attn_implementation("sdpa")
+        manager.destroy()
+        assert llama.config._attn_implementation == "sdpa"
 
-def test_a_manager_that_cannot_be_made_leaves_the_model_usable(families, monkeypatch):
-    """Also while something still holds the error, and with it the manager."""
-    model = families["llama"].build(dma_hf.NAME)
-    names = []
+    def test_a_manager_that_cannot_be_made_leaves_the_model_usable(self, llama, monkeypatch):
+        """Also while something still holds the error, and with it the manager."""
+        names = []
 
-    def fail(config):
-        names.append(model.config._attn_implementation)
-        raise ValueError("no such processor")
+        def fail(config):
+            names.append(llama.config._attn_implementation)
+            raise ValueError("no such processor")
 
-    monkeypatch.setattr(model, "_get_logits_processor", fail)
-    with pytest.raises(ValueError, match="no such processor") as held:
-        model.init_continuous_batching()
-    assert names == [PAGED_NAME]
-    assert model.config._attn_implementation == dma_hf.NAME, held
+        monkeypatch.setattr(llama, "_get_logits_processor", fail)
+        with pytest.raises(ValueError, match="no such processor") as held:
+            llama.init_continuous_batching()
+        assert names == [PAGED_NAME]
+        assert llama.config._attn_implementation == dma_hf.NAME, held
 
-
-def test_a_manager_that_is_never_started_leaves_the_model_usable(families):
-    model = families["llama"].build("dma_mxfp")
-    dma_hf.configure(model)
-    settings = GenerationConfig(max_new_tokens=2, do_sample=False)
-    manager = model.init_continuous_batching(generation_config=settings)
-    del manager
-    gc.collect()
-    assert model.config._attn_implementation == "dma_mxfp"
-    assert model.generate(torch.tensor([[5, 6, 7]]), generation_config=settings).shape == (1, 5)
+    def test_a_manager_that_is_never_started_leaves_the_model_usable(self, llama):
+        manager = llama.init_continuous_batching()
+        del manager
+        gc.collect()
+        assert llama.config._attn_implementation == dma_hf.NAME

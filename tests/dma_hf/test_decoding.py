@@ -98,6 +98,9 @@ def test_tokens_are_those_of_eager_steps(name, is_sampled, build, token_ids):
     expected = _tokens(model, ids, disable_compile=True, **mode)
     dma_hf.reset_stats(model)
     assert torch.equal(_tokens(model, ids, **mode), expected)
+    found = dma_hf.stats(model)
+    assert found.calls == NEW * len(found.layers)
+    assert f"{found.replays} decoding steps replayed a CUDA graph" in str(found)
     assert _replays(model) == NEW - 1 - decoding.EAGER_STEPS
     assert torch.equal(_tokens(model, ids, **mode), expected)  # over the storage of the first call
     assert _replays(model) == NEW - 1
@@ -133,45 +136,31 @@ def test_turns_of_a_chat_replay_one_graph(build, token_ids):
     assert dma_hf.stats(model).replays == 16 + 19 + 19
 
 
-def test_a_cache_that_grows_is_captured_again(build, token_ids, monkeypatch):
+@pytest.fixture
+def captured(monkeypatch):
+    """The arguments of each capture."""
+    calls, capture = [], decoding._captured
+    monkeypatch.setattr(decoding, "_captured", lambda *arguments: calls.append(arguments) or capture(*arguments))
+    return calls
+
+
+def test_a_cache_that_grows_is_captured_again(build, token_ids, captured, monkeypatch):
     monkeypatch.setattr("dma_hf.cache_layers.ROOM_AHEAD", 40)
     model = build()
-    captured = []
-    monkeypatch.setattr(decoding, "_captured", _spy(decoding._captured, captured))
     expected = _tokens(model, token_ids(1, PROMPT), 150, disable_compile=True)
     assert torch.equal(_tokens(model, token_ids(1, PROMPT), 150), expected)
     assert len(captured) > 1
 
 
-def test_a_reordered_cache_is_captured_again(build, token_ids, monkeypatch):
+def test_a_reordered_cache_is_captured_again(build, token_ids, captured):
     """Its storage is another one, and a graph would read that of before."""
     model = build()
-    captured = []
-    monkeypatch.setattr(decoding, "_captured", _spy(decoding._captured, captured))
     cache = DMACache(model.config)
     ids = _tokens(model, token_ids(2, 100), 12, **{CACHE_ARGUMENT: cache})  # within the first tile, so nothing grows
     cache.reorder_cache(torch.tensor([1, 0]))
     ids = torch.cat((ids.flip(0), token_ids(2, 3)), -1)
     _tokens(model, ids, 12, attention_mask=torch.ones_like(ids), **{CACHE_ARGUMENT: cache})
     assert len(captured) == 2
-
-
-def _spy(function, calls):
-    def call(*arguments):
-        calls.append(arguments)
-        return function(*arguments)
-
-    return call
-
-
-def test_a_returned_cache_is_not_used_again(build, token_ids):
-    model = build()
-    first = _tokens(model, token_ids(1, PROMPT), 20, return_dict_in_generate=True)
-    keys = first[CACHE_ARGUMENT].layers[0].keys.clone()
-    _tokens(model, token_ids(1, PROMPT, seed=2), 20, return_dict_in_generate=True)
-    _tokens(model, token_ids(1, PROMPT, seed=2), 20)
-    assert torch.equal(first[CACHE_ARGUMENT].layers[0].keys, keys)
-    assert first[CACHE_ARGUMENT].get_seq_length() == PROMPT + 19
 
 
 @pytest.mark.parametrize("change", ["weights", "adapter", "settings", "batch"])
@@ -207,42 +196,29 @@ class Adapter(nn.Module):
         return self.base(x) * self.scale["default"]
 
 
-def _hooked(model):
-    model.model.layers[1].register_forward_hook(lambda *_: None)
-
-
-def _mode(**options):
-    return lambda model: options
-
-
+HOLES = torch.ones(1, PROMPT, dtype=torch.long).index_fill(1, torch.arange(50, 60), 0)
 REASONS = {
-    "beam search": (_mode(num_beams=2, do_sample=False), "the generation mode is beam_search"),
-    "lookup": (_mode(prompt_lookup_num_tokens=3, do_sample=False), "the generation mode is assisted_generation"),
-    "compile off": (_mode(disable_compile=True), "disable_compile is set"),
-    "hidden states": (_mode(output_hidden_states=True, return_dict_in_generate=True), "the call returns attentions"),
-    "hook": (_hooked, "model.layers.1 has a forward hook"),
-    "training": (lambda model: model.train() and None, "the model is in training mode"),
+    "beam search": ({"num_beams": 2, "do_sample": False}, "the generation mode is beam_search"),
+    "lookup": ({"prompt_lookup_num_tokens": 3, "do_sample": False}, "the generation mode is assisted_generation"),
+    "compile off": ({"disable_compile": True}, "disable_compile is set"),
+    "states": ({"output_hidden_states": True, "return_dict_in_generate": True}, "the call returns attentions"),
+    "holes": ({"attention_mask": HOLES}, "the attention mask hides keys other than padding on the left"),
+    "hook": ({}, "model.layers.1 has a forward hook"),
+    "training": ({}, "the model is in training mode"),
 }
 
 
 @pytest.mark.parametrize("case", REASONS)
 def test_stats_say_why_steps_are_eager(case, build, token_ids):
-    model = build()
-    prepare, reason = REASONS[case]
-    options = prepare(model) or {}
+    model = build().train(case == "training")
+    if case == "hook":
+        model.model.layers[1].register_forward_hook(lambda *_: None)
+    options, reason = REASONS[case]
     _tokens(model, token_ids(1, PROMPT), 8, **options)
     found = dma_hf.stats(model)
     assert found.replays == 0
     assert [count for text, count in found.eager_decoding.items() if reason in text] == [1]
     assert f"1 x generate without CUDA graphs: {reason}" in str(found)
-
-
-def test_a_mask_with_holes_runs_eagerly(build, token_ids):
-    model = build()
-    mask = torch.ones(1, PROMPT, dtype=torch.long)
-    mask[:, 50:60] = 0
-    _tokens(model, token_ids(1, PROMPT), 8, attention_mask=mask)
-    assert list(dma_hf.stats(model).eager_decoding) == ["the attention mask hides keys other than padding on the left"]
 
 
 def test_a_model_that_needs_the_length_on_the_host_runs_eagerly(build, token_ids, monkeypatch):
@@ -298,23 +274,31 @@ def test_copies_of_a_cache_have_no_graph(build, token_ids):
         assert torch.equal(_tokens(model, more, 20, **{CACHE_ARGUMENT: each}), expected)
 
 
-def test_a_dropped_model_frees_its_idle_cache(build, token_ids, monkeypatch):
+@pytest.mark.parametrize("event", ["the model is dropped", "configure", "another device", "a returned cache"])
+def test_an_idle_cache_is_freed(event, build, token_ids, monkeypatch):
     if not torch.cuda.is_available():  # the stand-in keeps the model alive
         monkeypatch.setattr(step_graph, "record", lambda step: (lambda: None, record(step)[1]))
     model = build()
     _tokens(model, token_ids(1, PROMPT), 12)
-    assert model in idle_caches._idle
-    storage = weakref.ref(idle_caches._idle[model][1][0].storage)
-    del model
+    layers = idle_caches._idle[model][1]
+    storage = weakref.ref(layers[0].storage)
+    if event == "the model is dropped":
+        del model
+    elif event == "configure":
+        dma_hf.configure(model, cache="int8")
+    elif event == "another device":  # or another dtype
+        for layer in layers:
+            layer.device = torch.device("meta")
+        _tokens(model, token_ids(1, PROMPT), 12)
+    else:
+        first = _tokens(model, token_ids(1, PROMPT), 12, return_dict_in_generate=True)[CACHE_ARGUMENT]
+        assert model not in idle_caches._idle
+        keys = first.layers[0].keys.clone()
+        _tokens(model, token_ids(1, PROMPT, seed=2), 12)
+        assert torch.equal(first.layers[0].keys, keys)
+    del layers
     gc.collect()
     assert storage() is None
-
-
-def test_configure_frees_the_idle_cache(build, token_ids):
-    model = build()
-    _tokens(model, token_ids(1, PROMPT), 12)
-    dma_hf.configure(model, cache="int8")
-    assert model not in idle_caches._idle
 
 
 @torch.no_grad()
@@ -330,33 +314,6 @@ def test_recurrent_states_of_one_call_do_not_reach_the_next(token_ids):
     for seed in (0, 1, 0):
         _tokens(model, token_ids(1, PROMPT, seed), 1, logits_processor=processors)
     assert torch.equal(scores[0], scores[2])
-
-
-def test_an_idle_cache_does_not_move_with_its_model(build, token_ids):
-    """A model on another device, or of another dtype, gets a new cache."""
-    model = build()
-    _tokens(model, token_ids(1, PROMPT), 12)
-    layers = idle_caches._idle[model][1]
-    for layer in layers:
-        layer.device = torch.device("meta")
-    _tokens(model, token_ids(1, PROMPT), 12)
-    assert idle_caches._idle[model][1] is not layers
-
-
-def test_a_call_that_cannot_use_an_idle_cache_frees_it(build, token_ids):
-    model = build()
-    _tokens(model, token_ids(1, PROMPT), 12)
-    _tokens(model, token_ids(1, PROMPT), 12, return_dict_in_generate=True)
-    assert model not in idle_caches._idle
-
-
-def test_calls_of_layers_are_counted_in_replays(build, token_ids):
-    model = build(cache="int8")
-    dma_hf.reset_stats(model)
-    _tokens(model, token_ids(1, PROMPT), 30)
-    found = dma_hf.stats(model)
-    assert found.calls == 30 * len(found.layers)
-    assert f"{found.replays} decoding steps replayed a CUDA graph" in str(found)
 
 
 @pytest.mark.parametrize("is_returned", [False, True])

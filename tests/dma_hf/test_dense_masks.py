@@ -12,14 +12,12 @@ from dma_hf.integrations.internals import CACHE_ARGUMENT
 from dma_hf.masks import layer_geometry
 
 LENGTH = 420
-PADDING = (0, 150)
 
 
-def _masks(dtype):
+def _masks(dtype=torch.float64):
     """Return the 2-D mask of a left-padded batch, and the equivalent causal 4-D mask."""
-    padding = torch.ones(len(PADDING), LENGTH, dtype=torch.int64)
-    for row, count in zip(padding, PADDING, strict=True):
-        row[:count] = 0
+    padding = torch.ones(2, LENGTH, dtype=torch.int64)
+    padding[1, :150] = 0
     seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril() & padding[:, None, None].bool()
     if dtype is torch.bool:
         return padding, seen
@@ -37,7 +35,7 @@ def llama(families):
 @pytest.mark.parametrize("format", [None, "int4"])
 def test_a_4d_mask_of_left_padding_equals_the_2d_mask(format, dtype, llama, token_ids, assert_same):
     """In one pass, and with a cache in prefill and decode steps."""
-    ids, (padding, mask) = token_ids(len(PADDING), LENGTH), _masks(dtype)
+    ids, (padding, mask) = token_ids(2, LENGTH), _masks(dtype)
     positions = (padding.cumsum(-1) - 1).clamp(min=0)
     steps = [(0, LENGTH)] if format is None else [(0, 400), *((i, i + 1) for i in range(400, LENGTH))]
     outputs = []
@@ -64,25 +62,19 @@ def test_a_mask_of_an_earlier_pass_keeps_no_settings(high_layers, families, toke
 
 
 def test_a_mask_is_read_once_for_all_layers(llama, token_ids, monkeypatch):
-    reads = []
-    read = layer_geometry._read_mask
+    """It is read again after a change, also through ``.data`` or NumPy, which does not count as one of the tensor."""
+    reads, read = [], layer_geometry._read_mask
     monkeypatch.setattr(layer_geometry, "_read_mask", lambda mask: reads.append(mask) or read(mask))
-    ids, (_, mask) = token_ids(len(PADDING), LENGTH), _masks(torch.float64)
-    first = llama(ids, attention_mask=mask).logits
-    assert len(reads) == 1
-    mask[0, :, :, 3] = torch.finfo(mask.dtype).min  # changed in place: read again
-    second = llama(ids, attention_mask=mask).logits
-    assert len(reads) == 2
-    assert not torch.equal(first, second)
-
-
-def test_a_mask_changed_without_a_trace_is_read_again(llama, token_ids):
-    """Through ``.data`` or a NumPy buffer: such a change does not count as one of the tensor."""
-    ids, (_, mask) = token_ids(len(PADDING), LENGTH), _masks(torch.float64)
-    llama(ids, attention_mask=mask)
-    version = mask._version
-    mask.numpy()[:, :, 200:, :150] = torch.finfo(mask.dtype).min
-    mask.data[:, :, 300:, 160] = torch.finfo(mask.dtype).min
-    assert mask._version == version
-    changed = llama(ids, attention_mask=mask).logits
-    assert torch.equal(changed, llama(ids, attention_mask=mask.clone()).logits)
+    ids, mask, lowest = token_ids(2, LENGTH), _masks()[1], torch.finfo(torch.float64).min
+    outputs = [llama(ids, attention_mask=mask).logits]
+    for write in (
+        lambda: mask[0, :, :, 3].fill_(lowest),
+        lambda: mask.numpy()[:, :, 200:, :150].fill(lowest),
+        lambda: mask.data[:, :, 300:, 160].fill_(lowest),
+    ):
+        write()
+        outputs.append(llama(ids, attention_mask=mask).logits)
+        assert len(reads) == len(outputs)
+        assert not torch.equal(*outputs[-2:])
+        assert torch.equal(outputs[-1], llama(ids, attention_mask=mask.clone()).logits)
+        reads.pop()

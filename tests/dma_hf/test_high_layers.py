@@ -22,19 +22,6 @@ def llama(families):
     return families["llama"].build("dma_mxfp")
 
 
-def outputs_of_layers(model, ids, **options):
-    """Return the outputs of a model's attention layers."""
-    seen = []
-    hooks = [
-        layer.self_attn.register_forward_hook(lambda *call: seen.append(call[2][0].clone()))
-        for layer in model.model.layers
-    ]
-    model(ids, **options)
-    for hook in hooks:
-        hook.remove()
-    return seen
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
 def test_a_model_of_high_layers_alone_equals_ordinary_attention(name, families, token_ids, assert_same):
     reference, model = (families[name].build(each) for each in (families[name].reference, "dma_mxfp"))
@@ -44,24 +31,21 @@ def test_a_model_of_high_layers_alone_equals_ordinary_attention(name, families, 
         assert_same(model(token_ids(2, LENGTH), use_cache=cache).logits, reference(token_ids(2, LENGTH)).logits)
 
 
-def test_high_formats_apply_in_high_layers(llama, token_ids):
-    """``paper`` has 8 bits in high tiles."""
-    ids = token_ids(1, LENGTH)
-    dma_hf.configure(llama, "paper", high_layers=LAYERS)
-    found = llama(ids).logits
-    dma_hf.configure(llama, "paper", diagonal_tiles=8)
-    assert torch.equal(found, llama(ids).logits)
+DOCUMENTS = {"position_ids": torch.cat((torch.arange(100), torch.arange(500)))[None]}
 
 
-@pytest.mark.parametrize("options", [{"use_cache": False}, {"use_cache": True}, {"use_cache": True, "cache": "int8"}])
+@pytest.mark.parametrize("options", [{"use_cache": False}, {}, {"cache": "int8"}, DOCUMENTS], ids=str)
 def test_only_the_listed_layers_are_high(options, llama, token_ids):
     """Layers repeat the calls of earlier layers with the same precision."""
-    ids, cache = token_ids(1, LENGTH), options.pop("cache", None)
+    seen, ids = [], token_ids(1, LENGTH)
+    for layer in llama.model.layers:
+        layer.self_attn.register_forward_hook(lambda *call: seen.append(call[2][0].clone()))
 
     def outputs(**settings):
-        dma_hf.configure(llama, HIGH_0 | settings, cache=cache)
-        past = {"past_key_values": dma_hf.DMACache(llama.config)} if cache else {}
-        return outputs_of_layers(llama, ids, **options, **past)
+        dma_hf.configure(llama, HIGH_0 | settings, cache=options.get("cache"))
+        past = {"cache": dma_hf.DMACache(llama.config)} if "cache" in options else {}
+        llama(ids, **(options | past))
+        return seen[-2:]
 
     both, first, last, neither = (outputs(high_layers=layers) for layers in (LAYERS, (0,), (1,), ()))
     assert torch.equal(first[0], both[0])
@@ -90,18 +74,18 @@ def test_continuous_batching_honours_high_layers(cache, families, token_ids):
     assert (logprobs("dma_mxfp", high_layers=()) - exact).abs() > 1e-4
 
 
-def test_packed_documents_honour_high_layers(llama, token_ids):
-    ids = token_ids(1, 2 * LENGTH)
-    positions = torch.arange(LENGTH).repeat(2)[None]
+def test_fp4_without_its_high_layer_is_not_called_fp4(llama, token_ids):
+    for setting, name in (({}, "fp4"), ({"high_layers": ()}, "custom")):
+        dma_hf.configure(llama, "fp4", **setting)
+        dma_hf.reset_stats(llama)
+        llama(token_ids(1, 5))
+        assert {use.recipe for use in dma_hf.stats(llama).uses} == {name}
 
-    def logits(**settings):
-        dma_hf.configure(llama, HIGH_0 | settings)
-        return llama(ids, position_ids=positions, use_cache=False).logits
 
-    exact = logits(high_layers=LAYERS)
-    assert not torch.equal(logits(high_layers=(0,)), exact)
-    dma_hf.configure(llama, "balanced", low="bf16", shared_scale="block", smooth_k=False, rotate=False, pv="bf16")
-    torch.testing.assert_close(exact, llama(ids, position_ids=positions, use_cache=False).logits)
+@pytest.mark.parametrize("layers", [0, "0", ("0",), (-1,), (True,), (0.0,), None, {0: 1}])
+def test_invalid_layers_are_refused(layers):
+    with pytest.raises(ValueError, match="high_layers must list indices of layers, which count from 0; got "):
+        DMAConfig(high_layers=layers)
 
 
 def test_a_compiled_model_honours_high_layers_of_a_file(llama, token_ids):
@@ -111,33 +95,17 @@ def test_a_compiled_model_honours_high_layers_of_a_file(llama, token_ids):
     torch.testing.assert_close(compiled(ids, use_cache=False).logits, llama(ids, use_cache=False).logits)
 
 
-def test_fp4_without_its_high_layer_is_not_called_fp4(llama, token_ids):
-    for setting, name in (({}, "fp4"), ({"high_layers": ()}, "custom")):
-        dma_hf.configure(llama, "fp4", **setting)
-        dma_hf.reset_stats(llama)
-        llama(token_ids(1, 5))
-        assert {use.recipe for use in dma_hf.stats(llama).uses} == {name}
-
-
 def test_layers_are_sorted_and_listed_once():
     config = DMAConfig(high_layers=[2, 0, 2])
     assert config.high_layers == (0, 2)
     assert config.to_dict()["high_layers"] == [0, 2]
 
 
-@pytest.mark.parametrize("layers", [0, "0", ("0",), (-1,), (True,), (0.0,), None, {0: 1}])
-def test_invalid_layers_are_refused(layers):
-    with pytest.raises(ValueError, match="high_layers must list indices of layers, which count from 0; got "):
-        DMAConfig(high_layers=layers)
-
-
-def test_a_layer_that_the_model_lacks_is_refused(llama):
+def test_layers_that_the_model_lacks_are_refused(llama):
+    """A preset also suits layers without numbers."""
     with pytest.raises(ValueError, match="high_layers: LlamaForCausalLM has no layer 2, 7; its layers are 0 to 1"):
         dma_hf.configure(llama, "fp4", high_layers=(7, 0, 2))
     assert not hasattr(llama.config, "dma_mxfp")
-
-
-def test_layers_without_numbers_are_refused_unless_a_preset_lists_them():
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = ViTModel._from_config(ViTConfig(**sizes, image_size=32, patch_size=8), attn_implementation="dma_mxfp")
     assert dma_hf.configure(model, "fp4") == PRESETS["fp4"]

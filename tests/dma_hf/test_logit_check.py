@@ -10,8 +10,6 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import dma_hf.attention
 
-MATCH = "cannot represent the keys of this model in 4 bits"
-
 
 @pytest.fixture
 def qwen(families):
@@ -28,26 +26,22 @@ def warnings_of(function, ids, **options):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         function(ids, **options)
-    return [str(each.message) for each in caught if MATCH in str(each.message)]
+    messages = [str(each.message) for each in caught]
+    return [each for each in messages if "cannot represent the keys of this model in 4 bits" in each]
 
 
-@pytest.mark.parametrize("preset", ["paper", "fp4"])
-def test_presets_of_4_bits_warn_once_and_name_the_layer_and_the_way_out(qwen, token_ids, preset):
+@pytest.mark.parametrize(("preset", "length"), [("paper", 128), ("fp4", 2049)])  # the first prompts with low tiles
+def test_presets_of_4_bits_warn_once_and_name_the_layer_and_the_way_out(preset, length, qwen, families, token_ids):
     dma_hf.configure(qwen, preset)
-    length = 2049  # the first with a low tile under fp4
-    assert preset == "paper" or warnings_of(qwen, token_ids(1, length - 1)) == []
+    assert warnings_of(qwen, token_ids(1, length - 1)) == []
     (message,) = warnings_of(qwen, token_ids(1, length))
     assert message.startswith(f"the preset '{preset}' cannot represent the keys")
     assert "attention logits of layer 1 are off by" in message
     assert "Use the preset 'balanced', or add the layer to high_layers. `dma-hf equalize` makes " in message
     assert warnings_of(qwen, token_ids(1, length)) == []
-
-
-@pytest.mark.parametrize("preset", ["paper", "fp4"])
-def test_ordinary_keys_do_not_warn(families, token_ids, preset):
-    model = families["qwen2"].build("dma_mxfp")
-    dma_hf.configure(model, preset, exact_until=0)
-    assert warnings_of(model, token_ids(1, 130)) == []
+    ordinary = families["qwen2"].build("dma_mxfp")
+    dma_hf.configure(ordinary, preset, exact_until=0)
+    assert warnings_of(ordinary, token_ids(1, 130)) == []
 
 
 def test_another_recipe_is_checked_again(qwen, token_ids):
@@ -58,22 +52,12 @@ def test_another_recipe_is_checked_again(qwen, token_ids):
     assert message.startswith("this recipe cannot represent")
 
 
-def test_the_first_prompt_of_128_tokens_is_checked(qwen, token_ids):
-    dma_hf.configure(qwen, "paper")
-    assert warnings_of(qwen, token_ids(1, 127)) == []
-    assert len(warnings_of(qwen, token_ids(1, 128))) == 1
-
-
-def test_the_longest_row_of_a_padded_batch_is_checked(qwen, token_ids):
+def test_the_longest_row_of_a_padded_batch_over_a_packed_cache_is_checked(qwen, token_ids):
     dma_hf.configure(qwen, "paper")
     mask = torch.ones(2, 140, dtype=torch.long)
     mask[0, :120] = 0
-    assert len(warnings_of(qwen, token_ids(2, 140), attention_mask=mask)) == 1
-
-
-def test_a_prompt_over_a_packed_cache_is_checked(qwen, token_ids):
-    dma_hf.configure(qwen, "paper")
-    assert len(warnings_of(qwen, token_ids(1, 130), past_key_values=dma_hf.DMACache(qwen.config))) == 1
+    options = {"attention_mask": mask, "cache": dma_hf.DMACache(qwen.config)}
+    assert len(warnings_of(qwen, token_ids(2, 140), **options)) == 1
 
 
 @pytest.mark.parametrize("cache", [None, "int8"])
@@ -105,16 +89,9 @@ def test_layers_repeat_the_call_of_the_first_layer_once_they_are_checked(qwen, t
     assert len(seen) == 3
 
 
-def test_high_layers_are_not_checked(qwen, token_ids):
-    dma_hf.configure(qwen, "paper")
-    assert len(warnings_of(qwen, token_ids(1, 130))) == 1
-    dma_hf.configure(qwen, "paper", high_layers=(1,))
-    assert warnings_of(qwen, token_ids(1, 130)) == []
-
-
-def test_a_layer_that_is_off_besides_the_high_ones_is_named(qwen, token_ids):
+def test_the_first_layer_that_is_off_besides_the_high_ones_is_named(qwen, token_ids):
     qwen.model.layers[0].self_attn.load_state_dict(qwen.model.layers[1].self_attn.state_dict())
-    for layers, first in (((), 0), ((0,), 1)):
+    for layers, expected in (((), ["layer 0 are off"]), ((0,), ["layer 1 are off"]), ((0, 1), [])):
         dma_hf.configure(qwen, "paper", high_layers=layers)
-        (message,) = warnings_of(qwen, token_ids(1, 130))
-        assert f"layer {first} are off" in message
+        found = warnings_of(qwen, token_ids(1, 130))
+        assert [text in message for text, message in zip(expected, found, strict=True)] == [True] * len(expected)

@@ -7,7 +7,6 @@ import sys
 
 import pytest
 import torch
-import torch._dynamo.testing
 from torch.nn import functional as F
 from transformers import BloomConfig, BloomForCausalLM, LlamaConfig
 from transformers import masking_utils as upstream
@@ -22,8 +21,8 @@ WINDOW = 6
 def _mask_function(name):
     """Return a pattern and the arguments that upstream's ``create_*_mask`` functions pass with it."""
     zeros = torch.zeros(2, dtype=torch.int64)
-    window = {"local_size": WINDOW, "config": _config(sliding_window=WINDOW)}
-    chunk = {"local_size": WINDOW, "config": _config(attention_chunk_size=WINDOW)}
+    window = {"local_size": WINDOW, "config": LlamaConfig(sliding_window=WINDOW)}
+    chunk = {"local_size": WINDOW, "config": LlamaConfig(attention_chunk_size=WINDOW)}
     both = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": True}
     prefix = upstream.or_masks(upstream.causal_mask_function, lambda b, h, q, k: k < 3)
     return {
@@ -34,10 +33,6 @@ def _mask_function(name):
         "sliding full": (upstream.sliding_window_bidirectional_mask_function(WINDOW), window | both),
         "prefix": (prefix, {"allow_is_causal_skip": False}),
     }[name]
-
-
-def _config(**sizes):
-    return LlamaConfig(**sizes)
 
 
 # q_length, kv_length, q_offset, kv_offset
@@ -104,12 +99,10 @@ def _geometry(pattern="causal", **changes):
 
 
 def test_plain_masks_have_no_pattern():
-    causal = _geometry()
-    assert (causal.is_causal, causal.window, causal.q_offset, causal.kv_offset) == (True, None, 0, 0)
-    assert causal.pattern is causal.kv_range is None
-    full = _geometry("full")
-    assert not full.is_causal
-    assert full.pattern is full.kv_range is None
+    for pattern in ("causal", "full"):
+        plain = _geometry(pattern)
+        assert (plain.is_causal, plain.window, plain.q_offset, plain.kv_offset) == (pattern == "causal", None, 0, 0)
+        assert plain.pattern is plain.kv_range is None
     assert _geometry("sliding").window == WINDOW
     assert _geometry("sliding", kv_length=WINDOW, q_length=WINDOW).window is None
     assert _geometry("sliding full").window == WINDOW
@@ -128,7 +121,7 @@ def test_irregular_masks_have_a_pattern():
     holes = torch.ones(2, 10, dtype=torch.bool)
     holes[0, 4] = False
     assert _geometry(attention_mask=holes).pattern.shape == (2, 1, 1, 10)
-    ambiguous = _config(sliding_window=WINDOW, attention_chunk_size=WINDOW)
+    ambiguous = LlamaConfig(sliding_window=WINDOW, attention_chunk_size=WINDOW)
     assert _geometry("sliding", config=ambiguous).pattern is not None
     assert _geometry("sliding", config=None).pattern is not None
 
@@ -146,15 +139,11 @@ def test_positions_are_relative_to_the_first_real_key_of_the_row():
     assert (same.q_offset, same.kv_offset) == (25, 16)
 
 
-def test_unwritten_keys_of_a_static_cache_are_masked():
+def test_a_prompt_in_a_static_cache_is_unpadded_if_no_key_is_masked():
     geometry = _geometry(q_length=3, kv_length=40, q_offset=torch.tensor(7))
-    assert geometry.kv_range.tolist() == [[0, 10], [0, 10]]
+    assert geometry.kv_range.tolist() == [[0, 10], [0, 10]]  # keys that are not written yet are masked
     assert geometry.is_unpadded
     assert geometry.q_offset == 7
-
-
-def test_a_prompt_is_unpadded_if_no_key_is_masked():
-    assert _geometry(kv_length=40).is_unpadded
     mask = torch.ones(2, 10, dtype=torch.bool)
     assert _geometry(kv_length=40, attention_mask=mask).is_unpadded
     assert not _geometry(kv_length=40, attention_mask=mask[:, :9]).is_unpadded  # missing columns are masked
@@ -164,11 +153,12 @@ def test_a_prompt_is_unpadded_if_no_key_is_masked():
         assert not _geometry(kv_length=40, attention_mask=hidden).is_unpadded
 
 
-def test_different_lengths_without_offset_are_two_sequences():
-    assert _geometry("full", q_length=4, kv_length=9).two_sequences
-    assert not _geometry("full").two_sequences
-    assert not _geometry("full", q_length=4, kv_length=9, q_offset=5).two_sequences
-    assert not _geometry("causal", q_length=4, kv_length=9).two_sequences
+@pytest.mark.parametrize(
+    ("pattern", "changes", "expected"),
+    [("full", {}, True), ("full", {"q_length": 9}, False), ("full", {"q_offset": 5}, False), ("causal", {}, False)],
+)
+def test_different_lengths_without_offset_are_two_sequences(pattern, changes, expected):
+    assert _geometry(pattern, **({"q_length": 4, "kv_length": 9} | changes)).two_sequences is expected
 
 
 @pytest.mark.parametrize("shape", [(3, 10), (2, 10, 10)])
@@ -203,12 +193,9 @@ class TestCompactMask:
             assert mask.untyped_storage().nbytes() == 1
         for same in (mask.contiguous(), mask.detach(), mask[...], mask[:, :, :, : 1 << 20], mask[:], mask.to("cpu")):
             assert same is mask
-
-    def test_moving_keeps_the_mask_compact(self):
         moved = _compact(kv_range=torch.zeros(2, 2)).to("meta", non_blocking=True)
         assert isinstance(moved, CompactMask)
         assert moved.device.type == moved.dma_geometry.kv_range.device.type == "meta"
-        assert not isinstance(_compact().to(torch.int32), CompactMask)
         assert not isinstance(_compact().to("cpu", torch.int32), CompactMask)
 
     def test_operations_see_the_mask_values(self):
@@ -227,7 +214,7 @@ class TestCompactMask:
             F.scaled_dot_product_attention(x, x, x, mask), F.scaled_dot_product_attention(x, x, x, dense)
         )
 
-    def test_compact_mask_is_read_only(self):
+    def test_writing_it_or_adding_it_to_scores_is_an_error(self):
         mask = _compact()
         writes = [lambda: mask.__setitem__(0, False), lambda: mask.fill_(False), lambda: mask.logical_not_()]
         writes += [lambda: mask.logical_xor_(mask.dense()), lambda: operator.iand(mask, ~mask.dense())]
@@ -235,78 +222,14 @@ class TestCompactMask:
             with pytest.raises(RuntimeError, match="the attention mask of dma_mxfp is read-only; change a copy"):
                 write()
         assert torch.equal(mask.dense(), torch.ones(2, 1, 5, 5, dtype=torch.bool).tril())
-
-    def test_adding_the_mask_to_scores_is_an_error(self):
         with pytest.raises(ValueError, match="a boolean attention mask was added to floating-point scores"):
-            torch.randn(2, 1, 5, 5) + _compact()
-
-    def test_other_implementations_can_use_the_mask(self, families, token_ids, assert_same):
-        """As in composite models with several implementations."""
-        model = families["llama"].build("sdpa")
-        ids = token_ids(2, 5)
-        assert_same(model(ids, attention_mask=_compact()).logits, model(ids).logits)
-
-
-class _Masked(torch.nn.Module):
-    """Creates a mask and reads it, as a traced forward pass would."""
-
-    def __init__(self, use):
-        super().__init__()
-        self.use = use
-
-    def forward(self, attention_mask, q_offset):
-        mask = dma_mask(2, 4, 9, q_offset=q_offset, attention_mask=attention_mask, config=None)
-        geometry = mask.dma_geometry
-        return self.use(mask), geometry.q_offset + 0, geometry.kv_range + 0
-
-
-TRACED = {"slice": lambda mask: mask[:, :, 1:], "dense": lambda mask: mask & True}
-
-
-@pytest.mark.parametrize("use", TRACED)
-@pytest.mark.parametrize("how", ["compile", "export", "strict export"])
-def test_traced_masks_depend_on_the_inputs(use, how):
-    """Tracing reads no values, so one graph serves every padding."""
-    hidden = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7]).bool()
-    arguments = (torch.ones(2, 7, dtype=torch.bool), torch.tensor(3))
-    module = _Masked(TRACED[use])
-    if how == "compile":
-        traced = torch.compile(module, fullgraph=True, backend="eager")
-        traced(*arguments)
-    else:
-        traced = torch.export.export(module, arguments, strict=how == "strict export").module()
-    values, q_offset, kv_range = traced(hidden, torch.tensor(3))
-    eager = dma_mask(2, 4, 9, q_offset=torch.tensor(3), attention_mask=hidden)
-    assert torch.equal(values, TRACED[use](eager.dense()))
-    assert q_offset.tolist() == [1, 3]
-    assert kv_range.tolist() == [[2, 7], [0, 7]]
-
-
-def test_masks_can_be_passed_into_compiled_code():
-    """As ``generate`` does with a static cache; other lengths and offsets do not recompile."""
-
-    @torch.library.custom_op("dma_hf_tests::count", mutates_args=())
-    def count(offset: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
-        return end[:, 1] - offset
-
-    count.register_fake(lambda offset, end: end.new_empty(end.shape[0]))
-
-    def step(mask):
-        geometry = mask.dma_geometry
-        return count(geometry.q_offset, geometry.kv_range) + mask.shape[0]
-
-    counter = torch._dynamo.testing.CompileCounter()
-    compiled = torch.compile(step, fullgraph=True, backend=counter)
-    for offset in (5, 6, 7, 8):
-        mask = dma_mask(2, 1, 20, q_offset=torch.tensor(offset))
-        assert compiled(mask).tolist() == [3, 3]
-    assert counter.frame_count == 1
+            torch.randn(2, 1, 5, 5) + mask
 
 
 def test_masks_support_meta_tensors():
     mask = dma_mask(2, 4, 4, attention_mask=torch.ones(2, 4, dtype=torch.bool, device="meta"), device="meta")
-    assert mask.device.type == "meta"
-    assert mask.dense().shape == (2, 1, 4, 4)
+    assert mask.dense().is_meta
+    assert mask.shape == (2, 1, 4, 4)
 
 
 def test_models_that_add_the_mask_to_their_scores_get_an_eager_mask():

@@ -15,61 +15,28 @@ import dma_hf
 
 TINY = {"vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 LLAMA = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+GROUPED = LLAMA | {"num_key_value_heads": 2}
 T5 = {"d_model": 64, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
-GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4}
 
-# Class, configuration arguments, error. The attention function raises it.
-REFUSED_HERE = {
+WITH_BIAS = {
     "T5ForConditionalGeneration": (T5, r"position_bias: the model passed one of shape \[1, 4, 5, 5\]"),
-    "LongT5ForConditionalGeneration": (T5, "position_bias: the model passed one"),
-    "DogeForCausalLM": (LLAMA | {"num_key_value_heads": 2}, "an additive bias as attention_mask"),
-    "Inkling2TextModel": (
-        LLAMA | {"head_dim": 16, "layer_types": ["hybrid_sliding"] * 2},
-        "the argument 'sinks'|position_bias",
-    ),
+    "DogeForCausalLM": (GROUPED, "an additive bias as attention_mask"),
 }
-
-# Classes with built-in attention, which need 'eager'.
-BUILT_IN = {
-    "BloomForCausalLM": GPT,
-    "MptForCausalLM": {"d_model": 64, "n_layers": 2, "n_heads": 4},
-    "XGLMForCausalLM": {"d_model": 64, "num_layers": 2, "attention_heads": 4, "ffn_dim": 64},
-    "RoFormerForMaskedLM": LLAMA,
-}
-
-# Class, configuration arguments, reason. Attention does not get what the cache returned, or layers hold other states.
-MLA = LLAMA | {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+BUILT_IN = {"BloomForCausalLM": {"n_embd": 64, "n_layer": 2, "n_head": 4}, "RoFormerForMaskedLM": LLAMA}
 WITHOUT_PACKED_CACHE = {
     "DeepseekV3ForCausalLM": (
-        MLA | {"first_k_dense_replace": 2, "n_routed_experts": 4, "n_group": 1},
+        LLAMA
+        | {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+        | {"first_k_dense_replace": 2, "n_routed_experts": 4, "n_group": 1},
         "deepseek_v3 cannot use a packed cache, because it caches latents",
     ),
-    "MiniCPM3ForCausalLM": (MLA, "minicpm3 cannot use a packed cache, because it caches latents"),
-    "DiffLlamaForCausalLM": (LLAMA | {"num_key_value_heads": 2}, "diffllama cannot .* it attends twice in a layer"),
-    "JetMoeForCausalLM": (
-        LLAMA | {"num_key_value_heads": 2, "kv_channels": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
-        "jetmoe cannot .* it repeats keys and values",
-    ),
-    "MiniMaxForCausalLM": (
-        LLAMA | {"num_key_value_heads": 2, "num_local_experts": 2, "head_dim": 16},
-        "minimax cannot .* it has a cache class of its own",
-    ),
+    "DiffLlamaForCausalLM": (GROUPED, "diffllama cannot .* it attends twice in a layer"),
     "FalconH1ForCausalLM": (
-        LLAMA | {"num_key_value_heads": 2, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16},
+        GROUPED | {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16},
         r"falcon_h1 cannot .* its layers also hold other states \(LinearAttentionAndFullAttentionLayer\)",
     ),
 }
-
-# Upstream looks up the attention class by the implementation's name when it builds the model.
-WITH_TABLES = {
-    "GPTNeoForCausalLM": {
-        "hidden_size": 64,
-        "num_layers": 2,
-        "num_heads": 4,
-        "attention_types": [[["global", "local"], 1]],
-    },
-    "FalconForCausalLM": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
-}
+"""Sizes of a model, and why it cannot use a packed cache."""
 
 
 def _build(name, sizes):
@@ -84,17 +51,12 @@ def _inputs(model):
     return {"input_ids": ids} | ({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})
 
 
-@pytest.mark.parametrize("name", REFUSED_HERE)
-def test_unsupported_features_are_rejected_by_the_attention_function(name):
-    sizes, message = REFUSED_HERE[name]
+@pytest.mark.parametrize("name", WITH_BIAS)
+def test_classes_with_a_bias_are_rejected_or_run_with_the_fallback(name):
+    sizes, message = WITH_BIAS[name]
     model = _build(name, sizes)
-    with pytest.raises(ValueError, match=f"dma_mxfp attention does not support ({message})"):
+    with pytest.raises(ValueError, match=f"dma_mxfp attention does not support {message}"):
         model(**_inputs(model))
-
-
-@pytest.mark.parametrize("name", ["T5ForConditionalGeneration", "DogeForCausalLM"])
-def test_unsupported_features_run_with_the_fallback(name):
-    model = _build(name, REFUSED_HERE[name][0])
     dma_hf.configure(model, on_unsupported="sdpa")
     with pytest.warns(UserWarning, match="Such calls run SDPA"):
         logits = model(**_inputs(model)).logits
@@ -112,9 +74,15 @@ def test_built_in_attention_is_rejected(name):
         dma_hf.configure(model)
 
 
-class MyConfig(transformers.LlamaConfig):
-    """A configuration in a module of its own, beside an attention layer."""
+def test_a_class_with_a_table_of_attention_layers_is_rejected():
+    """Upstream looks up their class by the implementation's name, and would raise a ``KeyError``."""
+    with pytest.raises(
+        ValueError, match="attn_implementation='dma_mxfp' does not reach FalconForCausalLM, which choos"
+    ):
+        _build("FalconForCausalLM", {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4})
 
+
+class MyConfig(transformers.LlamaConfig):
     model_type = "mine"
 
 
@@ -123,8 +91,6 @@ class MyAttention(LlamaAttention):
 
 
 class MyModel(transformers.LlamaForCausalLM):
-    """A model with such layers."""
-
     config_class = MyConfig
 
     def __init__(self, config):
@@ -171,32 +137,11 @@ def test_a_packed_cache_is_refused_where_it_would_not_be_used(name):
     assert model.generate(**_inputs(model), max_new_tokens=2, min_new_tokens=2).shape == (1, 7)
 
 
-@pytest.mark.parametrize("name", WITH_TABLES)
-def test_classes_with_a_table_of_attention_layers_are_rejected(name):
-    """Upstream would raise a ``KeyError``."""
-    with pytest.raises(
-        ValueError, match=f"attn_implementation='dma_mxfp' does not reach {name}, which chooses its lay"
-    ):
-        _build(name, WITH_TABLES[name])
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "gpt2", "granite", "bert", "modernbert"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "gpt2", "granite", "bert", "modernbert", "bart"])
 def test_attention_weights_are_not_returned(name, families, token_ids):
     model = families[name].build("dma_mxfp")
-    ids = token_ids(1, 5)
+    inputs = {"input_ids": token_ids(1, 5)} | ({"decoder_input_ids": token_ids(1, 5)} if name == "bart" else {})
     with pytest.warns(UserWarning, match="no attention weights for output_attentions=True"):
-        logits = model(ids, output_attentions=True).logits
-    assert torch.equal(model(ids, output_attentions=False).logits, logits)
-    with pytest.raises(ValueError, match="output_attentions"):
-        model.config.output_attentions = True
-
-
-@pytest.mark.parametrize("name", ["bart", "whisper"])
-def test_attention_weights_of_encoder_decoders_are_not_returned(name, families, token_ids):
-    model = families[name].build("dma_mxfp")
-    inputs = {"input_features": torch.randn(1, 20, 300)} if name == "whisper" else {"input_ids": token_ids(1, 5)}
-    inputs["decoder_input_ids"] = token_ids(1, 5)
-    with pytest.warns(UserWarning, match="no attention weights for"):
         logits = model(**inputs, output_attentions=True).logits
     assert torch.equal(model(**inputs).logits, logits)
 

@@ -1,4 +1,4 @@
-"""Models can be cast, copied, saved, switched, adapted, quantized and run in threads."""
+"""Models can be copied, saved, switched, adapted, quantized and run in threads."""
 
 from __future__ import annotations
 
@@ -13,19 +13,16 @@ import gguf
 import pytest
 import torch
 from gguf_files import write_gguf
-from transformers import (
-    AutoModelForCausalLM,
-    BitsAndBytesConfig,
-    TorchAoConfig,
-)
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 import dma_hf
 
 LENGTH = 300  # over two tiles, so that the presets differ
 
 
-def _logits(model, ids):
-    return model(ids).logits
+@pytest.fixture
+def ids(token_ids):
+    return token_ids(1, LENGTH)
 
 
 @pytest.fixture
@@ -35,23 +32,13 @@ def llama(families):
     return model
 
 
-@pytest.mark.parametrize("cast", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_a_cast_model_computes_in_its_dtype(cast, llama, token_ids):
-    exact = _logits(llama, token_ids(1, LENGTH))
-    logits = _logits(llama.to(cast), token_ids(1, LENGTH))
-    assert logits.dtype == cast
-    assert (logits.float() - exact).norm() < 0.1 * exact.norm()
-
-
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
-def test_a_copy_computes_the_same(clone, llama, token_ids):
-    twin = clone(llama)
-    ids = token_ids(1, LENGTH)
-    paper = _logits(llama, ids)
-    assert torch.equal(_logits(twin, ids), paper)
+def test_a_copy_computes_the_same(clone, llama, ids):
+    twin, paper = clone(llama), llama(ids).logits
+    assert torch.equal(twin(ids).logits, paper)
     dma_hf.configure(twin, "balanced")
-    assert not torch.equal(_logits(twin, ids), paper)
-    assert torch.equal(_logits(llama, ids), paper)  # the copy has its own settings
+    assert not torch.equal(twin(ids).logits, paper)
+    assert torch.equal(llama(ids).logits, paper)  # the copy has its own settings
 
 
 def test_a_dropped_model_is_freed_at_once(families, token_ids):
@@ -67,46 +54,27 @@ def test_a_dropped_model_is_freed_at_once(families, token_ids):
         gc.enable()
 
 
-def test_attention_can_be_switched_back_and_forth(llama, families, token_ids):
-    ids = token_ids(1, LENGTH)
-    paper, sdpa = _logits(llama, ids), _logits(families["llama"].build("sdpa"), ids)
-    for _ in range(2):
-        llama.set_attn_implementation("sdpa")
-        assert torch.equal(_logits(llama, ids), sdpa)
-        llama.set_attn_implementation(dma_hf.NAME)
-        assert torch.equal(_logits(llama, ids), paper)
-
-
-def test_parts_of_a_composite_model_may_differ_in_attention(llava):
-    """``dma_mxfp`` in the language model and SDPA in the vision tower, and vice versa."""
-    model = llava
+@pytest.mark.parametrize("part", ["text_config", "vision_config"])
+def test_parts_of_a_composite_model_may_differ_in_attention(part, llava):
+    """``dma_mxfp`` in one part and SDPA in the other, and back. Settings start from those of the part."""
     ids = torch.randint(3, 90, (1, LENGTH), generator=torch.Generator().manual_seed(0))
     ids[:, 4:20] = 96
-    pixels = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-    sdpa = model(input_ids=ids, pixel_values=pixels).logits
-    results = {}
-    for part in ("text_config", "vision_config"):
-        model.set_attn_implementation({part: dma_hf.NAME})
-        dma_hf.configure(model, "paper")
-        results[part] = model(input_ids=ids, pixel_values=pixels).logits
-        model.set_attn_implementation("sdpa")
-    assert torch.equal(model(input_ids=ids, pixel_values=pixels).logits, sdpa)
-    for logits in results.values():
-        assert 0 < (logits - sdpa).norm() < 0.5 * sdpa.norm()
-
-
-@pytest.mark.parametrize("part", ["text_config", "vision_config"])
-def test_configure_starts_from_the_settings_of_the_part_that_runs_dma_mxfp(part, llava):
-    llava.set_attn_implementation({part: "dma_mxfp:fp4+int4"})
-    assert dma_hf.configure(llava) == dma_hf.DMAConfig.from_preset("fp4", cache="int4")
+    images = {"pixel_values": torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(1))}
+    sdpa = llava(input_ids=ids, **images).logits
+    llava.set_attn_implementation({part: "dma_mxfp:paper+int4"})
+    logits = llava(input_ids=ids, **images).logits
+    assert 0 < (logits - sdpa).norm() < 0.5 * sdpa.norm()
+    assert dma_hf.configure(llava) == dma_hf.DMAConfig.from_preset("paper", cache="int4")
     assert llava.config._attn_implementation == "sdpa"
+    assert torch.equal(llava(input_ids=ids, **images).logits, logits)
+    llava.set_attn_implementation("sdpa")
+    assert torch.equal(llava(input_ids=ids, **images).logits, sdpa)
     llava.set_attn_implementation({"text_config": "dma_mxfp:paper", "vision_config": "dma_mxfp:fp4"})
     assert dma_hf.configure(llava) == dma_hf.PRESETS["paper"]  # the language model's
 
 
-def test_models_in_threads_keep_their_settings(families, token_ids):
+def test_models_in_threads_keep_their_settings(families, ids):
     """All first forward passes start at the same time."""
-    ids = token_ids(1, LENGTH)
     settings = ["paper", "fp4", "balanced"] * 2
     models = [families["llama"].build(dma_hf.NAME) for _ in settings]
     for model, setting in zip(models, settings, strict=True):
@@ -114,7 +82,7 @@ def test_models_in_threads_keep_their_settings(families, token_ids):
 
     def run(model):
         with torch.no_grad():  # of the thread
-            return _logits(model, ids)
+            return model(ids).logits
 
     with ThreadPoolExecutor(len(models)) as pool:
         together = list(pool.map(run, models))
@@ -123,72 +91,58 @@ def test_models_in_threads_keep_their_settings(families, token_ids):
     assert not torch.equal(together[0], together[1])
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_torchao_weights_work(families, token_ids, tmp_path):
-    from torchao.quantization import Int8WeightOnlyConfig
+def _quantization(kind):
+    """Return arguments of ``from_pretrained``."""
+    if kind == "gguf":
+        return {"gguf_file": "tiny.gguf"}
+    if kind == "torchao":
+        from torchao.quantization import Int8WeightOnlyConfig
 
-    families["llama"].build("sdpa").save_pretrained(tmp_path)
+        return {"quantization_config": TorchAoConfig(Int8WeightOnlyConfig())}
+    pytest.importorskip("bitsandbytes")
+    return {"quantization_config": BitsAndBytesConfig(**{f"load_in_{kind}bit": True}), "device_map": {"": "cpu"}}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["torchao", "gguf", 4, 8])
+def test_quantized_weights_work(kind, families, ids, tmp_path):
+    source = families["llama"].build("sdpa")
+    source.save_pretrained(tmp_path)
+    write_gguf(tmp_path / "tiny.gguf", source, quantization=gguf.GGMLQuantizationType.Q8_0)
     results = {}
     for name in ("sdpa", dma_hf.NAME):
-        options = {"attn_implementation": name, "quantization_config": TorchAoConfig(Int8WeightOnlyConfig())}
-        model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, **options)
-        assert type(model.model.layers[0].self_attn.q_proj.weight) is not torch.nn.Parameter
-        results[name] = _logits(model, token_ids(1, LENGTH))
+        options = {"attn_implementation": name, "dtype": torch.float32} | _quantization(kind)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, **options)
+        weight = model.model.layers[0].self_attn.q_proj.weight
+        assert (type(weight) is torch.nn.Parameter and weight.is_floating_point()) == (kind == "gguf")  # dequantized
+        results[name] = model(ids).logits.float()
     error = (results["sdpa"] - results[dma_hf.NAME]).norm() / results["sdpa"].norm()
     assert 0 < error < 0.05
+    if kind == "gguf":
+        written = source(ids).logits
+        assert (results["sdpa"] - written).norm() < 0.05 * written.norm()
 
 
-def test_peft_adapters_work(llama, token_ids, tmp_path):
+def test_peft_adapters_work(llama, ids):
     peft = pytest.importorskip("peft")
-    ids = token_ids(1, LENGTH)
-    base = _logits(llama, ids)
+    base = llama(ids).logits
     settings = peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj"], init_lora_weights=False)
     model = peft.get_peft_model(llama, settings).eval()
-    adapted = _logits(model, ids)
+    adapted = model(ids).logits
     assert not torch.allclose(adapted, base, atol=1e-3)
     with model.disable_adapter():
-        assert torch.equal(_logits(model, ids), base)
+        assert torch.equal(model(ids).logits, base)
     dma_hf.configure(model, "balanced")  # through the wrapper
-    assert not torch.equal(_logits(model, ids), adapted)
+    assert not torch.equal(model(ids).logits, adapted)
     dma_hf.configure(model, "paper")
-    torch.testing.assert_close(_logits(model.merge_and_unload(), ids), adapted, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(model.merge_and_unload()(ids).logits, adapted, rtol=1e-2, atol=1e-2)
 
 
-def test_prefix_tuning_does_not_warn_of_another_cache(llama, token_ids):
+def test_prefix_tuning_does_not_warn_of_another_cache(llama, ids):
     """Its prefix is a cache of 16 bits, whatever the cache of decoding steps is."""
     peft = pytest.importorskip("peft")
     dma_hf.configure(llama, cache="int8")
     model = peft.get_peft_model(llama, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*another cache")
-        model(input_ids=token_ids(1, LENGTH))
-
-
-def test_gguf_weights_work(families, token_ids, tmp_path):
-    """Transformers dequantizes them; attention is unaffected."""
-    source = families["llama"].build("sdpa")
-    write_gguf(tmp_path / "tiny.gguf", source, quantization=gguf.GGMLQuantizationType.Q8_0)
-    results = {}
-    for name in ("sdpa", dma_hf.NAME):
-        options = {"attn_implementation": name, "dtype": torch.float32}
-        model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf", **options)
-        results[name] = _logits(model, token_ids(1, LENGTH))
-    error = (results["sdpa"] - results[dma_hf.NAME]).norm() / results["sdpa"].norm()
-    assert 0 < error < 0.05
-    written = _logits(source, token_ids(1, LENGTH))
-    assert (results["sdpa"] - written).norm() < 0.05 * written.norm()
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_bitsandbytes_weights_work(bits, families, token_ids, tmp_path):
-    pytest.importorskip("bitsandbytes")
-    families["llama"].build("sdpa").save_pretrained(tmp_path)
-    results = {}
-    for name in ("sdpa", dma_hf.NAME):
-        quantized = BitsAndBytesConfig(**{f"load_in_{bits}bit": True})
-        options = {"attn_implementation": name, "quantization_config": quantized, "device_map": {"": "cpu"}}
-        model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, **options)
-        assert model.model.layers[0].self_attn.q_proj.weight.dtype in (torch.int8, torch.uint8)
-        results[name] = _logits(model, token_ids(1, LENGTH)).float()
-    error = (results["sdpa"] - results[dma_hf.NAME]).norm() / results["sdpa"].norm()
-    assert 0 < error < 0.05
+        model(input_ids=ids)

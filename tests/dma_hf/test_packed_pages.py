@@ -15,6 +15,7 @@ from transformers.generation.continuous_batching.offloading_manager import Offlo
 import dma_hf
 
 LENGTHS = (5, 300, 17, 140, 300, 128)  # less than a tile, whole tiles, more than two
+COMPILED = CompileConfig(backend="eager", fullgraph=False, mode=None)
 
 
 @pytest.fixture
@@ -23,30 +24,30 @@ def parts(monkeypatch):
     return note_parts(monkeypatch)
 
 
+@pytest.fixture
+def llama(families):
+    model = families["llama"].build(dma_hf.NAME, num_hidden_layers=1)
+    dma_hf.configure(model, "balanced", cache="int4")
+    return model
+
+
 @pytest.mark.parametrize(
     ("format", "family"),
     sampled(
-        product(("int8", "int4"), ("llama", "gemma3", "gpt_oss")),
-        lambda *case: case in (("int4", "gemma3"), ("int8", "gpt_oss")),
+        product(("int8", "int4", "int4-equalized"), ("llama", "gemma3", "gpt_oss")),
+        lambda *case: case in (("int4", "gemma3"), ("int8", "gpt_oss"), ("int4-equalized", "llama")),
     ),
 )
 def test_requests_of_many_lengths_equal_isolated_ones(format, family, families, parts):
     """Prompts and decode steps share batches; later batches have decode steps only and use block tables."""
     model = families[family].build(dma_hf.NAME)
-    dma_hf.configure(model, "balanced", cache=format)
+    model.config.dma_equalized = format.endswith("equalized")
+    dma_hf.configure(model, "balanced", cache=format[:4])
+    assert dma_hf.DMACache(model.config).layers[0].format == format
     outputs = generate_batch(model, random_prompts(LENGTHS), 20, max_requests_per_batch=4, num_blocks=60)
     assert all(len(output.generated_tokens) == 20 for output in outputs.values())
     assert_as_alone(model, outputs, parts)
     assert model.config._attn_implementation == dma_hf.NAME
-
-
-def test_requests_of_an_equalized_model_equal_isolated_ones(families, parts):
-    model = families["llama"].build(dma_hf.NAME)
-    model.config.dma_equalized = True
-    dma_hf.configure(model, "balanced", cache="int4")
-    outputs = generate_batch(model, random_prompts((300, 17)), 20, max_batch_tokens=100, num_blocks=60)
-    assert dma_hf.DMACache(model.config).layers[0].format == "int4-equalized"
-    assert_as_alone(model, outputs, parts)
 
 
 @pytest.mark.parametrize("tiles", sampled([0, 1, 2], lambda tiles: tiles != 1))
@@ -61,47 +62,25 @@ def test_prompts_in_chunks_equal_isolated_ones(tiles, families, parts):
     assert_as_alone(model, outputs, parts)
 
 
-def test_evicted_requests_are_resumed(families, parts):
-    """Three slots leave memory for 11 of 12 pages: some requests are evicted and recomputed with their new tokens."""
-    model = families["llama"].build(dma_hf.NAME, num_hidden_layers=1)
-    dma_hf.configure(model, "balanced", cache="int4")
-    outputs = generate_batch(
-        model, random_prompts([620, 635, 630, 500]), 40, num_blocks=11, page_size=128, safety_margin=0.0
-    )
-    assert any(past == 0 for calls in parts.values() for past, _ in calls[1:])
-    assert_as_alone(model, outputs, parts)
-
-
-def test_requests_offloaded_to_the_cpu_resume(families, parts, monkeypatch):
-    """Pages and slots are unchanged after a copy to the CPU and back."""
-    empty, away = torch.empty, OffloadingManager._offload_to_cpu
+@pytest.mark.parametrize("is_offloaded", [False, True], ids=["recomputed", "offloaded"])
+def test_evicted_requests_are_resumed(is_offloaded, llama, parts, monkeypatch):
+    """Three slots leave memory for 11 of 12 pages. Offloaded ones are unchanged after a copy to the CPU and back."""
+    empty, away, copied = torch.empty, OffloadingManager._offload_to_cpu, set()
     monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory=False, **options: empty(*sizes, **options))
-    copied = set()
     monkeypatch.setattr(OffloadingManager, "_offload_to_cpu", lambda *given: copied.update(new := away(*given)) or new)
-    model = families["llama"].build(dma_hf.NAME, num_hidden_layers=1)
-    dma_hf.configure(model, "balanced", cache="int4")
-    options = {"num_blocks": 11, "page_size": 128, "safety_margin": 0.0, "cpu_offload_space": 0.01}
-    outputs = generate_batch(model, random_prompts([620, 635, 630, 500]), 40, **options)
-    assert copied
-    assert all(past > 0 for calls in parts.values() for past, _ in calls[1:])
-    assert_as_alone(model, outputs, parts)
+    options = {"num_blocks": 11, "page_size": 128, "safety_margin": 0.0}
+    options |= {"cpu_offload_space": 0.01} if is_offloaded else {}
+    outputs = generate_batch(llama, random_prompts([620, 635, 630, 500]), 40, **options)
+    assert any(past == 0 for calls in parts.values() for past, _ in calls[1:]) is not is_offloaded
+    assert bool(copied) is is_offloaded
+    assert_as_alone(llama, outputs, parts)
 
 
-@pytest.mark.slow
-def test_padded_batches_equal_isolated_requests(families, parts):
-    """CUDA graphs and compiled models append padding rows to the batch."""
-    model = families["llama"].build(dma_hf.NAME, num_hidden_layers=1)
-    dma_hf.configure(model, "balanced", cache="int4")
-    compiled = CompileConfig(backend="eager", fullgraph=False, mode=None)
-    options = {"varlen_compile_config": compiled, "decode_compile_config": compiled, "max_requests_per_batch": 4}
-    outputs = generate_batch(model, random_prompts((127, 9, 300)), 6, num_blocks=60, **options)
-    assert_as_alone(model, outputs, parts)
-
-
-def test_prompts_are_not_padded_for_compiled_decode_steps(families, parts, monkeypatch):
+@pytest.mark.parametrize("are_prompts_compiled", [False, True])
+def test_batches_of_compiled_steps_are_padded_and_prompts_alone_are_not(
+    are_prompts_compiled, llama, parts, monkeypatch
+):
     """Transformers would compute logits of ``max_requests_per_batch`` requests for each prompt."""
-    model = families["llama"].build(dma_hf.NAME, num_hidden_layers=1)
-    dma_hf.configure(model, "balanced", cache="int4")
     rows, compute = [], ModelRunner.compute_batch
 
     def note(runner, model, batch):
@@ -109,21 +88,18 @@ def test_prompts_are_not_padded_for_compiled_decode_steps(families, parts, monke
         compute(runner, model, batch)
 
     monkeypatch.setattr(ModelRunner, "compute_batch", note)
-    compiled = CompileConfig(backend="eager", fullgraph=False, mode=None)
-    options = {"decode_compile_config": compiled, "max_requests_per_batch": 4}
-    outputs = generate_batch(model, random_prompts((127, 9, 17)), 3, num_blocks=60, **options)
-    assert 3 in rows  # the prompts
+    options = {"decode_compile_config": COMPILED, "max_requests_per_batch": 4, "num_blocks": 60}
+    options |= {"varlen_compile_config": COMPILED} if are_prompts_compiled else {}
+    outputs = generate_batch(llama, random_prompts((127, 9, 17)), 3, **options)
+    assert (3 in rows) is not are_prompts_compiled  # the prompts
     assert rows[-1] == 4  # decode steps, padded to a power of 2
-    assert_as_alone(model, outputs, parts)
+    assert_as_alone(llama, outputs, parts)
 
 
 @pytest.mark.parametrize("blocks", [None, 0])
-def test_batches_of_decode_steps_are_compiled_if_they_have_block_tables(blocks, families):
-    model = families["llama"].build(dma_hf.NAME)
-    dma_hf.configure(model, "balanced", cache="int4")
-    compiled = CompileConfig(backend="eager", fullgraph=False, mode=None)
-    batching = ContinuousBatchingConfig(decode_compile_config=compiled, max_blocks_per_request=blocks)
-    manager = model.init_continuous_batching(continuous_batching_config=batching)
+def test_batches_of_decode_steps_are_compiled_if_they_have_block_tables(blocks, llama):
+    batching = ContinuousBatchingConfig(decode_compile_config=COMPILED, max_blocks_per_request=blocks)
+    manager = llama.init_continuous_batching(continuous_batching_config=batching)
     assert (manager.continuous_batching_config.decode_compile_config is None) == (blocks == 0)
 
 
@@ -151,22 +127,18 @@ def test_packed_pages_hold_the_expected_number_of_tokens(format, ratio, lengths)
         assert length * token > least * taken
 
 
-def test_requests_that_share_a_prompt_do_not_share_pages(families, parts):
+def test_requests_that_share_a_prompt_do_not_share_pages(llama, parts):
     """A shared tile cannot be unquantized for one request and quantized for another."""
-    model = families["llama"].build(dma_hf.NAME)
-    dma_hf.configure(model, "balanced", cache="int4")
     (prefix,) = random_prompts([256])
-    outputs = generate_batch(model, [[*prefix, 5], [*prefix, 6], prefix], 10, num_blocks=40, max_requests_per_batch=1)
+    outputs = generate_batch(llama, [[*prefix, 5], [*prefix, 6], prefix], 10, num_blocks=40, max_requests_per_batch=1)
     assert {calls[0][0] for calls in parts.values()} == {0}
-    assert_as_alone(model, outputs, parts)
+    assert_as_alone(llama, outputs, parts)
 
 
-def test_several_sequences_of_one_prompt_equal_isolated_ones(families, parts):
+def test_several_sequences_of_one_prompt_equal_isolated_ones(llama, parts):
     """A fork copies pages and the slot."""
-    model = families["llama"].build(dma_hf.NAME)
-    dma_hf.configure(model, "balanced", cache="int8")
     settings = GenerationConfig(max_new_tokens=8, do_sample=True, top_k=1, pad_token_id=0, num_return_sequences=3)
-    outputs = model.generate_batch(
+    outputs = llama.generate_batch(
         random_prompts([300]),
         generation_config=settings,
         continuous_batching_config=ContinuousBatchingConfig(num_blocks=40),
@@ -176,12 +148,11 @@ def test_several_sequences_of_one_prompt_equal_isolated_ones(families, parts):
     for name in outputs:
         if "child" in name:
             parts[name] = [call for call in parent if call[0] < parts[name][0][0]] + parts[name]
-    assert_as_alone(model, outputs, parts)
+    assert_as_alone(llama, outputs, parts)
 
 
-def test_too_little_memory_and_chunked_attention_are_rejected(families):
-    model = families["llama"].build(dma_hf.NAME)
-    dma_hf.configure(model, "balanced", cache="int4")
+def test_too_little_memory_and_chunked_attention_are_rejected(llama):
+    model = llama
     with pytest.raises(ValueError, match=r"room for 1 sectors of \d+ bytes, but a request needs two.*raise num_blocks"):
         generate_batch(model, random_prompts([9]), 4, num_blocks=1, page_size=16)
     assert model.config._attn_implementation == dma_hf.NAME
@@ -191,10 +162,9 @@ def test_too_little_memory_and_chunked_attention_are_rejected(families):
     assert model.config._attn_implementation == dma_hf.NAME
 
 
-def test_a_manager_can_be_reused(families, parts):
+def test_a_manager_can_be_reused(llama, parts):
     """A second session reuses the emptied cache of the first."""
-    model = families["llama"].build(dma_hf.NAME)
-    dma_hf.configure(model, "balanced", cache="int4")
+    model = llama
     for seed in range(2):
         parts.clear()
         outputs = generate_batch(model, random_prompts([140, 9], seed), 5, num_blocks=20, persistent_manager=True)
@@ -210,51 +180,28 @@ def test_a_manager_can_be_reused(families, parts):
     model.destroy_cached_continuous_batching_manager()
 
 
-def test_requests_finish_after_a_non_blocking_stop(families, parts):
-    model = families["llama"].build(dma_hf.NAME)
-    dma_hf.configure(model, "balanced", cache="int4")
-    settings = GenerationConfig(max_new_tokens=20, do_sample=False, pad_token_id=0, bos_token_id=1)
-    batching = ContinuousBatchingConfig(num_blocks=60)
-    manager = model.init_continuous_batching(settings, continuous_batching_config=batching)
-    manager.start()
-    for index, prompt in enumerate(random_prompts(LENGTHS)):
-        manager.add_request(prompt, request_id=str(index))
-    manager.stop(block=False)
-    outputs = {output.request_id: output for output in (manager.get_result(timeout=60) for _ in LENGTHS)}
-    manager.join(0.0)
-    assert [output.error for output in outputs.values()] == [None] * len(LENGTHS)
-    assert_as_alone(model, outputs, parts)
-    assert model.config._attn_implementation == dma_hf.NAME
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("count", sampled([200, 1000], lambda count: count == 200))
-def test_many_short_requests_leave_no_pages_in_use(count, families, parts):
-    """With cancellations and evictions; all tokens are correct."""
-    model = families["llama"].build(dma_hf.NAME, num_hidden_layers=1)
-    dma_hf.configure(model, "balanced", cache="int4")
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(250, 256, (count,), generator=generator).tolist()
-    new_tokens = torch.randint(1, 20, (count,), generator=generator).tolist()
-    cancelled = [str(index) for index in torch.randperm(count, generator=generator)[: count // 10].tolist()]
-    settings = GenerationConfig(max_new_tokens=20, do_sample=False, pad_token_id=0, bos_token_id=1)
+def test_short_requests_leave_no_pages_in_use(llama, parts):
+    """With cancellations and evictions, and after a stop that does not wait; all tokens are correct."""
+    count, cancelled = 40, ["3", "20"]
+    lengths = torch.randint(250, 256, (count,), generator=torch.Generator().manual_seed(0)).tolist()
+    settings = GenerationConfig(max_new_tokens=15, do_sample=False, pad_token_id=0, bos_token_id=1)
     # 19 slots leave memory for 11 pages; each request needs one, for the tile after the sink.
     batching = ContinuousBatchingConfig(num_blocks=60, page_size=128, safety_margin=0.0)
-    outputs = {}
-    with model.continuous_batching_context_manager(settings, continuous_batching_config=batching) as manager:
-        for index, prompt in enumerate(random_prompts(lengths)):
-            manager.add_request(prompt, request_id=str(index), max_new_tokens=new_tokens[index])
-        cache = manager.batch_processor.cache
-        while len(outputs.keys() | set(cancelled)) < count:
-            output = manager.get_result(timeout=10)
-            assert output is not None, "nothing came in 10 seconds"
-            outputs[output.request_id] = output
-            if len(outputs) % 5 == 0 and len(outputs) // 5 < len(cancelled):
-                manager.cancel_request(cancelled[len(outputs) // 5])
-    assert [output.error for output in outputs.values()] == [None] * len(outputs)
-    assert len(outputs) < count
+    manager = llama.init_continuous_batching(settings, continuous_batching_config=batching)
+    manager.start()
+    for index, prompt in enumerate(random_prompts(lengths)):
+        manager.add_request(prompt, request_id=str(index))
+    for name in cancelled:
+        manager.cancel_request(name)
+    manager.stop(block=False)
+    outputs = {output.request_id: output for output in (manager.get_result(timeout=60) for _ in lengths[2:])}
+    manager.join(0.0)
+    assert [output.error for output in outputs.values()] == [None] * (count - 2)
+    assert not outputs.keys() & set(cancelled)
     assert any(past == 0 for calls in parts.values() for past, _ in calls[1:])
+    cache = manager.batch_processor.cache
     assert not any(allocator.block_table for allocator in cache.cache_allocators.values())
     cache.pool.try_to_free_sectors()
     assert cache.pool.num_free_sectors == cache.num_sectors
-    assert_as_alone(model, outputs, parts, in_batches=True)
+    assert_as_alone(llama, outputs, parts, in_batches=True)
+    assert llama.config._attn_implementation == dma_hf.NAME

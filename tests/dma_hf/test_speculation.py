@@ -55,22 +55,6 @@ def test_speculation_equals_greedy_decoding(name, way, format, families, token_i
         assert_same(torch.stack(actual.logits), torch.stack(expected.logits), tolerance=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("name", "format"),
-    sampled(product(MODELS, CACHE_FORMATS), lambda name, format: (name == "gemma3") == (format == "int8")),
-)
-def test_a_step_of_many_tokens_equals_single_token_steps(name, format, families, token_ids, assert_same):
-    model = _model(families, name)
-    ids = token_ids(1, 700)
-    for start, count in ((637, 5), (630, 20), (383, 2), (500, 145)):
-        one_by_one, at_once = DMACache(model.config, format), DMACache(model.config, format)
-        for cache in (one_by_one, at_once):
-            model(ids[:, :start], **{CACHE_ARGUMENT: cache})
-        steps = [model(ids[:, [i]], **{CACHE_ARGUMENT: one_by_one}).logits for i in range(start, start + count)]
-        together = model(ids[:, start : start + count], **{CACHE_ARGUMENT: at_once}).logits
-        assert_same(together, torch.cat(steps, 1), tolerance=1e-9)
-
-
 def test_a_reset_cache_computes_the_next_prompt_as_a_prompt(families, token_ids):
     """Speculation that ends with its first step leaves nothing behind."""
     model = _model(families, "qwen2")

@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import CompileConfig, StaticCache, set_seed
+from transformers.cache_utils import StaticLayer
 
 import dma_hf
 from dma_hf import decoding, step_graph
 from dma_hf.cache_layers import DMAStaticLayer
-from dma_hf.decoding import StaticSteps
 from dma_hf.integrations import wrapping as hooks
 from dma_hf.integrations.internals import CACHE_ARGUMENT
 
@@ -139,65 +139,58 @@ def test_a_cache_of_the_caller_keeps_its_graph(build, token_ids):
         assert _replays(model) == replays
 
 
-def _change_weights(model, options, token_ids):
-    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.flip(0))
-
-
-def _add_rows(model, options, token_ids):
-    options["ids"] = token_ids(3, PROMPT, 1)
-
-
-def _return_caches(model, options, token_ids):
-    options["return_dict_in_generate"] = True
-
-
-def _configure(model, options, token_ids):
-    dma_hf.configure(model, "paper")
-
-
-@pytest.mark.parametrize("change", [_change_weights, _add_rows, _return_caches, _configure])
+@pytest.mark.parametrize("change", ["weights", "batch", "a returned cache", "settings", "holes"])
 def test_a_graph_of_another_state_is_not_replayed(change, build, token_ids):
     model = build()
     ids = token_ids(1, PROMPT)
     _tokens(model, ids, do_sample=False)
     dma_hf.reset_stats(model)
-    options = {"ids": ids, "do_sample": False}
-    change(model, options, token_ids)
-    ours = _tokens(model, **options)
+    options = {"do_sample": False}
+    if change == "weights":
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.flip(0))
+    elif change == "batch":
+        ids = token_ids(3, PROMPT, 1)
+    elif change == "a returned cache":
+        options |= {"return_dict_in_generate": True, "output_logits": True}
+    elif change == "settings":
+        dma_hf.configure(model, "paper")
+    else:
+        options["attention_mask"] = torch.ones_like(ids).index_fill(1, torch.arange(5, 30), 0)
+    ours = _tokens(model, ids, **options)
     assert _replays(model) == NEW - FIRST
-    expected = _tokens(model, disable_compile=True, **options)
-    if "return_dict_in_generate" in options:
+    expected = _tokens(model, ids, disable_compile=True, **options)
+    if change == "a returned cache":
+        torch.testing.assert_close(torch.stack(ours.logits), torch.stack(expected.logits), rtol=0, atol=1e-9)
+        assert int(ours[CACHE_ARGUMENT].get_seq_length()) == PROMPT + NEW - 1
         ours, expected = ours.sequences, expected.sequences
     assert torch.equal(ours, expected)
 
 
-@pytest.mark.parametrize("hidden", ["left", "holes"])
-def test_hidden_keys_stay_hidden(hidden, build, token_ids):
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral"])
+def test_steps_are_compiled_once_without_graphs_of_the_compiler(name, build, token_ids, compiler):
+    """Layers with sliding windows are left to Transformers."""
+    model = build(name)
+    expected = _tokens(model, token_ids(1, PROMPT), disable_compile=True, do_sample=False)
+    for seed in (0, 1):
+        actual = _tokens(model, token_ids(1, PROMPT, seed), do_sample=False)
+    assert torch.equal(actual, expected)
+    assert (_replays(model) > 0) == (name == "llama")
+    assert compiler.modes == ["default" if name == "llama" else "reduce-overhead"]
+    assert name != "llama" or compiler.graphs.frame_count == 1
+
+
+def test_a_step_that_cannot_be_captured_is_counted(build, token_ids, monkeypatch):
     model = build()
-    ids, mask = token_ids(3, PROMPT), torch.ones(3, PROMPT, dtype=torch.long)
-    mask[1, :9] = 0
-    if hidden == "holes":
-        mask[0, 5:30] = mask[2, 20:22] = 0
-    options = {"attention_mask": mask, "do_sample": False}
-    assert torch.equal(_tokens(model, ids, **options), _tokens(model, ids, disable_compile=True, **options))
-    assert _replays(model) > 0
+    expected = _tokens(model, token_ids(1, PROMPT), do_sample=False, disable_compile=True)
+    dma_hf.reset_stats(model)
 
+    def fail(step):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
-def test_the_logits_are_those_of_eager_steps(build, token_ids):
-    model = build()
-    options = {"return_dict_in_generate": True, "output_logits": True, "do_sample": False}
-    ours = _tokens(model, token_ids(1, PROMPT), **options)
-    expected = _tokens(model, token_ids(1, PROMPT), disable_compile=True, **options)
-    torch.testing.assert_close(torch.stack(ours.logits), torch.stack(expected.logits), rtol=0, atol=1e-9)
-    assert int(ours[CACHE_ARGUMENT].get_seq_length()) == PROMPT + NEW - 1
-
-
-def test_steps_are_compiled_once_without_graphs_of_the_compiler(build, token_ids, compiler):
-    model = build()
-    for seed in range(2):
-        _tokens(model, token_ids(1, PROMPT, seed))
-    assert compiler.modes == ["default"]
-    assert compiler.graphs.frame_count == 1
+    monkeypatch.setattr(step_graph, "record", fail)
+    assert torch.equal(_tokens(model, token_ids(1, PROMPT), do_sample=False), expected)
+    (reason,) = dma_hf.stats(model).eager_decoding
+    assert reason == "the step cannot be captured: operation not permitted when stream is capturing"
 
 
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune", "default"])
@@ -215,35 +208,10 @@ def test_compile_config_makes_graphs_over_a_packed_cache(name, mode, build, toke
     assert compiler.modes == ["max-autotune-no-cudagraphs" if mode == "max-autotune" else "default"]
 
 
-@pytest.mark.parametrize("name", ["gemma3", "mistral"])
-def test_layers_with_windows_are_left_to_transformers(name, build, token_ids, compiler):
-    model = build(name)
-    expected = _tokens(model, token_ids(1, PROMPT), disable_compile=True, do_sample=False)
-    assert torch.equal(_tokens(model, token_ids(1, PROMPT), do_sample=False), expected)
-    assert _replays(model) == 0
-    assert compiler.modes == ["reduce-overhead"]
-
-
-def _filled(model, ids):
-    cache = StaticCache(config=model.config, max_cache_len=60)
-    model(ids, **{CACHE_ARGUMENT: cache})
-    return cache
-
-
-def _run(step, model, cache, token, length):
-    """Run a step over a cache as ``generate`` does; returns its logits."""
-    ids = torch.full((cache.layers[0].batch_size, length), token)
-    inputs = model.prepare_inputs_for_generation(
-        ids, next_sequence_length=1, attention_mask=torch.ones_like(ids), use_cache=True,
-        position_ids=torch.full((ids.shape[0], 1), length - 1), **{CACHE_ARGUMENT: cache},
-    )  # fmt: skip
-    return step(**inputs, return_dict=True).logits
-
-
 @pytest.mark.parametrize("change", ["tensors", "number"])
 def test_a_layer_that_changes_other_state_is_not_captured(change, build, token_ids, monkeypatch):
-    model = build()
-    update = type(StaticCache(config=model.config, max_cache_len=8).layers[0]).update
+    model, update = build(), StaticLayer.update
+    expected = _tokens(model, token_ids(1, PROMPT), do_sample=False, disable_compile=True)
 
     @functools.wraps(update)
     def changing(self, *arguments, **options):
@@ -254,41 +222,7 @@ def test_a_layer_that_changes_other_state_is_not_captured(change, build, token_i
             self.calls = getattr(self, "calls", 0) + 1
         return states
 
+    monkeypatch.setattr(StaticLayer, "update", changing)
     monkeypatch.setattr(step_graph, "record", None)
-    steps = StaticSteps(model, lambda config: model.__call__)
-    with torch.no_grad():
-        cache = _filled(model, token_ids(1, PROMPT))
-        monkeypatch.setattr(type(cache.layers[0]), "update", changing)
-        for i in range(6):
-            _run(steps, model, cache, 7, PROMPT + 1 + i)
-    assert steps.graph is None
-
-
-@torch.no_grad()
-def test_reordered_rows_end_the_replays(build, token_ids):
-    """As in beam search, which makes new tensors."""
-    model = build()
-    steps = StaticSteps(model, lambda config: model.__call__)
-    ours, expected = (_filled(model, token_ids(2, PROMPT)) for _ in range(2))
-    for i in range(9):
-        if i == 6:
-            ours.reorder_cache(torch.tensor([1, 0]))
-            expected.reorder_cache(torch.tensor([1, 0]))
-        logits = _run(steps, model, ours, i + 3, PROMPT + 1 + i)
-        assert torch.equal(logits, _run(model, model, expected, i + 3, PROMPT + 1 + i))
-        assert (steps.graph is not None) == (decoding.EAGER_STEPS - 1 <= i < 6)
-
-
-def test_a_step_that_cannot_be_captured_is_counted(build, token_ids, monkeypatch):
-    model = build()
-    expected = _tokens(model, token_ids(1, PROMPT), do_sample=False, disable_compile=True)
-    dma_hf.reset_stats(model)
-
-    def fail(step):
-        raise RuntimeError("operation not permitted when stream is capturing\nmore")
-
-    monkeypatch.setattr(step_graph, "record", fail)
     assert torch.equal(_tokens(model, token_ids(1, PROMPT), do_sample=False), expected)
-    assert list(dma_hf.stats(model).eager_decoding) == [
-        "the step cannot be captured: operation not permitted when stream is capturing"
-    ]
+    assert _replays(model) == 0
