@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from cuda_calls import capture, no_synchronization
+from dma_kernels.testing import assert_bits_equal
 from tiny_models import FAMILIES
 
 import dma_hf
@@ -53,45 +55,35 @@ def test_a_step_does_not_synchronize_with_the_host(model, ids):
     cache = DMACache(model.config, max_cache_len=512)
     _decode(model, ids, cache)
     token = ids[:, :1].contiguous()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronization():
         model(token, past_key_values=cache)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_cuda_graph_replays_a_step(model, ids):
     """Across a tile boundary, where a replay quantizes the complete tile."""
     expected_cache, cache = (DMACache(model.config, max_cache_len=512) for _ in range(2))
-    for each in (expected_cache, cache):
-        model(ids[:, :PROMPT], past_key_values=each)
     token = ids[:, PROMPT : PROMPT + 1].clone()
     stream = torch.cuda.Stream()
+    for each in (expected_cache, cache):
+        model(ids[:, :PROMPT], past_key_values=each)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):  # warm-up for the capture, undone by the reset
         model(token, past_key_values=cache)
     torch.cuda.current_stream().wait_stream(stream)
     cache.reset()
     model(ids[:, :PROMPT], past_key_values=cache)
-    before = {name: t.clone() for i, layer in enumerate(cache.layers) for name, t in _tensors(i, layer)}
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        logits = model(token, past_key_values=cache).logits
-    for i, layer in enumerate(cache.layers):  # capturing runs nothing on the device
-        for name, tensor in _tensors(i, layer):
-            assert torch.equal(tensor.view(torch.uint8), before[name].view(torch.uint8)), name
+    tensors = [layer.tokens.view(1) for layer in cache.layers]
+    tensors += [tensor for layer in cache.layers for tensor in layer.storage.tensors().values()]
+    before = [tensor.clone() for tensor in tensors]
+    graph, logits = capture(lambda: model(token, past_key_values=cache).logits)
+    for tensor, old in zip(tensors, before, strict=True):  # capturing runs nothing on the device
+        assert_bits_equal(tensor, old)
     for step in range(PROMPT, PROMPT + STEPS):
         token.copy_(ids[:, step : step + 1])
         graph.replay()
         expected = model(ids[:, step : step + 1], past_key_values=expected_cache).logits
         torch.testing.assert_close(logits, expected, rtol=0, atol=0.05)
     assert int(cache.get_seq_length()) == PROMPT + STEPS
-
-
-def _tensors(index, layer):
-    named = {"tokens": layer.tokens.view(1)} | layer.storage.tensors()
-    return [(f"{index}.{name}", tensor) for name, tensor in named.items()]
 
 
 def test_a_mask_may_change_during_generation(ids):

@@ -20,7 +20,6 @@ import dma_hf
 pytestmark = pytest.mark.gpu
 
 ROOT = Path(__file__).parents[2]
-WORKER = ROOT / "tests" / "support" / "parallel_worker.py"
 DEMO_MODEL = ROOT / "eval" / "dma_eval" / "assets" / "demo_model"
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 4, "vocab_size": 128}
 
@@ -47,6 +46,15 @@ def _load(folder, **options):
     return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
 
 
+def _run(*arguments):
+    """Run Python with the packages of this checkout."""
+    paths = [str(ROOT / folder) for folder in (".", "kernels", "eval", "tests/support")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 def _same(actual, expected):
     """Within bf16 rounding, because tensor parallelism sums in another order."""
     error = (actual["logits"] - expected["logits"]).norm() / expected["logits"].norm()
@@ -61,21 +69,17 @@ def test_the_kernels_run_on_the_tensors_device(saved_model, on_one_gpu):
     assert torch.equal(result["tokens"], on_one_gpu["tokens"])
 
 
-def test_layers_may_be_on_two_gpus(saved_model, on_one_gpu):
-    ends = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 1, "lm_head": 1}
-    model = _load(saved_model, device_map=ends | {f"model.layers.{i}": i // 2 for i in range(4)})
-    assert {parameter.device.index for parameter in model.parameters()} == {0, 1}
-    result = compute(model, token_ids())
-    assert torch.equal(result["logits"], on_one_gpu["logits"])
-    assert torch.equal(result["tokens"], on_one_gpu["tokens"])
-
-
-def test_device_map_auto_may_use_both_gpus(saved_model, on_one_gpu):
-    room = {0: "2MiB", 1: "1GiB"}  # too little for the whole model, so both are used
-    model = _load(saved_model, device_map="auto", max_memory=room)
+@pytest.mark.parametrize("placement", ["by layer", "auto"])
+def test_layers_may_be_on_two_gpus(placement, saved_model, on_one_gpu):
+    options = {"device_map": "auto", "max_memory": {0: "2MiB", 1: "1GiB"}}  # too little for the whole model
+    if placement == "by layer":
+        ends = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 1, "lm_head": 1}
+        options = {"device_map": ends | {f"model.layers.{i}": i // 2 for i in range(4)}}
+    model = _load(saved_model, **options)
     result = compute(model, token_ids())
     assert len({parameter.device for parameter in model.parameters()}) >= 2
     assert torch.equal(result["logits"], on_one_gpu["logits"])
+    assert torch.equal(result["tokens"], on_one_gpu["tokens"])
 
 
 @torch.no_grad()
@@ -92,12 +96,8 @@ def _assert_chosen(model, tokens):
 @pytest.mark.parametrize("mode", ["tensor", "batch", "data"])
 def test_two_processes_compute_the_same_as_one(mode, saved_model, on_one_gpu, tmp_path):
     """One process per GPU: tensor parallelism, with and without continuous batching, and data parallelism."""
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "tests" / "support")))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launcher, str(WORKER), str(saved_model), str(tmp_path), mode]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join((paths, os.environ.get("PYTHONPATH", "")))}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    _run(*launcher, ROOT / "tests" / "support" / "parallel_worker.py", saved_model, tmp_path, mode)
     first, second = (torch.load(tmp_path / f"{mode}{rank}.pt") for rank in range(2))
     if mode == "tensor":
         assert first["q_proj_rows"] == 128  # half of the 256
@@ -121,19 +121,14 @@ def test_accelerate_launch_splits_lm_eval_samples(tmp_path):
     arguments += ["--attn", "sdpa", "dma_mxfp:balanced", "--out"]
     launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
     launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "eval")))
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join((paths, os.environ.get("PYTHONPATH", "")))}
     accuracies = []
     for name, start in (("one", []), ("two", launch)):
-        command = [sys.executable, *start, *arguments, str(tmp_path / name)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
+        _run(*start, *arguments, tmp_path / name)
         section = read_report(tmp_path / name / "results.json").tasks[0]
         assert section.processes == len(accuracies) + 1
         accuracies.append([backend.mean_accuracy for backend in section.backends])
-    assert accuracies[1] == pytest.approx(
-        accuracies[0], abs=0.12
-    )  # one of nine answers, because other batches round differently in bf16
+    # One of nine answers may differ, because other batches round differently in bf16.
+    assert accuracies[1] == pytest.approx(accuracies[0], abs=0.12)
 
 
 def test_models_can_run_on_two_streams(saved_model, on_one_gpu):
