@@ -27,6 +27,7 @@ from prefill_cases import (
     assert_an_exact_start_has_no_low_tile,
     assert_matches_reference,
     assert_skips_as_the_reference,
+    similar_cases,
 )
 from torch import Tensor
 
@@ -114,42 +115,39 @@ def test_processes_can_share_a_gpu() -> None:
 
 # With the same heads, so that each recipe compiles only twice.
 HEADS: dict[str, Any] = {"q_heads": 4, "kv_heads": 2, "head_dim": 128}
-SHAPES = {
-    name: Case(**{"q_len": 1000, "kv_len": 1000} | HEADS | changes)
-    for name, changes in {
-        "odd": {"batch": 2},
-        "few-queries": {"q_len": 69, "kv_len": 569},
-        "whole-tiles": {"q_len": 768, "kv_len": 768},
-        "chunk": {"q_len": 300, "kv_len": 1500, "options": {"q_offset": 1200}},
-        "offset": {"q_len": 300, "kv_len": 1500, "options": {"q_offset": 1300, "kv_offset": 256}},
-        "bidirectional": {"options": {"is_causal": False}},
-        "cross": {"kv_len": 450, "options": {"is_causal": False}},
-        "wide": {"q_len": 200, "kv_len": 1500, "options": {"is_causal": False, "q_offset": 700}},
-        "inside-a-tile": {"kv_len": 1141, "options": {"q_offset": 282, "kv_offset": 141}},
-        "keys-ahead": {"q_len": 500, "options": {"kv_offset": 950, "is_causal": False}},
-        "keys-end-early": {"kv_len": 600, "options": {"q_offset": 300}},
-        "window": {"q_len": 1500, "kv_len": 1500, "options": {"window": 700}},
-        "window-chunk": {"q_len": 300, "kv_len": 1500, "options": {"q_offset": 1200, "window": 515}},
-        "window-bidirectional": {"q_len": 1500, "kv_len": 1500, "options": {"window": 500, "is_causal": False}},
-        "left-padded-window": {
-            "batch": 2,
-            "options": {"window": 600},
-            "tensors": {"kv_range": [[345, 1000], [0, 1000]], "kv_offset": [-345, 0], "q_offset": [-345, 0]},
-        },
-        "padded-bidirectional": {
-            "batch": 3, "options": {"is_causal": False}, "tensors": {"kv_range": [[0, 0], [45, 700], [0, 1000]]},
-        },
-        "sinks-of-nothing": {
-            "batch": 2, "tensors": {"kv_range": [[0, 0], [45, 900]], "sinks": [0.5, float("-inf"), 3.0, -2.0]},
-        },
-        "softcap-above-all-logits": {"options": {"softcap": 1e7}},
-        "softcap-and-sinks": {
-            "batch": 2,
-            "options": {"softcap": 5.0, "is_causal": False},
-            "tensors": {"kv_range": [[45, 900], [0, 0]], "sinks": [0.5, 3.0, 1.0, -2.0]},
-        },
-    }.items()
-}  # fmt: skip
+SHAPES = similar_cases({"q_len": 1000, "kv_len": 1000} | HEADS, {
+    "odd": {"batch": 2},
+    "few-queries": {"q_len": 69, "kv_len": 569},
+    "whole-tiles": {"q_len": 768, "kv_len": 768},
+    "chunk": {"q_len": 300, "kv_len": 1500, "options": {"q_offset": 1200}},
+    "offset": {"q_len": 300, "kv_len": 1500, "options": {"q_offset": 1300, "kv_offset": 256}},
+    "bidirectional": {"options": {"is_causal": False}},
+    "cross": {"kv_len": 450, "options": {"is_causal": False}},
+    "wide": {"q_len": 200, "kv_len": 1500, "options": {"is_causal": False, "q_offset": 700}},
+    "inside-a-tile": {"kv_len": 1141, "options": {"q_offset": 282, "kv_offset": 141}},
+    "keys-ahead": {"q_len": 500, "options": {"kv_offset": 950, "is_causal": False}},
+    "keys-end-early": {"kv_len": 600, "options": {"q_offset": 300}},
+    "window": {"q_len": 1500, "kv_len": 1500, "options": {"window": 700}},
+    "window-chunk": {"q_len": 300, "kv_len": 1500, "options": {"q_offset": 1200, "window": 515}},
+    "window-bidirectional": {"q_len": 1500, "kv_len": 1500, "options": {"window": 500, "is_causal": False}},
+    "left-padded-window": {
+        "batch": 2,
+        "options": {"window": 600},
+        "tensors": {"kv_range": [[345, 1000], [0, 1000]], "kv_offset": [-345, 0], "q_offset": [-345, 0]},
+    },
+    "padded-bidirectional": {
+        "batch": 3, "options": {"is_causal": False}, "tensors": {"kv_range": [[0, 0], [45, 700], [0, 1000]]},
+    },
+    "sinks-of-nothing": {
+        "batch": 2, "tensors": {"kv_range": [[0, 0], [45, 900]], "sinks": [0.5, float("-inf"), 3.0, -2.0]},
+    },
+    "softcap-above-all-logits": {"options": {"softcap": 1e7}},
+    "softcap-and-sinks": {
+        "batch": 2,
+        "options": {"softcap": 5.0, "is_causal": False},
+        "tensors": {"kv_range": [[45, 900], [0, 0]], "sinks": [0.5, 3.0, 1.0, -2.0]},
+    },
+})  # fmt: skip
 OTHER_PATHS = ("int8-pv16", "e4m3-rotated", "paper", "mxfp4-row", "int8-mxfp8", "fp4", "nvfp4", "mixed", "nvfp4-keys")
 
 

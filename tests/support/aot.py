@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -31,28 +32,20 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "": {"softcap": None, "sinks": None},
-    "fp16": {"softcap": None, "sinks": None},
-    "softcap": {"softcap": 50.0, "sinks": None},
-    "sinks": {"softcap": None, "sinks": torch.empty(4)},
-    "window": {"softcap": None, "sinks": None, "window": 700},
-    "padded": {"softcap": None, "sinks": None, "kv_range": torch.tensor([[0, 2_048]])},
-    "bidirectional": {"softcap": None, "sinks": None, "is_causal": False},
-    "mask": {"softcap": None, "sinks": None, "mask": torch.empty(1, 1, 2_048, 2_048, dtype=torch.bool)},
-    "skip": {"softcap": None, "sinks": None},
-    "long": {"softcap": None, "sinks": None},
-    "long-skip": {"softcap": None, "sinks": None},
-    "long-window": {"softcap": None, "sinks": None, "window": 8_192},
-    "long-padded": {"softcap": None, "sinks": None, "kv_range": torch.tensor([[0, 65_536]])},
-    "long-mask": {"softcap": None, "sinks": None, "mask": torch.empty(1, 1, 1, 65_536, dtype=torch.bool)},
-    "short": {"softcap": None, "sinks": None},
-    "many": {"softcap": None, "sinks": None},
-    "decode": {"softcap": None, "sinks": None},
+    **{name: {} for name in ("", "fp16", "skip", "short", "many", "long", "long-skip", "decode", "decode-63")},
+    "softcap": {"softcap": 50.0},
+    "sinks": {"sinks": torch.empty(4)},
+    "window": {"window": 700},
+    "padded": {"kv_range": torch.tensor([[0, 2_048]])},
+    "bidirectional": {"is_causal": False},
+    "mask": {"mask": torch.empty(1, 1, 2_048, 2_048, dtype=torch.bool)},
+    "long-window": {"window": 8_192},
+    "long-padded": {"kv_range": torch.tensor([[0, 65_536]])},
+    "long-mask": {"mask": torch.empty(1, 1, 1, 65_536, dtype=torch.bool)},
     "decode-options": {
         "softcap": 50.0, "sinks": torch.empty(4), "window": 700, "kv_range": torch.tensor([[0, 2_048]]),
         "mask": torch.empty(1, 1, 1, 2_048, dtype=torch.bool),
     },
-    "decode-63": {"softcap": None, "sinks": None},
 }  # fmt: skip
 """Options of a call by name. ``long`` ones run on the warp-specialized kernel, ``short`` has only high tiles,
 ``decode`` ones have one query or 63, ``many`` is a decode step of 32 rows, and names that end in ``skip`` have a recipe
@@ -62,48 +55,18 @@ EIGHT_BIT_PRODUCT = r"\b(IGMMA|QGMMA|IMMA|QMMA|UTCQMMA|UTCIMMA|UTCOMMA|OMMA)\b"
 """Matrix instructions with operands of at most 8 bits, as the disassembler names them."""
 
 
-class _CompileOnlyDriver:
-    """The part of a Triton driver that compilation needs."""
-
-    def __init__(self, arch: int) -> None:
-        self._target = GPUTarget("cuda", arch, 32)
-
-    def get_current_target(self) -> GPUTarget:
-        return self._target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int = 0) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled kernel and its resources.
-
-    Attributes:
-        name: The kernel's name.
-        ptx: Its PTX.
-        shared: Bytes of shared memory.
-        registers: Registers per thread.
-        stack: Bytes of local memory per thread; more than 0 means spilled registers.
-        loop_spills: Accesses to local memory in the loop over low tiles, which dominates the run time.
-        loop_products: Matrix instructions in that loop.
-        loop_waits: Waits for matrix instructions in that loop.
-    """
+    """A compiled kernel and its resources. Its loop is the one over low tiles, which dominates the run time."""
 
     name: str
     ptx: str
-    shared: int
-    registers: int
-    stack: int
-    loop_spills: int
-    loop_products: int
-    loop_waits: int
+    shared: int  # bytes of shared memory
+    registers: int  # per thread
+    stack: int  # bytes of local memory per thread; more than 0 means spilled registers
+    loop_spills: int  # accesses to local memory in the loop
+    loop_products: int  # matrix instructions in the loop
+    loop_waits: int  # waits for matrix instructions in the loop
 
 
 @contextmanager
@@ -123,7 +86,14 @@ def compile_only(arch: int) -> Iterator[list[Compiled]]:
         return kernel
 
     previous = driver._active  # the property would query a GPU
-    driver.set_active(_CompileOnlyDriver(arch))
+    driver.set_active(
+        SimpleNamespace(
+            get_current_target=lambda: GPUTarget("cuda", arch, 32),
+            get_current_device=lambda: 0,
+            get_current_stream=lambda device=0: 0,
+            get_active_torch_device=lambda: torch.device("cpu"),
+        )
+    )
     try:
         with (
             mock.patch.object(JITFunction, "run", compile_launch),

@@ -16,8 +16,7 @@ from dma_kernels.cache.reference import CacheOptions
 from dma_kernels.cache.storage import LayerStorage
 from dma_kernels.runtime import chip
 
-SMS = 132
-"""Multiprocessors of the chip: with 8 kv heads a step has fewer heads than that, with ``many`` more."""
+SMS = 132  # multiprocessors of the chip: with 8 kv heads a step has fewer heads than that, with ``many`` more
 
 
 def compile_step(
@@ -37,10 +36,8 @@ def compile_step(
     with compile_only(arch) as compiled, mock.patch.object(chip, "sm_count", return_value=SMS):
         for planned in (launch_decode, launch_chunk):
             planned.plan.cache_clear()  # plans are not keyed by chip
-        if queries <= 16:
-            decode_step(query, key, value, storage, CacheOptions(scale=0.125, **OPTIONS[option]))
-        else:
-            chunk_attention(query, key, value, storage, CacheOptions(scale=0.125, **OPTIONS[option]))
+        attend = decode_step if queries <= 16 else chunk_attention
+        attend(query, key, value, storage, CacheOptions(scale=0.125, **OPTIONS[option]))
     return compiled
 
 
