@@ -73,12 +73,23 @@ def resized(case: Case, head_dim: int, kernel: type[Any]) -> Case:
 recipes_of_all_paths = pytest.mark.parametrize("recipe", ["balanced", "int8-pv16", "paper", "nvfp4-keys"])
 
 
-def on_the_portable_kernel(
-    monkeypatch: pytest.MonkeyPatch, run: Callable[[], tuple[Tensor, Tensor]]
-) -> tuple[Tensor, Tensor]:
+Results = tuple[Tensor, Tensor]
+
+
+def call_of_many_ctas(recipe: str, head_dim: int, batch: int, length: int) -> Callable[[], Results]:
+    sizes = {"batch": batch, "q_heads": 16, "kv_heads": 4, "q_len": length, "kv_len": length, "head_dim": head_dim}
+    qkv = random_qkv(**sizes, dtype=torch.bfloat16, device="cuda")
+    return lambda: attention_with_lse(*qkv, RECIPES[recipe], backend="triton")
+
+
+def assert_as_the_portable_kernel(
+    results: Results, run: Callable[[], Results], tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
         use_kernel(patch, PortableConfig)
-        return run()
+        expected, expected_lse = run()
+    assert relative_error(results[0], expected) < tolerance
+    torch.testing.assert_close(results[1], expected_lse, atol=1e-4, rtol=1e-5)
 
 
 AMONG_OTHERS = """
@@ -204,18 +215,13 @@ def test_exact_starts_match_the_reference(case: str, recipe: str, kernel: type[A
 
 @pytest.mark.parametrize("bands", [(0, 0), (0, 2), (3, 0), (1, 1), (7, 0), (0, 7)])
 @pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("name", ["int8", "int8-pv16", "nvfp4-keys"])  # blocks in flight: three, or two in the last
-def test_diagonal_and_sink_tiles_match_the_reference(
+@pytest.mark.parametrize("name", ["int8", "int8-pv16", "fp4", "nvfp4-keys"])  # two or three blocks in flight
+def test_diagonal_and_sink_tiles_and_fp16_match_the_reference(
     name: str, is_causal: bool, bands: tuple[int, int], kernel: type[Any]
 ) -> None:
     recipe = replace(RECIPES[name], diagonal_tiles=bands[0], sink_tiles=bands[1])
     case = Case(q_len=1090, kv_len=1090, options={"is_causal": is_causal}, **HEADS)
-    assert_matches_reference(case, recipe, torch.bfloat16, "cuda")
-
-
-@pytest.mark.parametrize("recipe", ["int8", "fp4", "nvfp4-keys"])
-def test_fp16_matches_the_reference(recipe: str, kernel: type[Any]) -> None:
-    assert_matches_reference(SHAPES["odd"], RECIPES[recipe], torch.float16, "cuda")
+    assert_matches_reference(case, recipe, torch.float16, "cuda")
 
 
 @pytest.mark.parametrize("recipe", ["balanced", "int8-pv16", "nvfp4-keys"])
@@ -248,46 +254,25 @@ def test_a_nan_query_makes_only_its_own_row_nan(recipe: str, head_dim: int, kern
     assert torch.equal(out, expected)
 
 
-@variants(
-    (LONG, ["int8"], (128,)),
-    (SHORT, ["int8", "int8-pv16", "paper"], (64, 128)),
-    (SHORT, ["fp4", "nvfp4-keys"], (128,)),
-)
+@variants((LONG, ["int8"], (128,)), (SHORT, ["int8", "int8-pv16", "paper", "fp4", "nvfp4-keys"], (64, 128)))
 def test_calls_of_many_ctas_are_deterministic_and_match_the_portable_kernel(
     recipe: str, head_dim: int, kernel: type[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    qkv = random_qkv(
-        batch=4, q_heads=16, kv_heads=4, q_len=2500, kv_len=2500, head_dim=head_dim, dtype=torch.bfloat16, device="cuda"
-    )
-
-    def run() -> tuple[Tensor, Tensor]:
-        return attention_with_lse(*qkv, RECIPES[recipe], backend="triton")
-
+    run = call_of_many_ctas(recipe, head_dim, batch=4, length=2500)
     out, lse = run()
     fill_free_memory_with_nan()
     for _ in range(5):
         again, again_lse = run()
         assert torch.equal(again, out)
         assert torch.equal(again_lse, lse)
-    expected, expected_lse = on_the_portable_kernel(monkeypatch, run)
     # The portable kernel starts with the high tiles, so it rounds probabilities relative to other maxima.
-    assert relative_error(out, expected) < 0.02
-    torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=1e-5)
+    assert_as_the_portable_kernel((out, lse), run, 0.02, monkeypatch)
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_long_calls_run_on_the_warp_specialized_kernel(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    qkv = random_qkv(
-        q_heads=16, kv_heads=4, q_len=16_400, kv_len=16_400, head_dim=head_dim, dtype=torch.bfloat16, device="cuda"
-    )
-
-    def run() -> tuple[Tensor, Tensor]:
-        return attention_with_lse(*qkv, RECIPES["int8"], backend="triton")
-
-    names: list[str] = []
+    run, names = call_of_many_ctas("int8", head_dim, batch=1, length=16_400), []
     with kernel_reports(names.append):
-        out, lse = run()
+        results = run()
     assert LONG.kernel in names
-    expected, expected_lse = on_the_portable_kernel(monkeypatch, run)
-    assert relative_error(out, expected) < 0.01
-    torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=1e-5)
+    assert_as_the_portable_kernel(results, run, 0.01, monkeypatch)
