@@ -35,10 +35,7 @@ def generate_batch(
     settings = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, pad_token_id=0, bos_token_id=1)
     batching = ContinuousBatchingConfig(**options)
     outputs: dict[str, Any] = model.generate_batch(
-        prompts,
-        generation_config=settings,
-        continuous_batching_config=batching,
-        persistent_manager=persistent_manager,
+        prompts, generation_config=settings, continuous_batching_config=batching, persistent_manager=persistent_manager
     )
     assert [output.error for output in outputs.values()] == [None] * len(prompts)
     return outputs

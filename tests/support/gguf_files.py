@@ -11,13 +11,9 @@ from transformers import PreTrainedModel
 
 
 def write_gguf(
-    path: Path,
-    model: PreTrainedModel,
-    *,
-    tokenizer: Path | None = None,
-    adds_bos: bool = False,
-    quantization: GGMLQuantizationType | None = None,
-) -> None:
+    path: Path, model: PreTrainedModel, *,
+    tokenizer: Path | None = None, adds_bos: bool = False, quantization: GGMLQuantizationType | None = None,
+) -> None:  # fmt: skip
     """Write a Llama. Matrices are in fp32 by default.
 
     ``tokenizer`` is a byte-pair ``tokenizer.json``, which with ``adds_bos`` puts BOS before a text.

@@ -206,13 +206,9 @@ def with_exact_start(recipe: Recipe) -> Recipe:
 
 
 def assert_matches_reference(
-    case: Case,
-    recipe: Recipe,
-    dtype: torch.dtype,
-    device: str,
-    counts: Tensor | None = None,
+    case: Case, recipe: Recipe, dtype: torch.dtype, device: str, counts: Tensor | None = None,
     expected_counts: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Compare the Triton backend with the reference on the same inputs; both count tiles if requested.
 
     The kernel's error against fp64 with unrounded probabilities may be at most twice that of the fp32 reference. Both
