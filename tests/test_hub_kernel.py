@@ -193,14 +193,6 @@ def test_compiled_beside_the_installed_package(hub):
         assert _error(compiled(ids, use_cache=False).logits, expected) <= 1e-5
 
 
-def test_configure_of_the_kernel(hub, kernel):
-    model = FAMILIES["llama"].build(HUB)
-    assert kernel.configure(model, "fp4", sink_tiles=2).sink_tiles == 2
-    assert model.config.dma_mxfp["low"] == "nvfp4"
-    with pytest.raises(ValueError, match="unknown key 'lwo'"):
-        kernel.configure(model, lwo="mxfp4")
-
-
 def test_another_mask_function_is_an_error(hub, monkeypatch):
     model = FAMILIES["llama"].build(HUB)
     monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, HUB, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])

@@ -77,12 +77,11 @@ def compile_only(arch: int) -> Iterator[list[Compiled]]:
 
     def compile_launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         self.device_caches.clear()  # plans are not keyed by chip
-        if warmup:  # compiled together with other kernels, before it is launched
-            return run(self, *args, grid=grid, warmup=True, **kwargs)
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        ptx, shared = kernel.asm["ptx"], kernel.metadata.shared
-        resources = _resources(kernel.asm["cubin"], has_products="mma" in ptx)
-        compiled.append(Compiled(self.__name__, ptx, shared, *resources))
+        if not warmup:  # or else it is compiled together with other kernels, before it is launched
+            ptx = kernel.asm["ptx"]
+            resources = _resources(kernel.asm["cubin"], has_products="mma" in ptx)
+            compiled.append(Compiled(self.__name__, ptx, kernel.metadata.shared, *resources))
         return kernel
 
     previous = driver._active  # the property would query a GPU

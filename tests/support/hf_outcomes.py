@@ -81,8 +81,7 @@ def examine(architecture: Architecture) -> Record:
     """Build the architecture twice and try every feature of its kind."""
     record = Record(architecture)
     try:
-        model_class = architecture.model_class
-        pair, inputs = find_pair(architecture, model_class)
+        pair, inputs = find_pair(architecture, architecture.model_class)
     except (ImportError, AttributeError, CannotShrink) as error:  # the first two: in the registry, not in the library
         record.skipped = str(error) if isinstance(error, CannotShrink) else f"upstream: {_brief(error)}"
         return record
@@ -180,8 +179,7 @@ def randomise(model: PreTrainedModel, seed: int = 0) -> None:
         if not weight.is_floating_point() or weight.numel() == 0:
             continue
         if weight.ndim >= 2:
-            fan_in = weight[0].numel()
-            weight.normal_(0.0, fan_in**-0.5, generator=generator)
+            weight.normal_(0.0, weight[0].numel() ** -0.5, generator=generator)
         elif not weight.any() or not weight.isfinite().all():
             weight.normal_(0.0, 0.1, generator=generator)
 
@@ -198,15 +196,21 @@ def padded_batch(model: PreTrainedModel, inputs: Inputs) -> Tensor:
     return out[mask.bool()] if out.shape[:2] == mask.shape else out
 
 
-def chunked_prefill(model: PreTrainedModel, inputs: Inputs) -> Tensor:
+def chunked_prefill(model: PreTrainedModel, inputs: Inputs, **options: Any) -> Tensor:
     """The prompt in three chunks, each attending to the cache of the earlier ones."""
-    return _in_chunks(model, inputs, {})
+    ids = inputs.arguments["input_ids"]
+    outputs = []
+    for start, end in CHUNKS:
+        out = model(input_ids=ids[:, start:end], use_cache=True, **options)
+        options = {"past_key_values": out.past_key_values}
+        outputs.append(inputs.output(out))
+    return torch.cat(outputs, dim=1)
 
 
 def static_cache(model: PreTrainedModel, inputs: Inputs) -> Tensor:
     """The same with a preallocated, partly filled cache."""
     cache = StaticCache(config=model.config, max_cache_len=LENGTH + 7)
-    return _in_chunks(model, inputs, {"past_key_values": cache})
+    return chunked_prefill(model, inputs, past_key_values=cache)
 
 
 def generate(model: PreTrainedModel, inputs: Inputs) -> Tensor:
@@ -290,16 +294,6 @@ def _generated(model: PreTrainedModel, inputs: Inputs) -> Any:
         arguments["attention_mask"] = inputs.padding_mask(PADDING)
     arguments.pop("decoder_input_ids", None)
     return model.generate(**arguments, max_new_tokens=NEW_TOKENS, do_sample=False, return_dict_in_generate=True)
-
-
-def _in_chunks(model: PreTrainedModel, inputs: Inputs, options: dict[str, Any]) -> Tensor:
-    ids = inputs.arguments["input_ids"]
-    outputs = []
-    for start, end in CHUNKS:
-        out = model(input_ids=ids[:, start:end], use_cache=True, **options)
-        options = {"past_key_values": out.past_key_values}
-        outputs.append(inputs.output(out))
-    return torch.cat(outputs, dim=1)
 
 
 class _Pair:
