@@ -49,21 +49,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out exhaustive tests, and those for a missing CUDA device, unless asked for; take the pages first."""
-    left_out = ["exhaustive"] if torch.cuda.is_available() else ["exhaustive", "gpu"]
-    if any("::" in argument for argument in config.args):
-        left_out = []
-    left_out = [name for name in left_out if name not in config.option.markexpr]
-    config.hook.pytest_deselected(items=[item for item in items if any(map(item.keywords.__contains__, left_out))])
-    items[:] = [item for item in items if not any(map(item.keywords.__contains__, left_out))]
-    items.sort(
-        key=lambda item: item.path.parent.name != "docs"
-    )  # the longest, for which no worker shall wait at the end
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="needs a CUDA device")
+    marks = {"exhaustive"} if torch.cuda.is_available() else {"exhaustive", "gpu"}
+    is_named = any("::" in argument for argument in config.args)
+    left_out = set() if is_named else {name for name in marks if name not in config.option.markexpr}
+    config.hook.pytest_deselected(items=[item for item in items if left_out & set(item.keywords)])
+    items[:] = [item for item in items if not left_out & set(item.keywords)]
+    items.sort(key=lambda item: item.path.parent.name != "docs")  # the longest come first: no worker waits at the end
     for item in items:
-        if "gpu" in item.keywords:
-            item.add_marker(skip)
+        if "gpu" in set(item.keywords) & marks:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 def pytest_collection_finish() -> None:

@@ -15,14 +15,15 @@ import pytest
 import torch
 from script_files import load_script
 from snippets import find_blocks
-from tiny_models import DECODERS, ENCODERS, IDENTITY, VOCABULARY
-from transformers import AttentionInterface, AutoModelForCausalLM
+from tiny_models import FAMILIES, VOCABULARY
+from transformers import AutoModelForCausalLM
 from transformers.integrations import hub_kernels
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import dma_hf
 from dma_hf.attention import dma_attention_forward
+from dma_hf.integrations.internals import CACHE_ARGUMENT
 from dma_hf.masks import dma_mask
 
 kernels = pytest.importorskip("kernels", minversion="0.16")
@@ -70,9 +71,9 @@ def _ids(batch, length):
     return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(1))
 
 
-def _left_padded(ids, padding):
+def _padded(ids):
     mask = torch.ones_like(ids)
-    mask[0, :padding] = 0
+    mask[0, :37] = 0
     return mask
 
 
@@ -80,13 +81,17 @@ def _error(actual, expected):
     return ((actual - expected).abs().max() / expected.abs().max()).item()
 
 
-def test_kernels_loads_it_from_the_folder(kernel, folder):
-    assert kernel.configure is not dma_hf.configure
+def _pair(name, section):
+    """Return models on the installed package and on the kernel, with the same weights and settings."""
+    models = [FAMILIES[name].build(implementation) for implementation in ("dma_mxfp", HUB)]
+    for model in models:
+        model.config.dma_mxfp = section
+    return models
+
+
+def test_the_copy_uses_nothing_of_the_installed_package(kernel, folder):
     assert Path(kernel.__file__).is_relative_to(folder)
     assert set(dma_hf.__all__) <= set(dir(kernel))
-
-
-def test_nothing_of_the_installed_package_is_used(kernel):
     copies = {name: module for name, module in sys.modules.items() if name.startswith(kernel.__name__ + ".")}
     assert f"{kernel.__name__}.dma_kernels.api" in copies
     for module in copies.values():
@@ -112,88 +117,60 @@ def test_building_twice_gives_the_same_files(folder, tmp_path):
 
 
 def test_from_pretrained_as_a_user_calls_it(hub, tmp_path):
-    DECODERS["llama"].build("sdpa").save_pretrained(tmp_path)
+    FAMILIES["llama"].build("sdpa").save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=HUB, allow_all_kernels=True)
     assert model.config._attn_implementation == HUB
     kernel = sys.modules[ALL_ATTENTION_FUNCTIONS[HUB].__module__.removesuffix(".dma_hf.integrations.hub_kernel")]
     assert ALL_ATTENTION_FUNCTIONS[HUB] is kernel.dma_mxfp
     assert ALL_MASK_ATTENTION_FUNCTIONS[HUB].__module__ == f"{kernel.__name__}.dma_hf.masks.mask_function"
+    assert ALL_ATTENTION_FUNCTIONS[dma_hf.NAME] is dma_attention_forward  # the installed package stays registered
+    assert ALL_MASK_ATTENTION_FUNCTIONS[dma_hf.NAME] is dma_mask
     reference = AutoModelForCausalLM.from_pretrained(tmp_path)
     ids = _ids(1, LENGTH)
     assert 0 < _error(model(ids).logits, reference(ids).logits) < 0.1
 
 
-def test_an_installed_package_stays_registered(hub):
-    DECODERS["llama"].build(HUB)
-    assert AttentionInterface()[dma_hf.NAME] is dma_attention_forward
-    assert ALL_MASK_ATTENTION_FUNCTIONS[dma_hf.NAME] is dma_mask
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        *(("llama", preset) for preset in (None, "fp4", "paper")),
+        *((name, None) for name in ("mistral", "gemma3", "llama4", "gpt_oss", "bert")),
+    ],
+)
+def test_it_computes_what_the_installed_package_computes(hub, name, preset):
+    """To the bit, in left-padded rows too, where the tiles depend on what the mask function says of positions."""
+    installed, ours = _pair(name, preset)
+    ids = _ids(2, LENGTH)
+    mask = _padded(ids)
+    real = mask.bool()
+    assert torch.equal(ours(ids, attention_mask=mask).logits[real], installed(ids, attention_mask=mask).logits[real])
 
 
 def test_it_computes_packed_documents_alone(hub, kernel):
     """Through the attention function. A ``flash_attn_varlen_func`` would replace it, without the configuration."""
     assert not hasattr(kernel, "flash_attn_varlen_func")
-    model = DECODERS["llama"].build(HUB)
-    ids = _ids(1, LENGTH)
-    positions = torch.cat((torch.arange(128), torch.arange(LENGTH - 128)))[None]
-    packed = model(ids, position_ids=positions, attention_mask=torch.ones_like(ids)).logits
-    assert _error(packed[:, 128:], model(ids[:, 128:]).logits) < 1e-5
+    installed, ours = _pair("llama", None)
+    arguments = {"position_ids": torch.cat((torch.arange(128), torch.arange(LENGTH - 128)))[None]}
+    arguments |= {"input_ids": _ids(1, LENGTH), "attention_mask": torch.ones(1, LENGTH, dtype=torch.int64)}
+    assert torch.equal(ours(**arguments).logits, installed(**arguments).logits)
 
 
-@pytest.mark.parametrize("preset", [None, "fp4", "paper"])
-@pytest.mark.parametrize("padding", [0, 37])
-def test_it_computes_what_the_installed_package_computes(hub, preset, padding):
-    """To the bit, in left-padded rows too, where the tiles depend on what the mask function says of positions."""
-    installed, ours = DECODERS["llama"].build("dma_mxfp"), DECODERS["llama"].build(HUB)
-    installed.config.dma_mxfp = ours.config.dma_mxfp = preset
+@pytest.mark.parametrize("format", [None, "int8", "int4"])
+def test_generate(hub, kernel, format):
+    """Over its own cache it reads the packed form, as the installed package does."""
+    models, tokens = _pair("llama", {"cache": format}), []
     ids = _ids(2, LENGTH)
-    mask = _left_padded(ids, padding)
-    assert torch.equal(ours(ids, attention_mask=mask).logits, installed(ids, attention_mask=mask).logits)
-
-
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "llama4", "gpt_oss"])
-def test_identity_equals_transformers_own_attention(hub, name):
-    family = DECODERS[name]
-    reference, model = family.build(family.reference), family.build(HUB)
-    dma_hf.configure(model, IDENTITY)
-    ids = _ids(2, 60)
-    mask = _left_padded(ids, 13)
-    real = mask.bool()
-    expected = reference(ids, attention_mask=mask).logits[real]
-    assert _error(model(ids, attention_mask=mask).logits[real], expected) <= 1e-5
-
-
-def test_identity_in_an_encoder(hub):
-    reference, model = ENCODERS["bert"].build("sdpa"), ENCODERS["bert"].build(HUB)
-    dma_hf.configure(model, IDENTITY)
-    ids = _ids(2, 60)
-    mask = torch.ones_like(ids)
-    mask[1, -9:] = 0
-    expected = reference(ids, attention_mask=mask).logits[mask.bool()]
-    assert _error(model(ids, attention_mask=mask).logits[mask.bool()], expected) <= 1e-5
-
-
-def test_generate(hub):
-    installed, ours = DECODERS["llama"].build("dma_mxfp"), DECODERS["llama"].build(HUB)
-    ids = _ids(2, 140)
-    arguments = {"attention_mask": _left_padded(ids, 5), "max_new_tokens": 4, "do_sample": False}
-    assert torch.equal(ours.generate(ids, **arguments), installed.generate(ids, **arguments))
-
-
-@pytest.mark.parametrize("format", ["int8", "int4"])
-def test_its_own_cache(hub, kernel, format):
-    """It reads the packed form, as the installed package does of its own cache."""
-    installed, ours = DECODERS["llama"].build("dma_mxfp"), DECODERS["llama"].build(HUB)
-    installed.config.dma_mxfp = ours.config.dma_mxfp = {"cache": format}
-    ids = _ids(2, LENGTH)
-    arguments = {"attention_mask": _left_padded(ids, 5), "max_new_tokens": 4, "do_sample": False}
-    expected = installed.generate(ids, past_key_values=dma_hf.DMACache(installed.config), **arguments)
-    cache = kernel.DMACache(ours.config)
-    assert torch.equal(ours.generate(ids, past_key_values=cache, **arguments), expected)
-    assert cache.owner.reads_packed
+    for model, cache_class in zip(models, (dma_hf.DMACache, kernel.DMACache), strict=True):
+        options = {"attention_mask": _padded(ids), "max_new_tokens": 4, "do_sample": False}
+        if format is not None:
+            options[CACHE_ARGUMENT] = cache_class(model.config)
+        tokens.append(model.generate(ids, **options))
+    assert torch.equal(*tokens)
+    assert format is None or options[CACHE_ARGUMENT].owner.reads_packed
 
 
 def test_switching_back_and_forth(hub):
-    model = DECODERS["llama"].build("sdpa")
+    model = FAMILIES["llama"].build("sdpa")
     ids = _ids(1, LENGTH)
     expected = model(ids).logits
     model.set_attn_implementation(HUB, allow_all_kernels=True)
@@ -209,23 +186,15 @@ def test_compiled_beside_the_installed_package(hub):
     """Both define an operator; in one namespace, the second would take the place of the first."""
     ids = _ids(1, LENGTH)
     for name in ("dma_mxfp", HUB):
-        model = DECODERS["llama"].build(name)
+        model = FAMILIES["llama"].build(name)
         model.config.dma_mxfp = {"exact_until": 0}  # a compiled model passes a mask, which ignores it
         expected = model(ids, use_cache=False).logits
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
         assert _error(compiled(ids, use_cache=False).logits, expected) <= 1e-5
 
 
-def test_configure_of_the_kernel(hub, kernel):
-    model = DECODERS["llama"].build(HUB)
-    assert kernel.configure(model, "fp4", sink_tiles=2).sink_tiles == 2
-    assert model.config.dma_mxfp["low"] == "nvfp4"
-    with pytest.raises(ValueError, match="unknown key 'lwo'"):
-        kernel.configure(model, lwo="mxfp4")
-
-
 def test_another_mask_function_is_an_error(hub, monkeypatch):
-    model = DECODERS["llama"].build(HUB)
+    model = FAMILIES["llama"].build(HUB)
     monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, HUB, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     with pytest.raises(RuntimeError, match=r"another mask function than dma_mask.*register_masks\(\)"):
         model(_ids(1, 5))
@@ -234,22 +203,18 @@ def test_another_mask_function_is_an_error(hub, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("source", "expected"),
+    ("path", "source", "expected"),
     [
-        ("from dma_kernels import attention\n", "from ..dma_kernels import attention\n"),
-        ("def f():\n    from dma_kernels.api import X\n", "def f():\n    from ..dma_kernels.api import X\n"),
-        ("from dma_hf.config import (\n    X,\n)\n", "from ..dma_hf.config import (\n    X,\n)\n"),
-        ('"""from dma_kernels import x"""\nimport os\n', '"""from dma_kernels import x"""\nimport os\n'),
-        ("from .config import X\n", "from .config import X\n"),
+        ("dma_hf/m.py", "from dma_kernels import attention\n", "from ..dma_kernels import attention\n"),
+        ("dma_hf/deep/m.py", "from dma_kernels import X\n", "from ...dma_kernels import X\n"),
+        ("dma_hf/m.py", "def f():\n    from dma_kernels.x import X\n", "def f():\n    from ..dma_kernels.x import X\n"),
+        ("dma_hf/m.py", "from dma_hf.config import (\n    X,\n)\n", "from ..dma_hf.config import (\n    X,\n)\n"),
+        ("dma_hf/m.py", '"""from dma_kernels import x"""\n', '"""from dma_kernels import x"""\n'),
+        ("dma_hf/m.py", "from .config import X\n", "from .config import X\n"),
     ],
 )
-def test_imports_become_relative(source, expected):
-    assert builder.make_relative(source, "dma_hf/module.py") == expected
-
-
-def test_imports_in_a_subpackage_climb_further():
-    source = "from dma_kernels import X\n"
-    assert builder.make_relative(source, "dma_hf/deep/module.py") == "from ...dma_kernels import X\n"
+def test_imports_become_relative(path, source, expected):
+    assert builder.make_relative(source, path) == expected
 
 
 @pytest.mark.parametrize("source", ["import dma_kernels\n", "import dma_kernels.api as api\n"])
@@ -275,10 +240,8 @@ def test_names_that_transformers_would_not_take_are_errors(repo, tmp_path):
 
 
 def test_another_release_of_transformers_is_an_error(folder, monkeypatch):
-    original = importlib.metadata.version
-    monkeypatch.setattr(
-        importlib.metadata, "version", lambda name: "5.0.0" if name == "transformers" else original(name)
-    )
+    versions = {name: importlib.metadata.version(name) for name in builder.REQUIRED} | {"transformers": "5.0.0"}
+    monkeypatch.setattr(importlib.metadata, "version", versions.__getitem__)
     init = (folder / "build" / "torch-cpu" / "__init__.py").read_text()
     with pytest.raises(ImportError, match=r"needs transformers>=5\.18,<5\.25, got 5\.0\.0"):
         exec(init, {"__name__": "probe", "__package__": "probe"})

@@ -22,38 +22,25 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[1]
 
 
-def _python(script: str) -> subprocess.CompletedProcess[str]:
-    """Run a script in the root of the repository, as a user in a checkout would."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, env=environment)
-
-
 def _imported(nodes: Iterable[ast.AST]) -> set[str]:
     """Return the modules that statements import from, except relative ones."""
     named = {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 0}
     return named | {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
 
 
-@pytest.mark.parametrize("folder", ["kernels", "eval"])
-def test_folders_are_no_packages(folder):
+def _of_transformers(nodes: Iterable[ast.AST]) -> set[str]:
+    return {name for name in _imported(nodes) if name.partition(".")[0] == "transformers"}
+
+
+def test_folders_are_no_packages():
     """A top-level package ``kernels`` would hide Hugging Face's, which Transformers looks for."""
-    assert not (ROOT / folder / "__init__.py").exists()
-
-
-def test_hugging_faces_kernels_stays_importable_from_the_root():
-    try:
-        installed = importlib.metadata.distribution("kernels")
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip("the package 'kernels' of Hugging Face is not installed")
-    done = _python("import kernels; print(kernels.__file__)")
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert Path(done.stdout.strip()).resolve() == Path(str(installed.locate_file("kernels/__init__.py"))).resolve()
+    assert not any((ROOT / folder / "__init__.py").exists() for folder in ("kernels", "eval"))
 
 
 def test_the_wheel_holds_the_three_packages(tmp_path):
     pytest.importorskip("hatchling")
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names if ".dist-info" not in name}
@@ -109,24 +96,34 @@ def test_what_a_package_imports_is_a_requirement(folder, extras):
     assert {top for top in tops if not set(map(canonicalize_name, homes.get(top, [top]))) & known} == set()
 
 
+SCRIPT = """
+import importlib.metadata as metadata, sys, torch, transformers
+from pathlib import Path
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, GenerationMixin, PreTrainedModel
+before = set(sys.modules)
+import dma_hf
+print(*set(sys.modules) - before)
+# The folder ``kernels`` is not taken for Hugging Face's package.
+from transformers.utils.import_utils import is_kernels_available
+installed = [each for each in metadata.distributions() if each.metadata["Name"] == "kernels"]
+assert installed or not is_kernels_available()
+if installed:
+    import kernels
+    assert Path(kernels.__file__).samefile(installed[0].locate_file("kernels/__init__.py"))
+from dma_eval.load.backends import implementations
+print(*implementations())
+"""
+
+
 @pytest.fixture(scope="module")
 def imported():
-    """What a new process finds: modules that the plugin imports, and Transformers' implementations of attention."""
-    done = _python(
-        "import sys, torch, transformers\n"
-        "from transformers import AttentionInterface, AttentionMaskInterface, Cache, GenerationMixin, PreTrainedModel\n"
-        "before = set(sys.modules)\n"
-        "import dma_hf\n"
-        "print(*set(sys.modules) - before)\n"
-        # Nor does Transformers take the folder ``kernels`` for Hugging Face's package.
-        "from transformers.integrations import hub_kernels\n"
-        "from transformers.utils.import_utils import is_kernels_available\n"
-        "import importlib.metadata as metadata\n"
-        "installed = any(each.metadata['Name'] == 'kernels' for each in metadata.distributions())\n"
-        "assert installed or not is_kernels_available()\n"
-        "from dma_eval.load.backends import implementations\n"
-        "print(*implementations())\n"
-    )
+    """What a new process finds: modules that the plugin imports, and Transformers' implementations of attention.
+
+    It runs in the root of the repository, as a user in a checkout would.
+    """
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     return [set(line.split()) for line in done.stdout.splitlines()]
 
@@ -148,35 +145,27 @@ def test_the_command_knows_the_implementations_of_transformers(imported):
     assert {"eager", "sdpa", "flash_attention_2", "dma_mxfp"} <= known
 
 
-PLUGIN = ROOT / "dma_hf"
-NAMES = {path: ".".join(path.relative_to(PLUGIN).with_suffix("").parts) for path in sorted(PLUGIN.rglob("*.py"))}
-IMPORTED = [path for path, name in NAMES.items() if name not in LATER]
-
-
-@pytest.mark.parametrize("path", IMPORTED, ids=NAMES.get)
-def test_importing_the_plugin_names_nothing_that_transformers_may_move(path):
+def test_importing_the_plugin_names_nothing_that_transformers_may_move():
     """What has no documented place is imported where it is used."""
-    statements = ast.parse(path.read_text(encoding="utf-8")).body
-    assert {name for name in _imported(statements) if name.partition(".")[0] == "transformers"} <= MAY_STAY
+    for path in (ROOT / "dma_hf").rglob("*.py"):
+        if ".".join(path.relative_to(ROOT / "dma_hf").with_suffix("").parts) not in LATER:
+            statements = ast.parse(path.read_text(encoding="utf-8")).body
+            assert _of_transformers(statements) <= MAY_STAY, path
 
 
 DOCUMENTED = MAY_STAY | {"transformers.utils", "transformers.generation.streamers"}
 PRIVATE = {"_attn_implementation", "_commit_hash", "_supports_logits_to_keep", "_cached_continuous_batching_manager"}
-OUTSIDE = [
-    path
-    for folder in ("dma_hf", "eval/dma_eval")
-    for path in sorted((ROOT / folder).rglob("*.py"))
-    if "integrations" not in path.parts
-]
 
 
-@pytest.mark.parametrize("path", OUTSIDE, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_private_interfaces_of_transformers_are_in_the_integrations_only(path):
-    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-    assert {name for name in _imported(nodes) if name.partition(".")[0] == "transformers"} <= DOCUMENTED
-    used = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-    used |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    assert not used & PRIVATE
+@pytest.mark.parametrize("folder", ["dma_hf", "eval/dma_eval"])
+def test_private_interfaces_of_transformers_are_in_the_integrations_only(folder):
+    for path in (ROOT / folder).rglob("*.py"):
+        if "integrations" not in path.parts:
+            nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+            assert _of_transformers(nodes) <= DOCUMENTED, path
+            used = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+            used |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+            assert not used & PRIVATE, path
 
 
 def test_the_command_says_which_extra_to_install(monkeypatch):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import typer
 from PIL import Image
 from script_files import load_script
+from snippets import PAGES, ROOT
 
-FIGURES = Path(__file__).parents[2] / "docs" / "figures"
+FIGURES = ROOT / "docs" / "figures"
 
 
 @pytest.fixture(scope="module")
@@ -17,8 +16,11 @@ def script():
     return load_script("draw_figures")
 
 
-def test_every_figure_has_a_name(script):
-    assert {path.stem for path in FIGURES.glob("*.png")} == {*script.FIGURES, "skipping"}
+def test_every_figure_has_a_name_and_is_shown(script):
+    names = {path.stem for path in FIGURES.glob("*.png")}
+    assert names == {*script.FIGURES, "skipping"}
+    shown = "".join(page.read_text(encoding="utf-8") for page in (*PAGES, *(ROOT / "benchmarks").glob("*.md")))
+    assert all(f"figures/{name}.png)" in shown for name in names)
 
 
 def test_figures_are_drawn_at_the_size_of_the_committed_ones(script, tmp_path):

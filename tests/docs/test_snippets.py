@@ -12,7 +12,6 @@ import logging
 import shlex
 import shutil
 import socket
-from collections import Counter
 
 import datasets
 import huggingface_hub.constants
@@ -28,37 +27,16 @@ OF_THE_CHECKOUT = ("benchmarks", "configs", "eval", "scripts")
 CHARACTERS = 7_000  # a little more than a window of 2,048 tokens
 
 NOT_RUN = {
-    "docs/tutorials/evaluate-your-model.md": Counter({"it downloads the task": 1, "it would upload a model": 1}),
-    "docs/tutorials/serve-int4.md": Counter(
-        {
-            "it would reinstall the package": 1,
-            "it serves until it is stopped; tests/dma_eval/test_serve.py runs it": 1,
-            "it needs the server; tests/dma_eval/test_serve.py asks the same": 1,
-            "it needs guidellm and the server": 1,
-        }
-    ),
-    "docs/guides/serving.md": Counter(
-        {
-            "it serves until it is stopped; tests/dma_eval/test_serve.py runs it": 1,
-            "it serves until it is stopped; tests/dma_eval/test_serve.py asks such an application": 1,
-            "it needs guidellm and a running server": 1,
-            "it needs guidellm and a GPU": 1,
-        }
-    ),
-    "docs/guides/scaling.md": Counter(
-        {
-            "it downloads Ray": 1,
-            "it serves until it is stopped": 1,
-            "it serves until it is stopped; tests/dma_eval/test_serve_replicas.py runs it": 1,
-            "it needs a Kubernetes cluster": 1,
-        }
-    ),
-    "docs/guides/compile.md": Counter({"needs a GPU": 1}),
-    "docs/guides/evaluation.md": Counter({"needs a GPU": 3, "the scripts are in a clone of the repository": 1}),
-    "docs/guides/hub-kernel.md": Counter({"needs the Hub": 1}),
-    "README.md": Counter({"continuous integration runs it as it stands": 2}),
+    "docs/tutorials/evaluate-your-model.md": 2,
+    "docs/tutorials/serve-int4.md": 4,
+    "docs/guides/serving.md": 4,
+    "docs/guides/scaling.md": 4,
+    "docs/guides/compile.md": 1,
+    "docs/guides/evaluation.md": 4,
+    "docs/guides/hub-kernel.md": 1,
+    "README.md": 2,
 }
-"""How many blocks of a page are not run, and why. What is not listed is run."""
+"""How many blocks of a page are not run; the comment above each says why. Tests of the server run what it serves."""
 
 LONG = ("dma-hf fidelity", "dma-hf stress")
 """Commands that compute for half a minute and more, which ``-m exhaustive`` runs one by one.
@@ -121,8 +99,8 @@ def test_blocks_parse(page):
 
 @pages
 def test_blocks_that_are_not_run_are_counted(page):
-    reasons = Counter(block.reason for block in find_blocks(page) if block.reason is not None)
-    assert reasons == NOT_RUN.get(page.relative_to(ROOT).as_posix(), Counter())
+    count = sum(block.reason is not None for block in find_blocks(page))
+    assert count == NOT_RUN.get(page.relative_to(ROOT).as_posix(), 0)
 
 
 @pages

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -32,11 +32,10 @@ def generate_batch(
     **options: Any,
 ) -> dict[str, Any]:
     """Return the outputs of greedy requests. The options are those of ``ContinuousBatchingConfig``."""
+    settings = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, pad_token_id=0, bos_token_id=1)
+    batching = ContinuousBatchingConfig(**options)
     outputs: dict[str, Any] = model.generate_batch(
-        prompts,
-        generation_config=GenerationConfig(max_new_tokens=new_tokens, do_sample=False, pad_token_id=0, bos_token_id=1),
-        continuous_batching_config=ContinuousBatchingConfig(**options),
-        persistent_manager=persistent_manager,
+        prompts, generation_config=settings, continuous_batching_config=batching, persistent_manager=persistent_manager
     )
     assert [output.error for output in outputs.values()] == [None] * len(prompts)
     return outputs
@@ -48,17 +47,15 @@ def note_parts(monkeypatch: pytest.MonkeyPatch) -> Parts:
 
     found: Parts = defaultdict(list)
 
-    def note(name: str) -> None:
-        original = getattr(PackedPagedCache, name)
-
-        def noted(self: Any, request_id: str, past_length: int, query_length: int, *others: Any) -> None:
+    def noted(original: Callable[..., None]) -> Callable[..., None]:
+        def call(self: Any, request_id: str, past_length: int, query_length: int, *others: Any) -> None:
             found[request_id].append((past_length, query_length))
             original(self, request_id, past_length, query_length, *others)
 
-        monkeypatch.setattr(PackedPagedCache, name, noted)
+        return call
 
-    note("fill_block_table")
-    note("extend_read_and_write_indices")
+    for name in ("fill_block_table", "extend_read_and_write_indices"):
+        monkeypatch.setattr(PackedPagedCache, name, noted(getattr(PackedPagedCache, name)))
     return found
 
 
@@ -73,12 +70,8 @@ def assert_as_alone(
 ) -> None:
     """Run each request's tokens through the model in the same steps, and check that it selects the same tokens.
 
-    Args:
-        model: The model.
-        outputs: What ``generate_batch`` returned.
-        parts: How each request was computed.
-        tolerance: How far a token's logit may be below the best, for near ties.
-        in_batches: Run requests of the same lengths and steps as a batch without padding, which takes less time.
+    For near ties, a token's logit may be ``tolerance`` below the best. With ``in_batches``, requests of equal lengths
+    and steps run as a batch without padding, which takes less time.
     """
     groups: dict[Any, list[str]] = defaultdict(list)
     for name, output in outputs.items():

@@ -25,27 +25,21 @@ EXACT = Recipe(low="bf16", high="bf16")
 
 
 class Plan:
-    """The calls of a test.
-
-    Attributes:
-        config: Recipe and format.
-        is_equalized: Whether the model was equalized.
-        steps: Start and end of each call.
-        padding: Left padding of each row.
-    """
+    """The calls of a test."""
 
     config: dma_hf.DMAConfig
-    is_equalized: bool
-    steps: list[tuple[int, int]]
-    padding: list[int]
+    is_equalized: bool  # whether the model was equalized
+    steps: list[tuple[int, int]]  # start and end of each call
+    padding: list[int]  # of each row, on the left
 
 
 def expected_logits(
     model: PreTrainedModel, ids: Tensor, steps: list[tuple[int, int]], mask: Tensor | None = None
 ) -> Tensor:
     """Return the logits of all steps; rows are padded where ``mask`` is 0 at their start."""
-    Plan.config = dma_hf.DMAConfig.from_dict(model.config.get_text_config().dma_mxfp)
-    Plan.is_equalized = getattr(model.config.get_text_config(), "dma_equalized", False)
+    config = model.config.get_text_config()
+    Plan.config = dma_hf.DMAConfig.from_dict(config.dma_mxfp)
+    Plan.is_equalized = getattr(config, "dma_equalized", False)
     Plan.steps = steps
     Plan.padding = [0] * len(ids) if mask is None else [int(row.argmax()) for row in mask]
     arguments = {}
@@ -63,10 +57,10 @@ def _through_cache(x: Tensor, first: int, are_keys: bool) -> Tensor:
     """Return ``[H, T, D]`` of one row with its complete tiles quantized and dequantized."""
     format = cache_format(Plan.config.cache or "int8", is_equalized=Plan.is_equalized)
     layout = PageLayout(format, x.shape[2], x.shape[2])
-    whole = (x.shape[1] - first) // TILE * TILE
-    tiles = x[:, first : first + whole].unflatten(1, (-1, TILE))
+    end = first + (x.shape[1] - first) // TILE * TILE
+    tiles = x[:, first:end].unflatten(1, (-1, TILE))
     coded = layout.decode(layout.encode(tiles, tiles))[0 if are_keys else 1].flatten(1, 2)
-    return torch.cat((x[:, :first], coded.to(x.dtype), x[:, first + whole :]), 1)
+    return torch.cat((x[:, :first], coded.to(x.dtype), x[:, end:]), 1)
 
 
 def _cut_at_tiles() -> list[tuple[int, int, int]]:

@@ -14,10 +14,8 @@ from typing import Any
 class CompiledCalls:
     """A mapping from the name of a call to its kernels.
 
-    Args:
-        program: Reads names, one per line, and answers each with a line of JSON. It runs without the interpreter, which
-            permanently replaces the compiler in a process.
-        folder: Stores answers; the workers of a run share it.
+    The program reads names, one per line, and answers each with a line of JSON. It runs without the interpreter, which
+    permanently replaces the compiler in a process. The folder stores answers; the workers of a run share it.
     """
 
     def __init__(self, program: Path, folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from dma_kernels.cache.append import append_tokens
@@ -58,20 +59,15 @@ class Case:
             storage.append(*self.inputs(dtype, device)[1:])
         return storage
 
-    def options(self, device: str) -> dict[str, object]:
+    def options(self, device: str) -> dict[str, Any]:
         """Return the options of the decode kernel and of the reference."""
         sinks = None if self.sinks is None else torch.tensor(self.sinks, device=device)
-        scale = self.head_dim**-0.5
-        return {"scale": scale, "window": self.window, "softcap": self.softcap, "sinks": sinks}
+        return {"scale": self.head_dim**-0.5, "window": self.window, "softcap": self.softcap, "sinks": sinks}
 
-    def reference(self, storage: LayerStorage) -> tuple[Tensor, Tensor]:
-        """Return the output and log-sum-exp of the reference over a filled cache, in fp32."""
-        dtype, device = storage.key_residual.dtype, storage.key_residual.device.type
-        query, key, value = self.inputs(dtype, device)
-        return cached_attention_reference(
-            query.float(), key[:, :, :0], value[:, :, :0], storage,
-            CacheOptions(**self.options(device)),  # type: ignore[arg-type]
-        )  # fmt: skip
+
+def exact_attention(query: Tensor, storage: LayerStorage, options: CacheOptions) -> tuple[Tensor, Tensor]:
+    """Return the output and log-sum-exp of the reference over a filled cache, in fp32."""
+    return cached_attention_reference(query.float(), *storage.empty_kv(), storage, options)
 
 
 CASES = {
@@ -129,11 +125,8 @@ def scattered(storage: LayerStorage) -> LayerStorage:
 def gathered(storage: LayerStorage) -> LayerStorage:
     """Return a scattered cache in its original order."""
     body = storage.kv_pages[storage.page_table.long().flatten()]
-    return replace(
-        storage.rows(slice(None)),
-        kv_pages=body,
-        page_table=torch.arange(len(body)).view(storage.page_table.shape).int(),
-    )
+    table = torch.arange(len(body)).view(storage.page_table.shape).int()
+    return replace(storage.rows(slice(None)), kv_pages=body, page_table=table)
 
 
 def assert_storages_equal(actual: LayerStorage, expected: LayerStorage) -> None:
@@ -148,14 +141,14 @@ def assert_storages_equal(actual: LayerStorage, expected: LayerStorage) -> None:
 def assert_decode_matches(case: Case, format: str, dtype: torch.dtype, device: str) -> None:
     """Compare the decode kernel with exact attention over the same cache."""
     query, _, _ = case.inputs(dtype, device)
-    storage = case.storage(format, dtype, device)
-    out, lse = decode_attention(query, storage, CacheOptions(**case.options(device)))  # type: ignore[arg-type]
+    storage, options = case.storage(format, dtype, device), CacheOptions(**case.options(device))
+    out, lse = decode_attention(query, storage, options)
     if torch.device(device).type == "cuda":  # later calls launch the compiled kernels
         for _ in range(2):
-            again, again_lse = decode_attention(query, storage, CacheOptions(**case.options(device)))  # type: ignore[arg-type]
+            again, again_lse = decode_attention(query, storage, options)
             assert torch.equal(again, out)
             assert torch.equal(again_lse, lse)
-    exact, expected_lse = case.reference(storage)
+    exact, expected_lse = exact_attention(query, storage, options)
     assert out.dtype == dtype
     assert_as_exact(out, exact)
     rounding = torch.finfo(dtype).eps
@@ -184,8 +177,7 @@ def assert_small_value_channels_are_exact(ratio: float, q_len: int, dtype: torch
     storage = case.storage("int8", dtype, device, is_filled=False)
     storage.append(key, torch.cat((value[..., :64], value[..., 64:] / ratio), -1))
     out, _ = decode_attention(query, storage, CacheOptions(0.125))
-    stored = key[:, :, :0], value[:, :, :0]
-    exact, _ = cached_attention_reference(query.float(), *stored, storage, CacheOptions(scale=0.125))
+    exact, _ = exact_attention(query, storage, CacheOptions(0.125))
     rounding = torch.finfo(dtype).eps
     for group in (slice(64), slice(64, 128)):
         assert relative_error(out[..., group], exact[..., group]) <= 2.5 * rounding
@@ -195,14 +187,14 @@ def assert_steps_match(case: Case, format: str, dtype: torch.dtype, device: str)
     """Compare the last two steps with the reference: outputs within rounding, stored bits exactly."""
     query, key, value = case.inputs(dtype, device)
     ours, expected = (case.storage(format, dtype, device, is_filled=False) for _ in range(2))
-    start = max(0, case.kv_len - 2 * case.q_len)
+    start, options = max(0, case.kv_len - 2 * case.q_len), CacheOptions(**case.options(device))
     for storage in (ours, expected):
         storage.append(key[:, :, :start], value[:, :, :start])
     while start < case.kv_len:
         new = slice(start, start + case.q_len)
-        out = decode_step(query, key[:, :, new], value[:, :, new], ours, CacheOptions(**case.options(device)))  # type: ignore[arg-type]
+        out = decode_step(query, key[:, :, new], value[:, :, new], ours, options)
         append_tokens(expected, key[:, :, new], value[:, :, new])
         assert out.dtype == dtype
-        assert_as_exact(out, case.reference(expected)[0])
+        assert_as_exact(out, exact_attention(query, expected, options)[0])
         assert_storages_equal(ours, expected)
         start += case.q_len

@@ -390,14 +390,7 @@ def wait_for_products(count: int, deps: Sequence[Any]) -> Any:
 
 
 def run(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], constants: dict[str, Any]) -> None:
-    """Launch a kernel.
-
-    Args:
-        kernel: A kernel in one of :data:`MODULES`.
-        grid: CTAs along each axis.
-        arguments: As for a launch: tensors, ``None``, numbers and tensor descriptors.
-        constants: The constexprs.
-    """
+    """Launch a kernel of :data:`MODULES` with tensors, ``None``, numbers and tensor descriptors, and constexprs."""
 
     def given(argument: Any) -> Any:
         if isinstance(argument, Tensor):

@@ -21,15 +21,10 @@ OUTPUTS = ("logits", "last_hidden_state", "lm_logits", "prediction_logits")
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of a forward pass.
-
-    Attributes:
-        arguments: Keyword arguments.
-        pads_right: Whether padding comes after the text.
-    """
+    """The inputs of a forward pass."""
 
     arguments: dict[str, Tensor]
-    pads_right: bool
+    pads_right: bool  # whether padding comes after the text
 
     @property
     def is_text(self) -> bool:
@@ -39,24 +34,19 @@ class Inputs:
     def padding_mask(self, padding: int) -> Tensor:
         """Return a mask of some tokens of the first row."""
         mask = torch.ones_like(self.arguments["input_ids"])
-        if self.pads_right:
-            mask[0, -padding:] = 0
-        else:
-            mask[0, :padding] = 0
+        mask[0, slice(-padding, None) if self.pads_right else slice(padding)] = 0
         return mask
 
     def output(self, result: Any) -> Tensor:
         """Return the most downstream tensor of a model's output."""
-        for name in OUTPUTS:
-            value = getattr(result, name, None)
-            if isinstance(value, Tensor):
-                return value
+        named = [getattr(result, name, None) for name in OUTPUTS]
         values = result.to_tuple() if hasattr(result, "to_tuple") else result
         values = (values,) if isinstance(values, Tensor) else values
-        for value in values:
-            if isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 0:
-                return value
-        raise TypeError(f"{type(result).__name__} holds no floating-point tensor")
+        others = [each for each in values if isinstance(each, Tensor) and each.is_floating_point() and each.ndim > 0]
+        found = [value for value in named if isinstance(value, Tensor)] + others
+        if not found:
+            raise TypeError(f"{type(result).__name__} holds no floating-point tensor")
+        return found[0]
 
 
 def candidate_inputs(architecture: Architecture, model: PreTrainedModel) -> Iterator[Inputs]:
@@ -66,9 +56,7 @@ def candidate_inputs(architecture: Architecture, model: PreTrainedModel) -> Iter
     parameters = inspect.signature(model.forward).parameters
     takes_text = "input_ids" in parameters
     text = {"input_ids": _ids(LENGTH, generator)} if takes_text else {}
-    target: dict[str, Tensor] = {}
-    if "decoder_input_ids" in parameters:
-        target = {"decoder_input_ids": _ids(TARGET_LENGTH, generator)}
+    target = {"decoder_input_ids": _ids(TARGET_LENGTH, generator)} if "decoder_input_ids" in parameters else {}
     if takes_text:
         yield Inputs(text | target, pads_right)
         if target:

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from hf_architectures import Architecture
@@ -33,14 +34,13 @@ from transformers import (
     StaticCache,
 )
 from transformers.initialization import no_init_weights
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import dma_hf
+from dma_hf.attention import dma_attention_forward
 from dma_hf.cache_layers import DMALayer
 from dma_hf.integrations.internals import CACHE_ARGUMENT
 
 WORKS, FALLBACK, REFUSED, UPSTREAM, FAILS = "works", "fallback", "refused", "upstream", "FAILS"
-STATUSES = (WORKS, FALLBACK, REFUSED, UPSTREAM, FAILS)
 
 TOLERANCE = 2e-5
 """Relative to the largest logit: fp32 rounding through a few layers."""
@@ -54,29 +54,18 @@ CHUNKS = ((0, 9), (9, LENGTH - 1), (LENGTH - 1, LENGTH))
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a feature.
+    """The outcome of a feature."""
 
-    Attributes:
-        status: One of ``STATUSES``.
-        detail: The error, or the reference if it was not SDPA.
-    """
-
-    status: str
-    detail: str = ""
+    status: str  # one of the five above
+    detail: str = ""  # the error, or the reference if it was not SDPA
 
 
 @dataclass
 class Record:
-    """The outcomes of an architecture.
-
-    Attributes:
-        architecture: The architecture.
-        skipped: Why nothing could be tested; empty otherwise.
-        features: The outcome of each feature.
-    """
+    """The outcomes of an architecture."""
 
     architecture: Architecture
-    skipped: str = ""
+    skipped: str = ""  # why nothing could be tested
     features: dict[str, Outcome] = field(default_factory=dict)
 
     @property
@@ -92,13 +81,9 @@ def examine(architecture: Architecture) -> Record:
     """Build the architecture twice and try every feature of its kind."""
     record = Record(architecture)
     try:
-        model_class = architecture.model_class
-        pair, inputs = find_pair(architecture, model_class)
-    except (ImportError, AttributeError) as error:  # in the registry, but not in the library
-        record.skipped = f"upstream: {_brief(error)}"
-        return record
-    except CannotShrink as error:
-        record.skipped = str(error)
+        pair, inputs = find_pair(architecture, architecture.model_class)
+    except (ImportError, AttributeError, CannotShrink) as error:  # the first two: in the registry, not in the library
+        record.skipped = str(error) if isinstance(error, CannotShrink) else f"upstream: {_brief(error)}"
         return record
     gc.collect()
     gc.freeze()  # each start of continuous batching collects garbage, and the model's library is a million objects
@@ -120,11 +105,10 @@ def find_pair(architecture: Architecture, model_class: type[PreTrainedModel]) ->
     problem = "no inputs: its forward pass takes other things than text, images and sound"
     is_new = True
     for config in tiny_configs(model_class, architecture.model_type):
-        if isinstance(config, CannotShrink):
-            problem = f"no tiny configuration: {config}" if is_new else problem
-            continue
-        _let_decode(architecture, config)
         try:
+            if isinstance(config, CannotShrink):
+                raise config
+            _let_decode(architecture, config)
             reference = build(model_class, config, ("sdpa", "eager"))
         except CannotShrink as error:
             problem = f"no tiny configuration: {error}" if is_new else problem
@@ -152,19 +136,15 @@ def _let_decode(architecture: Architecture, config: PreTrainedConfig) -> None:
 
 def features_of(architecture: Architecture, model: PreTrainedModel, inputs: Inputs) -> dict[str, Feature]:
     """Return the features to try, by name."""
-    features: dict[str, Feature] = {"forward": forward}
+    features: list[Feature] = [forward]
     if inputs.is_text and "attention_mask" in inspect.signature(model.forward).parameters:
-        features["padded batch"] = padded_batch
+        features.append(padded_batch)
     if architecture.kind in ("decoder", "multimodal") and not model.config.is_encoder_decoder and inputs.is_text:
-        features["chunked prefill"] = chunked_prefill
-        features["static cache"] = static_cache
+        features += [chunked_prefill, static_cache]
     if architecture.kind not in ("encoder", "tower") and model.can_generate():
-        features["generate"] = generate
-        features["packed cache"] = packed_cache
-        if "chunked prefill" in features:
-            features["generate_batch"] = generate_batch
-            features["packed pages"] = packed_pages
-    return features
+        features += [generate, packed_cache, *((generate_batch, packed_pages) if static_cache in features else ())]
+    names = {each: each.__name__.replace("_", " ") for each in features} | {generate_batch: "generate_batch"}
+    return {names[each]: each for each in features}
 
 
 def build(model_class: type[PreTrainedModel], config: PreTrainedConfig, implementations: tuple[str, ...]) -> Any:
@@ -180,16 +160,16 @@ def build(model_class: type[PreTrainedModel], config: PreTrainedConfig, implemen
         raise CannotShrink(_brief(error)) from error
     if size > MAX_PARAMETERS:
         raise CannotShrink(f"it still has {size // 10**6} million parameters")
-    problem: Exception | None = None
+    problem = ""
     for implementation in implementations:
         try:
             model = model_class._from_config(deepcopy(config), attn_implementation=implementation).eval()
         except Exception as error:
-            problem = error
+            problem = _brief(error)
             continue
         randomise(model)
         return model
-    raise CannotShrink(_brief(problem)) from problem
+    raise CannotShrink(problem)
 
 
 def randomise(model: PreTrainedModel, seed: int = 0) -> None:
@@ -199,8 +179,7 @@ def randomise(model: PreTrainedModel, seed: int = 0) -> None:
         if not weight.is_floating_point() or weight.numel() == 0:
             continue
         if weight.ndim >= 2:
-            fan_in = weight[0].numel()
-            weight.normal_(0.0, fan_in**-0.5, generator=generator)
+            weight.normal_(0.0, weight[0].numel() ** -0.5, generator=generator)
         elif not weight.any() or not weight.isfinite().all():
             weight.normal_(0.0, 0.1, generator=generator)
 
@@ -217,15 +196,21 @@ def padded_batch(model: PreTrainedModel, inputs: Inputs) -> Tensor:
     return out[mask.bool()] if out.shape[:2] == mask.shape else out
 
 
-def chunked_prefill(model: PreTrainedModel, inputs: Inputs) -> Tensor:
+def chunked_prefill(model: PreTrainedModel, inputs: Inputs, **options: Any) -> Tensor:
     """The prompt in three chunks, each attending to the cache of the earlier ones."""
-    return _in_chunks(model, inputs, {})
+    ids = inputs.arguments["input_ids"]
+    outputs = []
+    for start, end in CHUNKS:
+        out = model(input_ids=ids[:, start:end], use_cache=True, **options)
+        options = {"past_key_values": out.past_key_values}
+        outputs.append(inputs.output(out))
+    return torch.cat(outputs, dim=1)
 
 
 def static_cache(model: PreTrainedModel, inputs: Inputs) -> Tensor:
     """The same with a preallocated, partly filled cache."""
     cache = StaticCache(config=model.config, max_cache_len=LENGTH + 7)
-    return _in_chunks(model, inputs, {"past_key_values": cache})
+    return chunked_prefill(model, inputs, past_key_values=cache)
 
 
 def generate(model: PreTrainedModel, inputs: Inputs) -> Tensor:
@@ -251,18 +236,14 @@ def generate_batch(model: PreTrainedModel, inputs: Inputs) -> Tensor:
     settings = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0, eos_token_id=-1)
     batching = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64, use_cuda_graph=False)
     logger = logging.getLogger("ContinuousBatchingLogger")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)  # it logs the errors that it raises
-    try:
+    with mock.patch.object(logger, "disabled", True):  # it logs the errors that it raises
         outputs = model.generate_batch(
             [rows[0][:-PADDING], rows[1]], generation_config=settings, continuous_batching_config=batching
-        )
-    finally:
-        logger.setLevel(level)
-    errors = [output.error for output in outputs.values() if output.error]
+        ).values()
+    errors = [output.error for output in outputs if output.error]
     if errors:
         raise RuntimeError(errors[0])
-    return torch.tensor([output.generated_tokens for output in outputs.values()])
+    return torch.tensor([output.generated_tokens for output in outputs])
 
 
 def packed_pages(model: PreTrainedModel, inputs: Inputs) -> Tensor:
@@ -315,18 +296,8 @@ def _generated(model: PreTrainedModel, inputs: Inputs) -> Any:
     return model.generate(**arguments, max_new_tokens=NEW_TOKENS, do_sample=False, return_dict_in_generate=True)
 
 
-def _in_chunks(model: PreTrainedModel, inputs: Inputs, options: dict[str, Any]) -> Tensor:
-    ids = inputs.arguments["input_ids"]
-    outputs = []
-    for start, end in CHUNKS:
-        out = model(input_ids=ids[:, start:end], use_cache=True, **options)
-        options = {"past_key_values": out.past_key_values}
-        outputs.append(inputs.output(out))
-    return torch.cat(outputs, dim=1)
-
-
 class _Pair:
-    """The reference model and ``dma_mxfp`` with the same weights, with eager attention as a second reference."""
+    """The reference model, and with the same weights ``dma_mxfp`` and, as a second reference, eager attention."""
 
     def __init__(self, model_class: type[PreTrainedModel], config: PreTrainedConfig, reference: PreTrainedModel):
         self.model_class, self.config, self.reference = model_class, config, reference
@@ -339,23 +310,23 @@ class _Pair:
         expected = self._reference(SAME_REFERENCE.get(feature, feature), inputs)
         if isinstance(expected, Exception):
             return Outcome(UPSTREAM, _brief(expected))
-        status, actual = WORKS, self._ours(feature, inputs)
+        status, detail, actual = WORKS, "", self._ours(feature, inputs)
+        if isinstance(actual, Exception) and OURS.search(str(actual)):
+            status, detail = REFUSED, _brief(actual)
+            if "on_unsupported='sdpa'" in str(actual):
+                status, actual = FALLBACK, self._ours(feature, inputs, on_unsupported="sdpa")
+            if isinstance(actual, Exception) and OURS.search(str(actual)):
+                return Outcome(REFUSED, detail)
         if isinstance(actual, Exception):
-            if not OURS.search(str(actual)):
-                return Outcome(FAILS, _brief(actual))
-            if "on_unsupported='sdpa'" not in str(actual):
-                return Outcome(REFUSED, _brief(actual))
-            status, actual, refusal = FALLBACK, self._ours(feature, inputs, on_unsupported="sdpa"), actual
-            if isinstance(actual, Exception):
-                is_ours = OURS.search(str(actual))
-                return Outcome(REFUSED, _brief(refusal)) if is_ours else Outcome(FAILS, _brief(actual))
-        error = difference(actual, expected)
-        if error <= TOLERANCE:
-            return Outcome(status, "" if status == WORKS else _brief(refusal))
-        eager = self._eager(feature, inputs)
+            return Outcome(FAILS, _brief(actual))
+        if difference(actual, expected) <= TOLERANCE:
+            return Outcome(status, detail)
+        eager = self._model("eager")
+        eager = eager if isinstance(eager, Exception) else _run(feature, eager, inputs)
         if isinstance(eager, Tensor) and difference(actual, eager) <= TOLERANCE:
-            return Outcome(status, "as eager attention; SDPA differs" if status == WORKS else _brief(refusal))
-        return Outcome(FAILS, f"differs from {self.reference.config._attn_implementation} by {error:.1e}")
+            return Outcome(status, detail or "as eager attention; SDPA differs")
+        name, error = self.reference.config._attn_implementation, difference(actual, expected)
+        return Outcome(FAILS, f"differs from {name} by {error:.1e}")
 
     def _reference(self, feature: Feature, inputs: Inputs) -> Tensor | Exception:
         if feature not in self._expected:
@@ -363,21 +334,23 @@ class _Pair:
         return self._expected[feature]
 
     def _ours(self, feature: Feature, inputs: Inputs, **changes: Any) -> Tensor | Exception:
-        model = self._model("dma_mxfp")
+        model = self._model(dma_hf.NAME)
         if isinstance(model, Exception):
             return model
         try:
             dma_hf.configure(model, IDENTITY, **changes)
         except ValueError as error:
             return error
-        with counted() as calls:
-            result = _run(feature, model, inputs)
-        self.calls += calls[0]
-        return result
+        AttentionInterface.register(dma_hf.NAME, self._attend)
+        try:
+            return _run(feature, model, inputs)
+        finally:
+            AttentionInterface.register(dma_hf.NAME, dma_attention_forward)
 
-    def _eager(self, feature: Feature, inputs: Inputs) -> Tensor | Exception:
-        model = self._model("eager")
-        return model if isinstance(model, Exception) else _run(feature, model, inputs)
+    def _attend(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        """Compute and count a call of the attention function."""
+        self.calls += 1
+        return dma_attention_forward(*args, **kwargs)
 
     def _model(self, implementation: str) -> Any:
         if implementation not in self._models:
@@ -385,37 +358,18 @@ class _Pair:
                 model = self.model_class._from_config(deepcopy(self.config), attn_implementation=implementation).eval()
                 model.load_state_dict(self.reference.state_dict())
             except Exception as error:
-                self._models[implementation] = error
-            else:
-                self._models[implementation] = model
+                model = error
+            self._models[implementation] = model
         return self._models[implementation]
 
 
 def _run(feature: Feature, model: PreTrainedModel, inputs: Inputs) -> Tensor | Exception:
     torch.manual_seed(0)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             return feature(model, inputs)
     except Exception as error:
         return error
-
-
-@contextmanager
-def counted() -> Iterator[list[int]]:
-    """Count the calls of the attention function."""
-    calls = [0]
-    original = ALL_ATTENTION_FUNCTIONS[dma_hf.NAME]
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        calls[0] += 1
-        return original(*args, **kwargs)
-
-    AttentionInterface.register(dma_hf.NAME, counting)
-    try:
-        yield calls
-    finally:
-        AttentionInterface.register(dma_hf.NAME, original)
 
 
 def difference(actual: Tensor, expected: Tensor) -> float:
@@ -431,6 +385,6 @@ def difference(actual: Tensor, expected: Tensor) -> float:
     return float(error / size.clamp(min=1e-6))
 
 
-def _brief(error: BaseException | None) -> str:
+def _brief(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}"[:200]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hf_architectures import Architecture
-from hf_outcomes import FALLBACK, REFUSED, UPSTREAM, WORKS, Outcome, Record
+from hf_outcomes import FAILS, FALLBACK, REFUSED, UPSTREAM, WORKS, Outcome, Record
 
 PAGE = Path(__file__).parents[2] / "docs" / "support.md"
 KIND_TITLES = {
@@ -20,7 +20,7 @@ KIND_TITLES = {
 }
 OF_CACHES = ("packed cache", "generate_batch", "packed pages")
 FEATURES = ("forward", "padded batch", "chunked prefill", "static cache", "generate", *OF_CACHES)
-CELLS = {WORKS: "yes", FALLBACK: "sdpa", REFUSED: "refused", UPSTREAM: "upstream"}
+CELLS = {WORKS: "yes", FALLBACK: "sdpa", REFUSED: "refused", UPSTREAM: "upstream", FAILS: "FAILS"}
 
 REASONS: tuple[tuple[str, str], ...] = (
     ("which chooses its layers from", "it looks up attention layers in a table of its own"),
@@ -75,24 +75,15 @@ def page(records: Sequence[Record], version: str) -> str:
     parts = [HEADER.format(version=version), _summary(records)]
     for kind, title in KIND_TITLES.items():
         of_kind = sorted((r for r in records if r.architecture.kind == kind), key=lambda r: r.architecture.model_type)
-        tested = [record for record in of_kind if not record.skipped]
-        names = [name for name in FEATURES if any(name in record.features for record in tested)]
+        names = [name for name in FEATURES if any(name in record.features for record in of_kind)]
         parts.append(f"## {title}\n\n| architecture | class | {' | '.join(names)} | |\n|{'---|' * (len(names) + 3)}\n")
-        parts.extend(f"{row(record, names)} {_reasons(record)} |\n" for record in tested)
-        parts.append("\nNot tested:\n\n")
-        parts.extend(
-            f"- `{record.architecture.model_type}`: {_plain(record.skipped)}\n" for record in of_kind if record.skipped
-        )
-        parts.append("\n")
+        for record in (record for record in of_kind if not record.skipped):
+            cells = [cells_of(record).get(name, "") for name in names]
+            own = f"`{record.architecture.model_type}`", f"`{record.architecture.name}`"
+            parts.append(f"| {' | '.join((*own, *cells))} | {_reasons(record)} |\n")
+        skipped = [f"- `{each.architecture.model_type}`: {_plain(each.skipped)}\n" for each in of_kind if each.skipped]
+        parts += ["\nNot tested:\n\n", *skipped, "\n"]
     return "".join(parts).rstrip() + "\n"
-
-
-def row(record: Record, names: Sequence[str] | None = None) -> str:
-    """Return a table row without its last column."""
-    if names is None:
-        names = FEATURES
-    cells = [CELLS.get(record.features[name].status, "FAILS") if name in record.features else "" for name in names]
-    return f"| `{record.architecture.model_type}` | `{record.architecture.name}` | {' | '.join(cells)} |"
 
 
 def cells_on(text: str) -> dict[tuple[str, str], dict[str, str]]:
@@ -112,23 +103,20 @@ def cells_on(text: str) -> dict[tuple[str, str], dict[str, str]]:
 
 def sample(text: str) -> Callable[[Architecture], bool]:
     """Return whether an architecture is in the sample: a popular one, or the first with its cells and reasons."""
-    found: set[tuple[str, str]] = set()
-    chosen = set()
+    chosen: dict[tuple[str, str], str] = {}
     for table in text.split("\n## ")[1:]:
         title, *lines = table.splitlines()
         for line in lines:
             if line.startswith("| `"):
                 _, model_type, _, name, cells = line.split("`", 4)
-                row = title, cells.replace(name, "")
-                if row not in found:
-                    chosen.add((title, model_type))
-                found.add(row)
-    return lambda each: each.model_type in FAMILIES or (KIND_TITLES[each.kind], each.model_type) in chosen
+                chosen.setdefault((title, cells.replace(name, "")), model_type)
+    firsts = {(title, model_type) for (title, _), model_type in chosen.items()}
+    return lambda each: each.model_type in FAMILIES or (KIND_TITLES[each.kind], each.model_type) in firsts
 
 
 def cells_of(record: Record) -> dict[str, str]:
     """Return the cells that the page must have for a record."""
-    return {name: CELLS.get(outcome.status, "FAILS") for name, outcome in record.features.items()}
+    return {name: CELLS[outcome.status] for name, outcome in record.features.items()}
 
 
 def key_of(record: Record) -> tuple[str, str]:
@@ -140,11 +128,9 @@ def key_of(record: Record) -> tuple[str, str]:
 def _summary(records: Sequence[Record]) -> str:
     lines = ["| | listed | tested | all equal | refused, at least in part | not tested |\n|---|---|---|---|---|---|\n"]
     for kind, title in KIND_TITLES.items():
-        of_kind = [record for record in records if record.architecture.kind == kind]
-        counts = Counter(_verdict(record) for record in of_kind)
-        tested = len(of_kind) - counts["not tested"]
-        numbers = (len(of_kind), tested, counts["equal"], counts["refused"], counts["not tested"])
-        lines.append(f"| {title} | {' | '.join(map(str, numbers))} |\n")
+        counts = Counter(_verdict(record) for record in records if record.architecture.kind == kind)
+        equal, refused, skipped = (counts[each] for each in ("equal", "refused", "not tested"))
+        lines.append(f"| {title} | {counts.total()} | {equal + refused} | {equal} | {refused} | {skipped} |\n")
     return "".join(lines) + "\n"
 
 
@@ -156,12 +142,8 @@ def _verdict(record: Record) -> str:
 
 
 def _reasons(record: Record) -> str:
-    outcomes = [
-        outcome
-        for name, outcome in record.features.items()
-        if outcome.detail and not (name in OF_CACHES and outcome.status == UPSTREAM)
-    ]
-    return "; ".join(dict.fromkeys(map(_reason, outcomes)))
+    shown = (x for name, x in record.features.items() if x.detail and not (name in OF_CACHES and x.status == UPSTREAM))
+    return "; ".join(dict.fromkeys(map(_reason, shown)))
 
 
 def _reason(outcome: Outcome) -> str:

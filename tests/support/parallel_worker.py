@@ -21,6 +21,10 @@ def token_ids() -> torch.Tensor:
     return torch.randint(3, 97, (4, 300), generator=torch.Generator().manual_seed(0))
 
 
+def _load(source: Path, **options: str) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(source, attn_implementation=dma_hf.NAME, **options).eval()
+
+
 @torch.no_grad()
 def compute(model: torch.nn.Module, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return logits and generated tokens."""
@@ -32,7 +36,7 @@ def compute(model: torch.nn.Module, ids: torch.Tensor) -> dict[str, torch.Tensor
 
 def run_tensor_parallel(source: Path, out: Path) -> None:
     """Shard every layer over the processes."""
-    model = AutoModelForCausalLM.from_pretrained(source, attn_implementation=dma_hf.NAME, tp_plan="auto").eval()
+    model = _load(source, tp_plan="auto")
     results = compute(model, token_ids())
     weight = model.model.layers[0].self_attn.q_proj.weight
     rows = (weight.to_local() if hasattr(weight, "to_local") else weight).shape[0]
@@ -53,8 +57,7 @@ def batched(model: torch.nn.Module) -> torch.Tensor:
 
 def run_batching(source: Path, out: Path) -> None:
     """Shard every layer over the processes, and the heads of every page and slot."""
-    model = AutoModelForCausalLM.from_pretrained(source, attn_implementation=dma_hf.NAME, tp_plan="auto").eval()
-    torch.save({"tokens": batched(model)}, out / f"batch{torch.distributed.get_rank()}.pt")
+    torch.save({"tokens": batched(_load(source, tp_plan="auto"))}, out / f"batch{torch.distributed.get_rank()}.pt")
 
 
 def run_data_parallel(source: Path, out: Path) -> None:
@@ -62,7 +65,7 @@ def run_data_parallel(source: Path, out: Path) -> None:
     from accelerate import PartialState
 
     state = PartialState(cpu=not torch.cuda.is_available())
-    model = AutoModelForCausalLM.from_pretrained(source, attn_implementation=dma_hf.NAME).to(state.device).eval()
+    model = _load(source).to(state.device)
     with state.split_between_processes(token_ids()) as share:
         torch.save(compute(model, share), out / f"data{state.process_index}.pt")
 

@@ -55,30 +55,32 @@ class Case:
             make_sparse(query, key)
         return query, key, value
 
+    def all_options(self, device: str) -> dict[str, Any]:
+        """Return the options of ``attention``, tensors included."""
+        return self.options | {name: torch.as_tensor(value, device=device) for name, value in self.tensors.items()}
+
     def problem(self, recipe: Recipe, dtype: torch.dtype, device: str) -> AttentionCall:
         """Return the key of the plan of a Triton backend call."""
         options: dict[str, Any] = dict.fromkeys(
             ("scale", "q_offset", "kv_range", "window", "softcap", "sinks", "mask", "tile_counts")
         )
-        options |= {"is_causal": True, "kv_offset": 0, "backend": "triton"} | self.options
-        tensors = {name: torch.as_tensor(value, device=device) for name, value in self.tensors.items()}
-        return AttentionCall(*self.inputs(dtype, device), recipe, **options | tensors).layouts()
+        options |= {"is_causal": True, "kv_offset": 0, "backend": "triton"} | self.all_options(device)
+        return AttentionCall(*self.inputs(dtype, device), recipe, **options).layouts()
 
     def call(
         self, recipe: Recipe, backend: str, dtype: torch.dtype, device: str, tile_counts: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return output and log-sum-exp; add to ``tile_counts`` (int64 ``[Hq, 2]``) the tiles skipped and examined."""
-        tensors = {name: torch.as_tensor(value, device=device) for name, value in self.tensors.items()}
-        inputs = self.inputs(dtype, device)
-        return attention_with_lse(*inputs, recipe, backend=backend, tile_counts=tile_counts, **self.options, **tensors)
+        inputs, options = self.inputs(dtype, device), self.all_options(device)
+        return attention_with_lse(*inputs, recipe, backend=backend, tile_counts=tile_counts, **options)
 
     def zero_counts(self, device: str) -> Tensor:
         """Return counts of tiles for ``call`` to add to."""
         return torch.zeros((self.q_heads, 2), dtype=torch.int64, device=device)
 
 
-def make_sparse(query: Tensor, key: Tensor, share: float = 0.5) -> None:
-    """Fill with normal numbers in place, and lower the logits of some runs of 128 keys by 12.
+def make_sparse(query: Tensor, key: Tensor) -> None:
+    """Fill with normal numbers in place, and lower the logits of half of the runs of 128 keys by 12.
 
     Each KV head has its own runs. Other logits differ by far less than 6, so rounding does not change which tiles a
     kernel and the reference skip.
@@ -87,7 +89,7 @@ def make_sparse(query: Tensor, key: Tensor, share: float = 0.5) -> None:
     generator = torch.Generator().manual_seed(7)
     direction = torch.randn(head_dim, generator=generator)
     direction *= (12.0 * head_dim**0.5) ** 0.5 / direction.norm()
-    is_lowered = torch.rand((key.shape[0], key.shape[1], -(-key.shape[2] // TILE)), generator=generator) < share
+    is_lowered = torch.rand((key.shape[0], key.shape[1], -(-key.shape[2] // TILE)), generator=generator) < 0.5
     is_lowered[..., 0] = False
     lowered = is_lowered.repeat_interleave(TILE, 2)[..., : key.shape[2], None]
     # Bfloat16 numbers, which are exact in every dtype.
@@ -103,6 +105,16 @@ def _packed(length: int, *ends: int) -> Tensor:
     """A mask of packed sequences with the given ends."""
     number = torch.bucketize(torch.arange(length), torch.tensor(ends), right=True)
     return (number[:, None] == number)[None, None]
+
+
+def _left_padded(length: int) -> dict[str, Any]:
+    """The tensors of a batch of two prompts, of which the first has 145 tokens of padding."""
+    return {"kv_range": [[145, length], [0, length]], "kv_offset": [-145, 0], "q_offset": [-145, 0]}
+
+
+def similar_cases(of_all: dict[str, Any], changes: dict[str, dict[str, Any]]) -> dict[str, Case]:
+    """Return cases that have most fields in common."""
+    return {name: Case(**of_all | each) for name, each in changes.items()}
 
 
 CASES = {
@@ -144,78 +156,47 @@ CASES = {
     "head-dim-20": Case(head_dim=20),
 }
 
-MASKED = {
-    "causal": Case(q_len=500, kv_len=500, tensors={"mask": _pattern(1, 1, 500, 500)}, head_dim=128),
-    "heads": Case(q_len=430, kv_len=430, batch=2, tensors={"mask": _pattern(2, 2, 430, 430)}, head_dim=128),
-    "of-keys": Case(q_len=500, kv_len=500, batch=2, tensors={"mask": _pattern(2, 1, 1, 500)}, head_dim=128),
-    "of-queries": Case(q_len=500, kv_len=500, tensors={"mask": _pattern(1, 1, 500, 1)}, head_dim=128),
-    "bidirectional": Case(
-        q_len=500, kv_len=500, options={"is_causal": False}, tensors={"mask": _pattern(1, 2, 500, 500)}, head_dim=128
-    ),
-    "inside-a-tile": Case(
-        q_len=300, kv_len=450, options={"q_offset": 291, "kv_offset": 141}, tensors={"mask": _pattern(1, 1, 300, 450)},
-        head_dim=128,
-    ),
-    "negative-positions": Case(
-        q_len=200, kv_len=430, options={"q_offset": 185, "kv_offset": -45}, tensors={"mask": _pattern(1, 1, 200, 430)},
-        head_dim=128,
-    ),
-    "left-padded": Case(
-        q_len=430,
-        kv_len=430,
-        batch=2,
-        tensors={
-            "kv_range": [[145, 430], [0, 430]],
-            "kv_offset": [-145, 0],
-            "q_offset": [-145, 0],
-            "mask": _pattern(1, 1, 430, 430),
-        },
-        head_dim=128,
-    ),
-    "packed": Case(q_len=900, kv_len=900, tensors={"mask": _packed(900, 130, 520, 523)}, head_dim=128),
-    "packed-left-padded": Case(
-        q_len=600,
-        kv_len=600,
-        batch=2,
-        options={"is_causal": False},
-        tensors={
-            "kv_range": [[145, 600], [0, 600]],
-            "kv_offset": [-145, 0],
-            "q_offset": [-145, 0],
-            "mask": _packed(600, 200, 410),
-        },
-        head_dim=128,
-    ),
-    "nothing-for-a-block": Case(
-        q_len=500, kv_len=500, tensors={"mask": [[[[not 100 <= i < 300] for i in range(500)]]]}, head_dim=128
-    ),
-    "window-softcap-sinks": Case(
-        q_len=600,
-        kv_len=600,
-        options={"window": 350, "softcap": 5.0},
-        tensors={"sinks": [0.5, 3.0], "mask": _pattern(1, 1, 600, 600)},
-        head_dim=128,
-    ),
-}  # fmt: skip
+MASKED = similar_cases({"q_len": 500, "kv_len": 500, "head_dim": 128}, {
+    "causal": {"tensors": {"mask": _pattern(1, 1, 500, 500)}},
+    "heads": {"q_len": 430, "kv_len": 430, "batch": 2, "tensors": {"mask": _pattern(2, 2, 430, 430)}},
+    "of-keys": {"batch": 2, "tensors": {"mask": _pattern(2, 1, 1, 500)}},
+    "of-queries": {"tensors": {"mask": _pattern(1, 1, 500, 1)}},
+    "bidirectional": {"options": {"is_causal": False}, "tensors": {"mask": _pattern(1, 2, 500, 500)}},
+    "inside-a-tile": {
+        "q_len": 300, "kv_len": 450, "options": {"q_offset": 291, "kv_offset": 141},
+        "tensors": {"mask": _pattern(1, 1, 300, 450)},
+    },
+    "negative-positions": {
+        "q_len": 200, "kv_len": 430, "options": {"q_offset": 185, "kv_offset": -45},
+        "tensors": {"mask": _pattern(1, 1, 200, 430)},
+    },
+    "left-padded": {
+        "q_len": 430, "kv_len": 430, "batch": 2, "tensors": _left_padded(430) | {"mask": _pattern(1, 1, 430, 430)},
+    },
+    "packed": {"q_len": 900, "kv_len": 900, "tensors": {"mask": _packed(900, 130, 520, 523)}},
+    "packed-left-padded": {
+        "q_len": 600, "kv_len": 600, "batch": 2, "options": {"is_causal": False},
+        "tensors": _left_padded(600) | {"mask": _packed(600, 200, 410)},
+    },
+    "nothing-for-a-block": {"tensors": {"mask": [[[[not 100 <= i < 300] for i in range(500)]]]}},
+    "window-softcap-sinks": {
+        "q_len": 600, "kv_len": 600, "options": {"window": 350, "softcap": 5.0},
+        "tensors": {"sinks": [0.5, 3.0], "mask": _pattern(1, 1, 600, 600)},
+    },
+})  # fmt: skip
 """Calls with masks beyond causality and windows."""
 
-EXACT_STARTS = {
-    name: Case(**{"q_len": 600, "kv_len": 600, "head_dim": 128} | changes)
-    for name, changes in {
-        "prompt": {"q_heads": 4, "kv_heads": 2},
-        "chunk": {"q_len": 300, "kv_len": 500, "options": {"q_offset": 200}},
-        "inside-a-tile": {"q_len": 300, "kv_len": 470, "options": {"q_offset": 183, "kv_offset": 13}},
-        "below": {"q_len": 200, "kv_len": 380},
-        "above": {"q_len": 200, "kv_len": 700},
-        "window": {"options": {"window": 300}},
-        "left-padded": {
-            "batch": 2,
-            "tensors": {"kv_range": [[145, 600], [0, 600]], "kv_offset": [-145, 0], "q_offset": [-145, 0]},
-        },
-        "mask": {"tensors": {"mask": _pattern(1, 2, 600, 600)}},
-        "bidirectional": {"options": {"is_causal": False}},
-    }.items()
-}
+EXACT_STARTS = similar_cases({"q_len": 600, "kv_len": 600, "head_dim": 128}, {
+    "prompt": {"q_heads": 4, "kv_heads": 2},
+    "chunk": {"q_len": 300, "kv_len": 500, "options": {"q_offset": 200}},
+    "inside-a-tile": {"q_len": 300, "kv_len": 470, "options": {"q_offset": 183, "kv_offset": 13}},
+    "below": {"q_len": 200, "kv_len": 380},
+    "above": {"q_len": 200, "kv_len": 700},
+    "window": {"options": {"window": 300}},
+    "left-padded": {"batch": 2, "tensors": _left_padded(600)},
+    "mask": {"tensors": {"mask": _pattern(1, 2, 600, 600)}},
+    "bidirectional": {"options": {"is_causal": False}},
+})  # fmt: skip
 """Calls on both sides of position 384, from which :func:`with_exact_start` has low tiles."""
 
 
@@ -225,13 +206,9 @@ def with_exact_start(recipe: Recipe) -> Recipe:
 
 
 def assert_matches_reference(
-    case: Case,
-    recipe: Recipe,
-    dtype: torch.dtype,
-    device: str,
-    counts: Tensor | None = None,
+    case: Case, recipe: Recipe, dtype: torch.dtype, device: str, counts: Tensor | None = None,
     expected_counts: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Compare the Triton backend with the reference on the same inputs; both count tiles if requested.
 
     The kernel's error against fp64 with unrounded probabilities may be at most twice that of the fp32 reference. Both
@@ -270,16 +247,27 @@ def assert_largest_fp16_values_stay_finite(backend: str, device: str) -> None:
     assert out.isfinite().all()
 
 
-def assert_an_infinite_value_spreads_by_tile(backend: str, device: str) -> None:
-    """Rows for which its tile is high get the infinity, as in 16 bits; rows for which it is low get NaN, as in FP8."""
+def _assert_an_infinite_value_spreads(recipe: Recipe, backend: str, device: str) -> None:
+    """Check that rows below position 384 get the infinity, as in 16 bits, and those from there on NaN, as in FP8."""
     query, key, value = Case(q_len=500, kv_len=500).inputs(torch.float16, device)
     value[:, :, 130, 3] = torch.inf
-    out = attention_with_lse(query, key, value, Recipe(low="mxint8", pv="fp8", shared_scale="tile"), backend=backend)[0]
+    out = attention_with_lse(query, key, value, recipe, backend=backend)[0]
     assert out[:, :, :128, 3].isfinite().all()
     assert (out[:, :, 130:384, 3] == torch.inf).all()
     assert out[:, :, 384:, 3].isnan().all()
     out[..., 3] = 0.0
     assert out.isfinite().all()
+
+
+def assert_an_infinite_value_spreads_by_tile(backend: str, device: str) -> None:
+    """Rows for which its tile is in the band, and so high, get the infinity."""
+    _assert_an_infinite_value_spreads(Recipe(low="mxint8", pv="fp8", shared_scale="tile"), backend, device)
+
+
+def assert_an_infinite_value_shows_where_the_exact_start_ends(backend: str, device: str) -> None:
+    """Rows of the exact start, whose tiles are high, get the infinity."""
+    recipe = Recipe(low="mxint8", pv="fp8", shared_scale="tile", diagonal_tiles=0, exact_until=384)
+    _assert_an_infinite_value_spreads(recipe, backend, device)
 
 
 def assert_an_exact_start_has_no_low_tile(case: Case, recipe: Recipe, dtype: torch.dtype, device: str) -> None:
@@ -300,40 +288,20 @@ def assert_an_exact_start_has_no_low_tile(case: Case, recipe: Recipe, dtype: tor
     assert_as_accurate(ours, plain, exact)
 
 
-def assert_an_infinite_value_shows_where_the_exact_start_ends(backend: str, device: str) -> None:
-    """Rows below position 384, whose tiles are high, get the infinity; those from there on get NaN, as in FP8."""
-    query, key, value = Case(q_len=500, kv_len=500).inputs(torch.float16, device)
-    value[:, :, 130, 3] = torch.inf
-    recipe = Recipe(low="mxint8", pv="fp8", shared_scale="tile", diagonal_tiles=0, exact_until=384)
-    out = attention_with_lse(query, key, value, recipe, backend=backend)[0]
-    assert out[:, :, :128, 3].isfinite().all()
-    assert (out[:, :, 130:384, 3] == torch.inf).all()
-    assert out[:, :, 384:, 3].isnan().all()
-    out[..., 3] = 0.0
-    assert out.isfinite().all()
-
-
-SPARSE_LENGTH = 900
-SPARSE = {
-    name: Case(**{"q_len": SPARSE_LENGTH, "kv_len": SPARSE_LENGTH, "head_dim": 128, "is_sparse": True} | changes)
-    for name, changes in {
-        "causal": {},
-        "gqa": {"q_heads": 4, "kv_heads": 2, "batch": 2},
-        "chunk": {"q_len": 300, "options": {"q_offset": 600}},
-        "inside-a-block": {"q_len": 300, "options": {"q_offset": 571}},
-        "inside-a-tile": {"q_len": 500, "options": {"q_offset": 441, "kv_offset": 41}},
-        "bidirectional": {"options": {"is_causal": False}},
-        "window": {"options": {"window": 500}},
-        "softcap": {"options": {"softcap": 15.0}},
-        "sinks": {"tensors": {"sinks": [0.5, 12.0]}},
-        "left-padded": {
-            "batch": 2,
-            "tensors": {"kv_range": [[145, 900], [0, 900]], "kv_offset": [-145, 0], "q_offset": [-145, 0]},
-        },
-        "right-padded": {"batch": 2, "tensors": {"kv_range": [[0, 641], [0, 900]]}},
-        "mask": {"tensors": {"mask": _pattern(1, 2, SPARSE_LENGTH, SPARSE_LENGTH)}},
-    }.items()
-}
+SPARSE = similar_cases({"q_len": 900, "kv_len": 900, "head_dim": 128, "is_sparse": True}, {
+    "causal": {},
+    "gqa": {"q_heads": 4, "kv_heads": 2, "batch": 2},
+    "chunk": {"q_len": 300, "options": {"q_offset": 600}},
+    "inside-a-block": {"q_len": 300, "options": {"q_offset": 571}},
+    "inside-a-tile": {"q_len": 500, "options": {"q_offset": 441, "kv_offset": 41}},
+    "bidirectional": {"options": {"is_causal": False}},
+    "window": {"options": {"window": 500}},
+    "softcap": {"options": {"softcap": 15.0}},
+    "sinks": {"tensors": {"sinks": [0.5, 12.0]}},
+    "left-padded": {"batch": 2, "tensors": _left_padded(900)},
+    "right-padded": {"batch": 2, "tensors": {"kv_range": [[0, 641], [0, 900]]}},
+    "mask": {"tensors": {"mask": _pattern(1, 2, 900, 900)}},
+})  # fmt: skip
 """Calls in which a threshold of 6 nats skips tiles."""
 
 
@@ -364,61 +332,52 @@ def assert_skips_as_the_reference(case: Case, recipe: Recipe, dtype: torch.dtype
     assert torch.equal(counts, expected), f"{counts.tolist()} against {expected.tolist()}"
 
 
-def _short(**changes: Any) -> Case:
-    """A call of a few queries that continue a sequence."""
-    return Case(**({"q_len": 1, "kv_len": 300, "q_heads": 4, "kv_heads": 2} | changes))
-
-
-SHORT = {
-    "one-query": _short(),
-    "two-keys": _short(kv_len=2),
-    "63-queries-of-8-heads": _short(q_len=63, q_heads=8, kv_heads=1),
-    "group-of-1": _short(q_len=3, q_heads=2, kv_heads=2),
-    "group-of-7": _short(q_len=5, q_heads=7, kv_heads=1),
-    "group-of-8": _short(q_len=2, q_heads=16, kv_heads=2, batch=2),
-    "offset": _short(q_len=9, options={"q_offset": 200}),
-    "past-the-keys": _short(options={"q_offset": 1000}),
-    "later-part": _short(q_len=9, options={"q_offset": 500, "kv_offset": 251}),
-    "static-cache": _short(q_len=3, tensors={"q_offset": 170}),
-    "static-cache-first-token": _short(tensors={"q_offset": 0}),
-    "static-cache-rows": _short(batch=3, tensors={"q_offset": [170, 0, 299]}),
-    "before-the-keys": _short(q_len=4, batch=3, tensors={"q_offset": [-9, -2, 299]}),
-    "left-padded": _short(
-        batch=2, tensors={"kv_range": [[45, 300], [0, 300]], "kv_offset": [-45, 0], "q_offset": [254, 299]}
-    ),
-    "left-padded-at-the-end": _short(
-        batch=2, q_len=5, tensors={"kv_range": [[45, 300], [0, 300]], "kv_offset": [-45, 0]}
-    ),
-    "rows-of-uneven-length": _short(
-        batch=70, q_heads=2, kv_len=130, head_dim=16, tensors={"kv_range": [[0, i * 13 // 7] for i in range(70)]}
-    ),
-    "nothing-visible": _short(
-        q_len=2, batch=2, tensors={"kv_range": [[7, 7], [0, 0]], "sinks": [0.5, float("-inf"), 3.0, -1.0]}
-    ),
-    "window": _short(q_len=9, options={"window": 70}),
-    "window-of-1": _short(q_len=9, options={"window": 1}),
-    "huge-window": _short(q_len=9, options={"window": 2**40}),
-    "window-static-cache": _short(q_len=3, options={"window": 70}, tensors={"q_offset": 170}),
-    "softcap": _short(options={"softcap": 5.0}),
-    "sinks": _short(tensors={"sinks": [0.5, 3.0, float("-inf"), 60.0]}),
-    "mask": _short(q_len=9, batch=2, tensors={"mask": _pattern(2, 4, 9, 300)}),
-    "mask-of-keys": _short(q_len=9, batch=2, tensors={"mask": _pattern(2, 1, 1, 300)}),
-    "mask-2d": _short(q_len=9, tensors={"mask": _pattern(9, 300)}),
-    "all": _short(
-        q_len=9,
-        batch=2,
-        options={"window": 120, "softcap": 5.0},
-        tensors={
-            "q_offset": [150, 220],
-            "kv_offset": [-40, 0],
-            "kv_range": [[40, 300], [0, 280]],
-            "sinks": [0.5, 3.0, 1.0, -2.0],
-            "mask": _pattern(1, 4, 9, 300),
+SHORT = similar_cases({"q_len": 1, "kv_len": 300, "q_heads": 4, "kv_heads": 2}, {
+    "one-query": {},
+    "two-keys": {"kv_len": 2},
+    "63-queries-of-8-heads": {"q_len": 63, "q_heads": 8, "kv_heads": 1},
+    "group-of-1": {"q_len": 3, "q_heads": 2, "kv_heads": 2},
+    "group-of-7": {"q_len": 5, "q_heads": 7, "kv_heads": 1},
+    "group-of-8": {"q_len": 2, "q_heads": 16, "kv_heads": 2, "batch": 2},
+    "offset": {"q_len": 9, "options": {"q_offset": 200}},
+    "past-the-keys": {"options": {"q_offset": 1000}},
+    "later-part": {"q_len": 9, "options": {"q_offset": 500, "kv_offset": 251}},
+    "static-cache": {"q_len": 3, "tensors": {"q_offset": 170}},
+    "static-cache-first-token": {"tensors": {"q_offset": 0}},
+    "static-cache-rows": {"batch": 3, "tensors": {"q_offset": [170, 0, 299]}},
+    "before-the-keys": {"q_len": 4, "batch": 3, "tensors": {"q_offset": [-9, -2, 299]}},
+    "left-padded": {
+        "batch": 2, "tensors": {"kv_range": [[45, 300], [0, 300]], "kv_offset": [-45, 0], "q_offset": [254, 299]},
+    },
+    "left-padded-at-the-end": {
+        "batch": 2, "q_len": 5, "tensors": {"kv_range": [[45, 300], [0, 300]], "kv_offset": [-45, 0]},
+    },
+    "rows-of-uneven-length": {
+        "batch": 70, "q_heads": 2, "kv_len": 130, "head_dim": 16,
+        "tensors": {"kv_range": [[0, i * 13 // 7] for i in range(70)]},
+    },
+    "nothing-visible": {
+        "q_len": 2, "batch": 2, "tensors": {"kv_range": [[7, 7], [0, 0]], "sinks": [0.5, float("-inf"), 3.0, -1.0]},
+    },
+    "window": {"q_len": 9, "options": {"window": 70}},
+    "window-of-1": {"q_len": 9, "options": {"window": 1}},
+    "huge-window": {"q_len": 9, "options": {"window": 2**40}},
+    "window-static-cache": {"q_len": 3, "options": {"window": 70}, "tensors": {"q_offset": 170}},
+    "softcap": {"options": {"softcap": 5.0}},
+    "sinks": {"tensors": {"sinks": [0.5, 3.0, float("-inf"), 60.0]}},
+    "mask": {"q_len": 9, "batch": 2, "tensors": {"mask": _pattern(2, 4, 9, 300)}},
+    "mask-of-keys": {"q_len": 9, "batch": 2, "tensors": {"mask": _pattern(2, 1, 1, 300)}},
+    "mask-2d": {"q_len": 9, "tensors": {"mask": _pattern(9, 300)}},
+    "all": {
+        "q_len": 9, "batch": 2, "options": {"window": 120, "softcap": 5.0},
+        "tensors": {
+            "q_offset": [150, 220], "kv_offset": [-40, 0], "kv_range": [[40, 300], [0, 280]],
+            "sinks": [0.5, 3.0, 1.0, -2.0], "mask": _pattern(1, 4, 9, 300),
         },
-    ),
-    "head-dim-4": _short(head_dim=4),
-    "head-dim-80-96": _short(head_dim=80, value_dim=96),
-    "head-dim-128": _short(q_len=17, head_dim=128),
-    "head-dim-256": _short(head_dim=256),
-}  # fmt: skip
+    },
+    "head-dim-4": {"head_dim": 4},
+    "head-dim-80-96": {"head_dim": 80, "value_dim": 96},
+    "head-dim-128": {"q_len": 17, "head_dim": 128},
+    "head-dim-256": {"head_dim": 256},
+})  # fmt: skip
 """Short calls, which have no low tiles."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from dma_kernels import Recipe, key_mean, quantize
 from dma_kernels.numerics.formats import MXINT8_UNIT, TILE, UNQUANTIZED
@@ -58,15 +60,9 @@ RECIPES = {
 
 
 def check(
-    key: Tensor,
-    value: Tensor,
-    recipe: Recipe,
-    arch: int,
-    *,
-    kv_offset: int = 0,
-    rows: Tensor | None = None,
-    low_tiles: range | None = None,
-) -> Operands:
+    key: Tensor, value: Tensor, recipe: Recipe, arch: int, *,
+    kv_offset: int = 0, rows: Tensor | None = None, low_tiles: range | None = None,
+) -> Operands:  # fmt: skip
     """Compare a call's operands with the specification, given the kernels' mean key."""
     path = select_compute_path(recipe, arch)
     actual = quantize_keys_values(key, value, recipe, path, kv_offset=kv_offset, seq_info=rows, low_tiles=low_tiles)
@@ -75,41 +71,26 @@ def check(
     return actual
 
 
-def assert_operands_equal(actual: Operands, expected: Operands) -> None:
-    assert (actual.low is None) == (expected.low is None)
-    assert (actual.key_mean is None) == (expected.key_mean is None)
-    if actual.key_mean is not None and expected.key_mean is not None:
-        assert_bits_equal(actual.key_mean, expected.key_mean)
-    for ours, theirs in ((actual.high, expected.high), (actual.low, expected.low)):
-        if ours is not None and theirs is not None:
-            assert_tile_operands_equal(ours, theirs)
-
-
-def assert_tile_operands_equal(actual: TileOperands, expected: TileOperands) -> None:
+def assert_operands_equal(actual: Any, expected: Any) -> None:
+    """Compare the operands of a call or of its tiles; unquantized ones are the caller's tensors."""
     for name, wanted in vars(expected).items():
         got = getattr(actual, name)
-        if not isinstance(wanted, Tensor):
+        assert type(got) is type(wanted), name
+        if isinstance(wanted, TileOperands):
+            assert_operands_equal(got, wanted)
+        elif not isinstance(wanted, Tensor):
             assert got == wanted, name
-            continue
-        assert isinstance(got, Tensor), name
-        try:
-            # Unquantized values are the caller's tensor, with arbitrary padding.
-            if got is not wanted:
+        elif got is not wanted:
+            try:
                 assert_bits_equal(got, wanted)
-        except AssertionError as error:
-            raise AssertionError(f"{name} in {actual.key_format.name}: {error}") from None
+            except AssertionError as error:
+                raise AssertionError(f"{name}: {error}") from None
 
 
 def expected_operands(
-    key: Tensor,
-    value: Tensor,
-    recipe: Recipe,
-    path: ComputePath,
-    *,
-    kv_offset: int,
-    rows: Tensor | None,
-    mean: Tensor | None,
-) -> Operands:
+    key: Tensor, value: Tensor, recipe: Recipe, path: ComputePath, *,
+    kv_offset: int, rows: Tensor | None, mean: Tensor | None,
+) -> Operands:  # fmt: skip
     """Return the expected result of :func:`dma_kernels.prefill.quantizer.quantize_keys_values`.
 
     ``mean`` is the kernel's mean key, fp32 ``[B, Hkv, D]``. Another order of summation may
@@ -152,14 +133,10 @@ def expected_operands(
         own, scale, descale = _keys(x, global_scale, form, key_format, shared, recipe, key.dtype, query_format)
         own_value, value_descale = _values(v, v_scale, value_form)
         return TileOperands(
-            key=key if own is None else own,
-            value=value if own_value is None else own_value,
-            key_format=form,
-            value_format=value_form,
-            key_scale=scale,
-            key_descale=descale,
-            value_descale=value_descale,
-        )
+            key=key if own is None else own, value=value if own_value is None else own_value,
+            key_format=form, value_format=value_form,
+            key_scale=scale, key_descale=descale, value_descale=value_descale,
+        )  # fmt: skip
 
     low = None
     if path.low_key is not None and path.low_value is not None:
@@ -172,15 +149,9 @@ def expected_operands(
 
 
 def _keys(
-    x: Tensor,
-    global_scale: Tensor,
-    form: OperandFormat,
-    format: str,
-    shared: str,
-    recipe: Recipe,
-    dtype: torch.dtype,
+    x: Tensor, global_scale: Tensor, form: OperandFormat, format: str, shared: str, recipe: Recipe, dtype: torch.dtype,
     query_format: str,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Return tile-padded keys in an operand format, their block scales and descales."""
     if form is RAW:
         return None, None, None

@@ -25,10 +25,8 @@ def assert_restored(storage: LayerStorage, dtype: torch.dtype) -> None:
     """Compare the kernel with torch on a range that exceeds the stored keys, and on a part of it."""
     longest = int(storage.lengths.max())
     start = torch.full_like(storage.lengths, -5)
-    for first, entries in ((start, longest + 9), (start + 75, 200)):
-        for actual, expected in zip(
-            restore_dense(storage, first, entries), storage.restore(first, entries), strict=True
-        ):
+    for part in ((start, longest + 9), (start + 75, 200)):
+        for actual, expected in zip(restore_dense(storage, *part), storage.restore(*part), strict=True):
             assert actual.dtype == dtype
             assert actual.is_contiguous()
             assert_bits_equal(actual, expected)

@@ -33,21 +33,13 @@ FENCE = re.compile(
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block.
+    """A fenced block."""
 
-    Attributes:
-        page: Path of its page from the root of the repository.
-        line: Zero-based line of its first line of code.
-        language: The language of the fence; empty for plain text.
-        source: The code.
-        reason: Why it is not run; ``None`` if it runs.
-    """
-
-    page: str
-    line: int
-    language: str
+    page: str  # path of its page from the root of the repository
+    line: int  # zero-based line of its first line of code
+    language: str  # of the fence; empty for plain text
     source: str
-    reason: str | None
+    reason: str | None  # why it is not run; ``None`` if it runs
 
     @property
     def is_code(self) -> bool:
@@ -55,12 +47,7 @@ class Block:
         return self.language == "python" or self.language in SHELLS
 
     def parse(self) -> None:
-        """Check the syntax of Python, shell, TOML or JSON.
-
-        Raises:
-            SyntaxError: The Python or shell code is not valid.
-            ValueError: The TOML or JSON is not valid, or the language is unknown.
-        """
+        """Raise an error if the Python, shell, TOML or JSON is not valid, or the language is unknown."""
         if self.language == "python":
             self._compile()
         elif self.language in SHELLS:
@@ -78,9 +65,6 @@ class Block:
         """Run Python code in ``namespace``, and shell code in a new process with the variables of earlier blocks.
 
         Lines that only run ``dma-hf`` run it in this process, because it takes seconds to import.
-
-        Raises:
-            AssertionError: The shell code failed.
         """
         if self.language == "python":
             exec(self._compile(), namespace)
@@ -100,13 +84,9 @@ class Block:
         """Run lines of shell code and return their output."""
         bins = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         paths = os.pathsep.join(str(ROOT / folder) for folder in (".", "kernels", "eval"))
-        done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", "\n".join(lines)],
-            env=os.environ
-            | {"PATH": bins, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "COLUMNS": "120", "TRITON_INTERPRET": "0"},
-            capture_output=True,
-            text=True,
-        )
+        changes = {"PATH": bins, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "COLUMNS": "120", "TRITON_INTERPRET": "0"}
+        command = ["bash", "-euo", "pipefail", "-c", "\n".join(lines)]
+        done = subprocess.run(command, env=os.environ | changes, capture_output=True, text=True)
         assert done.returncode == 0, f"{self.page}:{self.line + 1}: exit {done.returncode}\n{done.stderr[-3000:]}"
         return done.stdout
 

@@ -11,66 +11,37 @@ from transformers import PreTrainedModel
 
 VOCABULARY = 97
 WINDOW = 24
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 1024,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
+ENCODER: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": 1024,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+}  # fmt: skip
+SIZES: dict[str, Any] = ENCODER | {"num_key_value_heads": 2, "head_dim": 16}
 HYBRID: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 MOE: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 SHARED: dict[str, Any] = {
-    "num_hidden_layers": 4,
-    "num_kv_shared_layers": 2,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "sliding_window": WINDOW,
-    "hidden_size_per_layer_input": 16,
-    "vocab_size_per_layer_input": VOCABULARY,
-}
+    "num_hidden_layers": 4, "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": WINDOW,
+    "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCABULARY,
+}  # fmt: skip
 """The last two of four layers share the keys of the first two."""
-ENCODER: dict[str, Any] = {key: value for key, value in SIZES.items() if key not in ("num_key_value_heads", "head_dim")}
 BART: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "d_model": 64,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 64,
-    "decoder_ffn_dim": 64,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 2,
-    "forced_eos_token_id": None,
-}
+    "vocab_size": VOCABULARY, "d_model": 64, "max_position_embeddings": 512,
+    "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 64,
+    "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2, "forced_eos_token_id": None,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Family:
-    """An architecture with a tiny configuration.
+    """An architecture with a tiny configuration."""
 
-    Attributes:
-        model: Name of the model class in Transformers.
-        config: Name of its configuration class.
-        sizes: Arguments of the configuration.
-        reference: The implementation to compare with: ``sdpa``, or ``eager`` if the model has no other.
-        window: Whether any layer has a sliding window or chunks.
-    """
-
-    model: str
-    config: str
-    sizes: dict[str, Any]
-    reference: str = "sdpa"
-    window: bool = False
+    model: str  # name of the model class in Transformers
+    config: str  # name of its configuration class
+    sizes: dict[str, Any]  # arguments of the configuration
+    reference: str = "sdpa"  # the implementation to compare with; ``eager`` if the model has no other
+    window: bool = False  # whether any layer has a sliding window or chunks
 
     def build(self, implementation: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
         """Return a random model in evaluation mode; the same weights for the same seed."""
@@ -81,7 +52,7 @@ class Family:
 
 DECODERS: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", "LlamaConfig", SIZES),
-    "qwen2": Family("Qwen2ForCausalLM", "Qwen2Config", {k: v for k, v in SIZES.items() if k != "head_dim"}),
+    "qwen2": Family("Qwen2ForCausalLM", "Qwen2Config", ENCODER | {"num_key_value_heads": 2}),
     "qwen3": Family("Qwen3ForCausalLM", "Qwen3Config", SIZES),
     "mistral": Family("MistralForCausalLM", "MistralConfig", SIZES | {"sliding_window": WINDOW}, window=True),
     "gemma2": Family(

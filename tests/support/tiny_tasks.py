@@ -13,14 +13,14 @@ DOCUMENTS = 24
 WORDS = ["ship", "whale", "sea", "captain", "white", "water", "thousand", "said"]
 
 METRIC = {"aggregation": "mean", "higher_is_better": True}
+CHOICE = {
+    "output_type": "multiple_choice",
+    "doc_to_text": "{{question}}",
+    "doc_to_choice": "choices",
+    "doc_to_target": "{{gold}}",
+}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "tiny_choice": {
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{question}}",
-        "doc_to_choice": "choices",
-        "doc_to_target": "{{gold}}",
-        "metric_list": [{"metric": "acc", **METRIC}, {"metric": "acc_norm", **METRIC}],
-    },
+    "tiny_choice": CHOICE | {"metric_list": [{"metric": "acc", **METRIC}, {"metric": "acc_norm", **METRIC}]},
     "tiny_last_word": {
         "output_type": "loglikelihood",
         "doc_to_text": "{{question}}",
@@ -43,23 +43,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "generation_kwargs": {"until": ["\n"], "max_gen_toks": 6, "do_sample": False},
         "metric_list": [{"metric": "exact_match", **METRIC}],
     },
-    "tiny_few": {
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{question}}",
-        "doc_to_choice": "choices",
-        "doc_to_target": "{{gold}}",
-        "num_fewshot": 2,
-        "fewshot_split": "test",
-        "metric_list": [{"metric": "acc", **METRIC}],
-    },
+    "tiny_few": CHOICE | {"num_fewshot": 2, "fewshot_split": "test", "metric_list": [{"metric": "acc", **METRIC}]},
 }
 
 
-def write_tiny_tasks(folder: Path, documents: int = DOCUMENTS) -> Path:
+def write_tiny_tasks(folder: Path) -> Path:
     """Write the tasks, and the group ``tiny_group`` of two of them, to ``folder``; return it."""
     rng = random.Random(1)
     rows = []
-    for _ in range(documents):
+    for _ in range(DOCUMENTS):
         choices = rng.sample(WORDS, 4)
         question = " ".join(["the", *rng.choices(WORDS, k=rng.randint(3, 40)), "and the"])
         rows.append({"question": question, "choices": choices, "gold": rng.randrange(4)})
