@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -47,48 +48,18 @@ EIGHT_BIT_PRODUCT = r"\b(IGMMA|QGMMA|IMMA|QMMA|UTCQMMA|UTCIMMA|UTCOMMA|OMMA)\b"
 """Matrix instructions with operands of at most 8 bits, as the disassembler names them."""
 
 
-class _CompileOnlyDriver:
-    """The part of a Triton driver that compilation needs."""
-
-    def __init__(self, arch: int) -> None:
-        self._target = GPUTarget("cuda", arch, 32)
-
-    def get_current_target(self) -> GPUTarget:
-        return self._target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int = 0) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled kernel and its resources.
-
-    Attributes:
-        name: The kernel's name.
-        ptx: Its PTX.
-        shared: Bytes of shared memory.
-        registers: Registers per thread.
-        stack: Bytes of local memory per thread; more than 0 means spilled registers.
-        loop_spills: Accesses to local memory in the loop over low tiles, which dominates the run time.
-        loop_products: Matrix instructions in that loop.
-        loop_waits: Waits for matrix instructions in that loop.
-    """
+    """A compiled kernel and its resources. Its loop is the one over low tiles, which dominates the run time."""
 
     name: str
     ptx: str
-    shared: int
-    registers: int
-    stack: int
-    loop_spills: int
-    loop_products: int
-    loop_waits: int
+    shared: int  # bytes of shared memory
+    registers: int  # per thread
+    stack: int  # bytes of local memory per thread; more than 0 means spilled registers
+    loop_spills: int  # accesses to local memory in the loop
+    loop_products: int  # matrix instructions in the loop
+    loop_waits: int  # waits for matrix instructions in the loop
 
 
 @contextmanager
@@ -99,16 +70,22 @@ def compile_only(arch: int) -> Iterator[list[Compiled]]:
 
     def compile_launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         self.device_caches.clear()  # plans are not keyed by chip
-        if warmup:  # compiled together with other kernels, before it is launched
-            return run(self, *args, grid=grid, warmup=True, **kwargs)
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        ptx, shared = kernel.asm["ptx"], kernel.metadata.shared
-        resources = _resources(kernel.asm["cubin"], has_products="mma" in ptx)
-        compiled.append(Compiled(self.__name__, ptx, shared, *resources))
+        if not warmup:  # or else it is compiled together with other kernels, before it is launched
+            ptx = kernel.asm["ptx"]
+            resources = _resources(kernel.asm["cubin"], has_products="mma" in ptx)
+            compiled.append(Compiled(self.__name__, ptx, kernel.metadata.shared, *resources))
         return kernel
 
     previous = driver._active  # the property would query a GPU
-    driver.set_active(_CompileOnlyDriver(arch))
+    driver.set_active(
+        SimpleNamespace(
+            get_current_target=lambda: GPUTarget("cuda", arch, 32),
+            get_current_device=lambda: 0,
+            get_current_stream=lambda device=0: 0,
+            get_active_torch_device=lambda: torch.device("cpu"),
+        )
+    )
     try:
         with (
             mock.patch.object(JITFunction, "run", compile_launch),
