@@ -405,9 +405,9 @@ def results() -> pd.DataFrame:
     typed_peers = "sdpa+static", "sdpa+dynamic", "flash_attention_3+dynamic"
     token = "; ".join(f"{typed[peer] / typed[INT4]:.1f}x" for peer in typed_peers)
     compared = "; ".join(f"{peers[INT4] / peers[peer]:.2f}x" for peer in ("vllm:fp8", "vllm"))
-    servers = (pd.DataFrame(read(f"load-{server}-h200.json")["results"]) for server in ("int4", "vllm-fp8"))
+    servers = (pd.DataFrame(read(f"load-{server}-h200.json")["results"]) for server in ("int4-pieces", "vllm"))
     packed, strong = (each.query("prefix_tokens == 0").set_index("streams")["tokens_per_second"] for each in servers)
-    loaded = "; ".join(f"{packed[clients] / strong[clients]:.2f}x" for clients in (1, 32, 128))
+    loaded = "; ".join(f"{packed[clients] / strong[clients]:.2f}x" for clients in (32, 128))
     changes = ", ".join(show(models["change_percent"].max()[[BALANCED, INT4]], "+.2f", " %"))
     reasoning = accuracies("qwen2.5-coder-1.5b-gsm8k-bf16").iloc[0, 1:].str.split(",").str[0]
     solved = f"{', '.join(reasoning[1:])} right; SDPA {reasoning.iloc[0]}"
@@ -418,7 +418,7 @@ def results() -> pd.DataFrame:
         ["Token of `generate` after 8K, 8B model, H100", "serving", ours, peer_names, f"{token} as fast"],
         ["Cache size at 32K tokens", "decode", ours, plain, f"{size['32K']:.2f}x"],
         [f"{REQUESTS}, compiled", "serving", ours, "vLLM 0.26, FP8 cache; bf16 cache", f"{compared} the tokens/s"],
-        ["Server, 1; 32; 128 clients, 1.5B model", "serving", ours, "vLLM 0.26, FP8 cache", f"{loaded} the tokens/s"],
+        ["Server, 32; 128 clients, 1.5B model", "serving", ours, "vLLM 0.26, 16-bit cache", f"{loaded} the tokens/s"],
         ["GSM8K, 400 problems, 1.5B model", "quality", "`balanced`, `int8`, `int4`", "SDPA", solved],
         [f"Perplexity, worst of {len(MODELS)} models", "quality", f"`balanced`, {ours}", "SDPA", changes],
     ]
