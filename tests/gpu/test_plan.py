@@ -29,10 +29,12 @@ def no_plans() -> Iterator[None]:
     forget_plans()
 
 
-def make(seed: int = 0) -> Inputs:
-    return random_qkv(
-        batch=2, q_heads=4, kv_heads=2, q_len=300, kv_len=300, dtype=torch.bfloat16, device="cuda", seed=seed
+def make(seed: int = 0, device: str = "cuda") -> Inputs:
+    generator = torch.Generator(device).manual_seed(seed)
+    query, key, value = (
+        torch.randn(2, heads, 300, 64, device=device, dtype=torch.bfloat16, generator=generator) for heads in (4, 2, 2)
     )
+    return query, key, value
 
 
 def compute(inputs: Inputs) -> Tensor:
@@ -47,20 +49,40 @@ def expected(inputs: Inputs) -> Tensor:
     return out
 
 
-def test_warm_calls_read_their_own_tensors_and_report_their_kernel() -> None:
+def warm_up(inputs: Inputs) -> None:
+    compute(inputs)
+
+
+def test_warm_calls_read_their_own_tensors() -> None:
     inputs = [make(seed) for seed in range(4)]
-    query, key, value = inputs[0]
-    transposed = query.transpose(1, 2).contiguous().transpose(1, 2)
-    inputs += [(query, key, key), (transposed, key, value)]
     outputs = [expected(each) for each in inputs]
-    assert torch.equal(outputs[-1], outputs[0])
-    names: list[str] = []
-    with kernel_reports(names.append):
-        compute(inputs[0])
-        results = [compute(each) for each in inputs]  # all alive at once
+    warm_up(inputs[0])
+    results = [compute(each) for each in inputs]  # all alive at once
     for result, output in zip(results, outputs, strict=True):
         assert torch.equal(result, output)
-    assert names == names[:1] * 7
+
+
+def test_a_warm_call_reports_its_kernel() -> None:
+    reports: list[list[str]] = []
+    for _ in range(3):
+        reports.append([])
+        with kernel_reports(reports[-1].append):
+            compute(make())
+    assert len(reports[0]) == 1
+    assert reports[1:] == reports[:1] * 2
+
+
+def test_keys_and_values_may_be_one_tensor() -> None:
+    query, key, value = make()
+    warm_up((query, key, value))
+    assert torch.equal(compute((query, key, key)), expected((query, key, key)))
+
+
+def test_other_strides_give_the_same_result() -> None:
+    query, key, value = make()
+    warm_up((query, key, value))
+    transposed = query.transpose(1, 2).contiguous().transpose(1, 2)
+    assert torch.equal(compute((transposed, key, value)), compute((query, key, value)))
 
 
 def test_short_calls_of_other_lengths_launch_with_their_own_numbers() -> None:
@@ -75,16 +97,37 @@ def test_short_calls_of_other_lengths_launch_with_their_own_numbers() -> None:
             assert relative_error(out, attention(*inputs, RECIPE, backend="reference", **options)) < 1e-2
 
 
-def test_warm_calls_run_on_streams_and_in_threads() -> None:
-    inputs = [make(seed) for seed in range(8)]
-    outputs = [expected(each) for each in inputs]
-    compute(inputs[0])
+def test_strided_sinks_are_copied_in_every_call() -> None:
+    """Each call reads its own sinks."""
+    inputs = make()
+    for seed in range(4):
+        sinks = torch.randn(4, 2, device="cuda", generator=torch.Generator("cuda").manual_seed(seed))[:, 0]
+        expected_out = attention(*inputs, RECIPE, sinks=sinks.contiguous(), backend="triton")
+        assert torch.equal(attention(*inputs, RECIPE, sinks=sinks, backend="triton"), expected_out)
+
+
+def test_warm_calls_run_on_streams_and_in_cuda_graphs() -> None:
+    inputs, other = make(0), make(1)
+    outputs = expected(inputs), expected(other)
+    warm_up(inputs)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        out = compute(inputs[0])
+        out = compute(inputs)
     torch.cuda.current_stream().wait_stream(stream)
     assert torch.equal(out, outputs[0])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = compute(inputs)
+    for old, new in zip(inputs, other, strict=True):
+        old.copy_(new)
+    graph.replay()
+    assert torch.equal(out, outputs[1])
+
+
+def test_warm_calls_run_in_threads() -> None:
+    inputs = [make(seed) for seed in range(8)]
+    outputs = [expected(each) for each in inputs]
     torch.cuda.synchronize()
 
     def work(index: int) -> bool:
@@ -94,18 +137,30 @@ def test_warm_calls_run_on_streams_and_in_threads() -> None:
         assert all(pool.map(work, range(8)))
 
 
-def test_hooks_and_profilers_see_every_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hooks_and_profilers_see_every_launch() -> None:
     inputs, names = make(), []
-    compute(inputs)
-    with monkeypatch.context() as patch:
-        patch.setattr(triton.knobs.runtime, "launch_enter_hook", lambda data: names.append(data.get()["name"]))
+    warm_up(inputs)
+    previous = triton.knobs.runtime.launch_enter_hook
+    triton.knobs.runtime.launch_enter_hook = lambda metadata: names.append(metadata.get()["name"])
+    try:
         compute(inputs)
+    finally:
+        triton.knobs.runtime.launch_enter_hook = previous
     assert names[-1] == "prefill_kernel"
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         compute(inputs)
         torch.cuda.synchronize()
     seen = [event.name for event in profiler.events()]
     assert set(names) <= set(seen)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
+def test_the_device_of_the_tensors_is_used() -> None:
+    inputs = make(device="cuda:1")
+    outputs = expected(inputs)
+    warm_up(inputs)
+    assert torch.cuda.current_device() == 0
+    assert torch.equal(compute(inputs), outputs)
 
 
 @pytest.mark.filterwarnings("ignore:pv='fp8' clipped")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from cuda_calls import fill_free_memory_with_nan
-from dma_kernels import attention, attention_with_lse
+from dma_kernels import Recipe, attention, attention_with_lse
 from dma_kernels.prefill.config import MultiCTAConfig, PortableConfig, WarpSpecializedConfig
 from dma_kernels.prefill.plan import forget_plans
 from dma_kernels.runtime.reports import kernel_reports
@@ -27,7 +27,6 @@ from prefill_cases import (
     assert_an_exact_start_has_no_low_tile,
     assert_matches_reference,
     assert_skips_as_the_reference,
-    similar_cases,
 )
 from torch import Tensor
 
@@ -38,58 +37,38 @@ def _is_hopper() -> bool:
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not _is_hopper(), reason="needs a Hopper")]
 
-LONG, SHORT = WarpSpecializedConfig, MultiCTAConfig
-"""The kernels for long and for short calls."""
+
+@contextmanager
+def computed_by(kernel: type[Any]) -> Iterator[list[str]]:
+    """Yield a list that gets the kernel's name for each call that it computes."""
+    calls: list[str] = []
+    with kernel_reports(lambda name: calls.append(name) if name == kernel.kernel else None):
+        yield calls
 
 
-@pytest.fixture(params=[LONG, SHORT], ids=lambda kernel: kernel.kernel)
-def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Any]]:
-    """Run calls of any length on a kernel, at least one in each test."""
-    use_kernel(monkeypatch, request.param)
-    names: list[str] = []
-    with kernel_reports(names.append):
-        yield request.param
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Run calls of any length on the warp-specialized kernel, and record them."""
+    use_kernel(monkeypatch, WarpSpecializedConfig)
+    with computed_by(WarpSpecializedConfig) as calls:
+        yield calls
     forget_plans()
-    assert request.param.kernel in names
 
 
-def variants(*groups: tuple[type[Any], Iterable[str], Iterable[int]]) -> pytest.MarkDecorator:
-    """Parametrize a test by kernel, recipe and head dimension: each recipe of a group with each of its dimensions."""
-    values = [(kernel, name, size) for kernel, names, sizes in groups for name in names for size in sizes]
-    ids = [f"{kernel.kernel}-{name}-{size}" for kernel, name, size in values]
-    return pytest.mark.parametrize(("kernel", "recipe", "head_dim"), values, indirect=["kernel"], ids=ids)
+@pytest.fixture
+def short_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Run calls of any length on the multi-CTA kernel, and record them."""
+    use_kernel(monkeypatch, MultiCTAConfig)
+    with computed_by(MultiCTAConfig) as calls:
+        yield calls
+    forget_plans()
 
 
-def resized(case: Case, head_dim: int, kernel: type[Any]) -> Case:
-    """Return a case with other channels, without what the warp-specialized kernel does not compute over 64 of them."""
-    if kernel is LONG and head_dim == 64:
-        options, tensors = dict(case.options), dict(case.tensors)
-        options.pop("window", None)
-        tensors.pop("mask", None)
-        case = replace(case, options=options, tensors=tensors)
-    return replace(case, head_dim=head_dim)
-
-
-recipes_of_all_paths = pytest.mark.parametrize("recipe", ["balanced", "int8-pv16", "paper", "nvfp4-keys"])
-
-
-Results = tuple[Tensor, Tensor]
-
-
-def call_of_many_ctas(recipe: str, head_dim: int, batch: int, length: int) -> Callable[[], Results]:
-    sizes = {"batch": batch, "q_heads": 16, "kv_heads": 4, "q_len": length, "kv_len": length, "head_dim": head_dim}
-    qkv = random_qkv(**sizes, dtype=torch.bfloat16, device="cuda")
-    return lambda: attention_with_lse(*qkv, RECIPES[recipe], backend="triton")
-
-
-def assert_as_the_portable_kernel(
-    results: Results, run: Callable[[], Results], tolerance: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def without(monkeypatch: pytest.MonkeyPatch, run: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Run a call on the portable kernel."""
     with monkeypatch.context() as patch:
         use_kernel(patch, PortableConfig)
-        expected, expected_lse = run()
-    assert relative_error(results[0], expected) < tolerance
-    torch.testing.assert_close(results[1], expected_lse, atol=1e-4, rtol=1e-5)
+        return run()
 
 
 AMONG_OTHERS = """
@@ -113,9 +92,10 @@ assert "warp-specialized" in launches
 
 def test_processes_can_share_a_gpu() -> None:
     """The GPU switches between them while kernels run."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", AMONG_OTHERS]
-    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) for _ in range(4)]
+    processes = [
+        subprocess.Popen([sys.executable, "-c", AMONG_OTHERS], stderr=subprocess.PIPE, text=True, env=_environment())
+        for _ in range(4)
+    ]
     try:
         errors = [process.communicate(timeout=120)[1] for process in processes]
     finally:
@@ -124,109 +104,84 @@ def test_processes_can_share_a_gpu() -> None:
     assert [process.returncode for process in processes] == [0] * len(processes), errors
 
 
+def _environment() -> dict[str, str]:
+    """Return the environment with this process's module paths."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
 # With the same heads, so that each recipe compiles only twice.
 HEADS: dict[str, Any] = {"q_heads": 4, "kv_heads": 2, "head_dim": 128}
-SHAPES = similar_cases({"q_len": 1000, "kv_len": 1000} | HEADS, {
-    "odd": {"batch": 2},
-    "few-queries": {"q_len": 69, "kv_len": 569},
-    "whole-tiles": {"q_len": 768, "kv_len": 768},
-    "chunk": {"q_len": 300, "kv_len": 1500, "options": {"q_offset": 1200}},
-    "offset": {"q_len": 300, "kv_len": 1500, "options": {"q_offset": 1300, "kv_offset": 256}},
-    "bidirectional": {"options": {"is_causal": False}},
-    "cross": {"kv_len": 450, "options": {"is_causal": False}},
-    "wide": {"q_len": 200, "kv_len": 1500, "options": {"is_causal": False, "q_offset": 700}},
-    "inside-a-tile": {"kv_len": 1141, "options": {"q_offset": 282, "kv_offset": 141}},
-    "keys-ahead": {"q_len": 500, "options": {"kv_offset": 950, "is_causal": False}},
-    "keys-end-early": {"kv_len": 600, "options": {"q_offset": 300}},
-    "window": {"q_len": 1500, "kv_len": 1500, "options": {"window": 700}},
-    "window-chunk": {"q_len": 300, "kv_len": 1500, "options": {"q_offset": 1200, "window": 515}},
-    "window-bidirectional": {"q_len": 1500, "kv_len": 1500, "options": {"window": 500, "is_causal": False}},
-    "left-padded-window": {
-        "batch": 2,
-        "options": {"window": 600},
-        "tensors": {"kv_range": [[345, 1000], [0, 1000]], "kv_offset": [-345, 0], "q_offset": [-345, 0]},
-    },
-    "padded-bidirectional": {
-        "batch": 3, "options": {"is_causal": False}, "tensors": {"kv_range": [[0, 0], [45, 700], [0, 1000]]},
-    },
-    "sinks-of-nothing": {
-        "batch": 2, "tensors": {"kv_range": [[0, 0], [45, 900]], "sinks": [0.5, float("-inf"), 3.0, -2.0]},
-    },
-    "softcap-above-all-logits": {"options": {"softcap": 1e7}},
-    "softcap-and-sinks": {
-        "batch": 2,
-        "options": {"softcap": 5.0, "is_causal": False},
-        "tensors": {"kv_range": [[45, 900], [0, 0]], "sinks": [0.5, 3.0, 1.0, -2.0]},
-    },
-})  # fmt: skip
-OTHER_PATHS = ("int8-pv16", "e4m3-rotated", "paper", "mxfp4-row", "int8-mxfp8", "fp4", "nvfp4", "mixed", "nvfp4-keys")
+SHAPES = {
+    "odd": Case(q_len=1000, kv_len=1000, batch=2, **HEADS),
+    "few-queries": Case(q_len=69, kv_len=569, **HEADS),
+    "whole-tiles": Case(q_len=768, kv_len=768, **HEADS),
+    "chunk": Case(q_len=300, kv_len=1500, options={"q_offset": 1200}, **HEADS),
+    "offset": Case(q_len=300, kv_len=1500, options={"q_offset": 1300, "kv_offset": 256}, **HEADS),
+    "bidirectional": Case(q_len=1000, kv_len=1000, options={"is_causal": False}, **HEADS),
+    "cross": Case(q_len=1000, kv_len=450, options={"is_causal": False}, **HEADS),
+    "wide": Case(q_len=200, kv_len=1500, options={"is_causal": False, "q_offset": 700}, **HEADS),
+}
+EDGES = {
+    "inside-a-tile": Case(q_len=1000, kv_len=1141, options={"q_offset": 282, "kv_offset": 141}, **HEADS),
+    "keys-ahead": Case(q_len=500, kv_len=1000, options={"kv_offset": 950, "is_causal": False}, **HEADS),
+    "keys-end-early": Case(q_len=1000, kv_len=600, options={"q_offset": 300}, **HEADS),
+    "window": Case(q_len=1500, kv_len=1500, options={"window": 700}, **HEADS),
+    "window-chunk": Case(q_len=300, kv_len=1500, options={"q_offset": 1200, "window": 515}, **HEADS),
+    "window-bidirectional": Case(q_len=1500, kv_len=1500, options={"window": 500, "is_causal": False}, **HEADS),
+    "left-padded": Case(
+        q_len=1000, kv_len=1000, batch=2,
+        tensors={"kv_range": [[345, 1000], [0, 1000]], "kv_offset": [-345, 0], "q_offset": [-345, 0]}, **HEADS,
+    ),
+    "left-padded-window": Case(
+        q_len=1500, kv_len=1500, batch=2, options={"window": 600},
+        tensors={"kv_range": [[345, 1500], [0, 1500]], "kv_offset": [-345, 0], "q_offset": [-345, 0]}, **HEADS,
+    ),
+    "padded-bidirectional": Case(
+        q_len=1000, kv_len=1000, batch=3, options={"is_causal": False},
+        tensors={"kv_range": [[0, 0], [45, 700], [0, 1000]]}, **HEADS,
+    ),
+    "sinks": Case(q_len=1000, kv_len=1000, tensors={"sinks": [0.5, float("-inf"), 3.0, -2.0]}, **HEADS),
+    "sinks-of-nothing": Case(
+        q_len=1000, kv_len=1000, batch=2,
+        tensors={"kv_range": [[0, 0], [45, 900]], "sinks": [0.5, float("-inf"), 3.0, -2.0]}, **HEADS,
+    ),
+    "softcap": Case(q_len=1000, kv_len=1000, options={"softcap": 5.0}, **HEADS),
+    "softcap-above-all-logits": Case(q_len=1000, kv_len=1000, options={"softcap": 1e7}, **HEADS),
+    "softcap-and-sinks": Case(
+        q_len=1000, kv_len=1000, batch=2, options={"softcap": 5.0, "is_causal": False},
+        tensors={"kv_range": [[45, 900], [0, 0]], "sinks": [0.5, 3.0, 1.0, -2.0]}, **HEADS,
+    ),
+}  # fmt: skip
+"""Calls with partly masked low tiles, sink logits or a softcap."""
 
 
-@variants(
-    (LONG, ["int8"], (64, 96, 128, 192, 256)),
-    (LONG, OTHER_PATHS, (128,)),
-    (LONG, ["e4m3-rotated", "int8-mxfp8"], (64, 96, 192, 256)),
-    (SHORT, ["balanced", "int8-pv16"], (64, 96)),
-    (SHORT, ["balanced", *OTHER_PATHS], (128,)),
-    (SHORT, ["paper", "fp4", "nvfp4-keys"], (64,)),
-    (SHORT, ["fp4"], (96,)),
+@pytest.mark.parametrize(
+    "recipe",
+    ["int8", "int8-pv16", "e4m3-rotated", "paper", "mxfp4-row", "int8-mxfp8", "fp4", "nvfp4", "mixed", "nvfp4-keys"],
 )
 @pytest.mark.parametrize("shape", SHAPES)
-def test_matches_the_reference(shape: str, recipe: str, head_dim: int, kernel: type[Any]) -> None:
-    assert_matches_reference(resized(SHAPES[shape], head_dim, kernel), RECIPES[recipe], torch.bfloat16, "cuda")
+def test_matches_the_reference(shape: str, recipe: str, launches: list[str]) -> None:
+    assert_matches_reference(SHAPES[shape], RECIPES[recipe], torch.bfloat16, "cuda")
+    assert launches
 
 
-@variants(
-    (LONG, ["int8"], (128, 192, 256)),
-    (LONG, ["paper", "fp4"], (128,)),
-    (SHORT, ["balanced"], (64, 128)),
-    (SHORT, ["int8-pv16", "paper", "fp4"], (128,)),
-    (SHORT, ["nvfp4"], (64,)),
+@pytest.mark.parametrize("recipe", ["int8", "int8-pv16", "paper", "nvfp4-keys"])
+@pytest.mark.parametrize("shape", EDGES)
+def test_masked_tiles_match_the_reference(shape: str, recipe: str, launches: list[str]) -> None:
+    assert_matches_reference(EDGES[shape], RECIPES[recipe], torch.bfloat16, "cuda")
+    assert launches
+
+
+@pytest.mark.parametrize(
+    ("shape", "head_dim"),
+    [(name, size) for size in (64, 96, 192, 256) for name in EDGES if size > 64 or "window" not in name],
 )
-@pytest.mark.parametrize("case", MASKED)
-def test_masks_match_the_reference(case: str, recipe: str, head_dim: int, kernel: type[Any]) -> None:
-    assert_matches_reference(replace(MASKED[case], head_dim=head_dim), RECIPES[recipe], torch.bfloat16, "cuda")
+def test_masked_tiles_of_other_head_dims_match_the_reference(shape: str, head_dim: int, launches: list[str]) -> None:
+    assert_matches_reference(replace(EDGES[shape], head_dim=head_dim), RECIPES["int8"], torch.bfloat16, "cuda")
+    assert launches
 
 
-@variants(
-    (LONG, ["balanced", "fp4", "paper", "int8-pv16", "identity"], (128,)),
-    (LONG, ["balanced"], (64, 256)),
-    (SHORT, ["balanced", "fp4", "int8-pv16", "identity"], (128,)),
-    (SHORT, ["balanced"], (64,)),
-)
-@pytest.mark.parametrize("case", SPARSE)
-def test_the_tiles_that_the_reference_skips_are_skipped(
-    case: str, recipe: str, head_dim: int, kernel: type[Any]
-) -> None:
-    assert_skips_as_the_reference(resized(SPARSE[case], head_dim, kernel), RECIPES[recipe], torch.bfloat16, "cuda")
-
-
-@pytest.mark.parametrize("case", SPARSE)
-def test_no_tile_of_an_exact_start_is_skipped(case: str, kernel: type[Any]) -> None:
-    recipe = replace(RECIPES["balanced"], exact_until=640)
-    assert_skips_as_the_reference(SPARSE[case], recipe, torch.bfloat16, "cuda")
-
-
-@recipes_of_all_paths
-@pytest.mark.parametrize("case", [name for name in EXACT_STARTS if name != "below"])
-def test_exact_starts_match_the_reference(case: str, recipe: str, kernel: type[Any]) -> None:
-    assert_an_exact_start_has_no_low_tile(EXACT_STARTS[case], RECIPES[recipe], torch.bfloat16, "cuda")
-
-
-@pytest.mark.parametrize("bands", [(0, 0), (0, 2), (3, 0), (1, 1), (7, 0), (0, 7)])
-@pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("name", ["int8", "int8-pv16", "fp4", "nvfp4-keys"])  # two or three blocks in flight
-def test_diagonal_and_sink_tiles_and_fp16_match_the_reference(
-    name: str, is_causal: bool, bands: tuple[int, int], kernel: type[Any]
-) -> None:
-    recipe = replace(RECIPES[name], diagonal_tiles=bands[0], sink_tiles=bands[1])
-    case = Case(q_len=1090, kv_len=1090, options={"is_causal": is_causal}, **HEADS)
-    assert_matches_reference(case, recipe, torch.float16, "cuda")
-
-
-@pytest.mark.parametrize("recipe", ["balanced", "int8-pv16", "nvfp4-keys"])
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_masked_keys_may_hold_any_value(recipe: str, is_causal: bool, kernel: type[Any]) -> None:
+def assert_hidden_keys_may_be_anything(recipe: Recipe, is_causal: bool) -> None:
     length = 1100
     query, key, value = random_qkv(batch=2, q_len=length, kv_len=length, **HEADS, dtype=torch.bfloat16, device="cuda")
     starts, ends = torch.tensor([[345, 0], [1100, 690]], device="cuda")
@@ -236,43 +191,260 @@ def test_masked_keys_may_hold_any_value(recipe: str, is_causal: bool, kernel: ty
         "kv_range": torch.stack([starts, ends], 1), "kv_offset": -starts, "q_offset": -starts, "is_causal": is_causal,
     }  # fmt: skip
     results = [
-        attention(query, *(x.masked_fill(hidden, filler) for x in (key, value)), RECIPES[recipe], **options)
+        attention(query, *(x.masked_fill(hidden, filler) for x in (key, value)), recipe, **options)
         for filler in (0.0, float("nan"))
     ]
     assert torch.equal(*results)
     assert results[0].isfinite().all()
 
 
-@variants((SHORT, ["balanced", "int8", "e4m3-rotated", "int8-pv16", "paper", "nvfp4-keys"], (128,)))
-def test_a_nan_query_makes_only_its_own_row_nan(recipe: str, head_dim: int, kernel: type[Any]) -> None:
+@pytest.mark.parametrize("recipe", ["int8", "int8-pv16", "nvfp4-keys"])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_masked_keys_may_hold_any_value(recipe: str, is_causal: bool, launches: list[str]) -> None:
+    assert_hidden_keys_may_be_anything(RECIPES[recipe], is_causal)
+    assert launches
+
+
+@pytest.mark.parametrize("recipe", ["balanced", "int8-pv16"])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_masked_keys_of_short_calls_may_hold_any_value(recipe: str, is_causal: bool, short_launches: list[str]) -> None:
+    assert_hidden_keys_may_be_anything(RECIPES[recipe], is_causal)
+    assert short_launches
+
+
+@pytest.mark.parametrize(
+    ("recipe", "head_dim"), [("int8", 128), ("int8", 192), ("int8", 256), ("paper", 128), ("fp4", 128)]
+)
+@pytest.mark.parametrize("case", MASKED)
+def test_masks_match_the_reference(case: str, recipe: str, head_dim: int, launches: list[str]) -> None:
+    assert_matches_reference(replace(MASKED[case], head_dim=head_dim), RECIPES[recipe], torch.bfloat16, "cuda")
+    assert launches
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 192, 256])
+@pytest.mark.parametrize("recipe", ["int8", "e4m3-rotated", "int8-mxfp8"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_other_head_dims_match_the_reference(shape: str, recipe: str, head_dim: int, launches: list[str]) -> None:
+    assert_matches_reference(replace(SHAPES[shape], head_dim=head_dim), RECIPES[recipe], torch.bfloat16, "cuda")
+    assert launches
+
+
+def test_smoothed_mxfp8_high_tiles_match_the_reference(launches: list[str]) -> None:
+    recipe = Recipe(low="mxint8", high="mxfp8", shared_scale="tile", smooth_k=True, pv="fp8")
+    assert_matches_reference(SHAPES["odd"], recipe, torch.bfloat16, "cuda")
+    assert launches
+
+
+@pytest.mark.parametrize("bands", [(0, 0), (0, 2), (3, 0), (1, 1), (7, 0), (0, 7)])
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("name", ["int8-pv16", "nvfp4-keys"])  # three blocks in flight, and two
+def test_diagonal_and_sink_tiles_match_the_portable_kernel(
+    name: str, is_causal: bool, bands: tuple[int, int], launches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = replace(RECIPES[name], diagonal_tiles=bands[0], sink_tiles=bands[1])
+    qkv = random_qkv(q_len=1090, kv_len=1090, **HEADS, dtype=torch.bfloat16, device="cuda")
+
+    def run() -> tuple[Tensor, Tensor]:
+        return attention_with_lse(*qkv, recipe, is_causal=is_causal, backend="triton")
+
+    out, lse = run()
+    expected, expected_lse = without(monkeypatch, run)
+    assert launches == [WarpSpecializedConfig.kernel]
+    assert relative_error(out, expected) < 0.01
+    torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("recipe", ["balanced", "int8-pv16", "paper", "nvfp4-keys"])
+@pytest.mark.parametrize("case", [name for name in EXACT_STARTS if name != "below"])
+def test_exact_starts_match_the_reference(case: str, recipe: str, launches: list[str]) -> None:
+    assert_an_exact_start_has_no_low_tile(EXACT_STARTS[case], RECIPES[recipe], torch.bfloat16, "cuda")
+    assert launches
+
+
+@pytest.mark.parametrize("recipe", ["balanced", "int8-pv16", "paper", "nvfp4-keys"])
+@pytest.mark.parametrize("case", [name for name in EXACT_STARTS if name != "below"])
+def test_exact_starts_of_short_calls_match_the_reference(case: str, recipe: str, short_launches: list[str]) -> None:
+    assert_an_exact_start_has_no_low_tile(EXACT_STARTS[case], RECIPES[recipe], torch.bfloat16, "cuda")
+    assert short_launches
+
+
+@pytest.mark.parametrize("recipe", ["int8", "fp4", "nvfp4-keys"])
+def test_fp16_and_transposed_views_match_the_reference(recipe: str, launches: list[str]) -> None:
+    assert_matches_reference(SHAPES["odd"], RECIPES[recipe], torch.float16, "cuda")
+    assert launches
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_long_calls_run_on_it_and_match_the_portable_kernel(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    qkv = random_qkv(
+        q_heads=16, kv_heads=4, q_len=16_400, kv_len=16_400, head_dim=head_dim, dtype=torch.bfloat16, device="cuda"
+    )
+
+    def run() -> tuple[Tensor, Tensor]:
+        return attention_with_lse(*qkv, RECIPES["int8"], backend="triton")
+
+    with computed_by(WarpSpecializedConfig) as calls:
+        out, lse = run()
+    assert calls
+    expected, expected_lse = without(monkeypatch, run)
+    assert relative_error(out, expected) < 0.01
+    torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=1e-5)
+
+
+def test_runs_are_bit_identical(launches: list[str]) -> None:
+    qkv = random_qkv(q_len=3000, kv_len=3000, **HEADS, dtype=torch.bfloat16, device="cuda")
+    first = attention(*qkv, RECIPES["int8"], backend="triton")
+    poison = torch.full((64, 1024, 1024), float("nan"), device="cuda")
+    del poison  # the allocator hands this memory to the outputs
+    for _ in range(5):
+        assert torch.equal(attention(*qkv, RECIPES["int8"], backend="triton"), first)
+    assert len(launches) == 6
+
+
+@pytest.mark.parametrize(
+    ("recipe", "head_dim"),
+    [
+        *((name, size) for name in ("balanced", "int8", "e4m3-rotated", "int8-pv16") for size in (64, 96, 128)),
+        *((name, size) for name in ("paper", "fp4", "nvfp4-keys") for size in (64, 128)),
+        *((name, 128) for name in ("mxfp4-row", "int8-mxfp8", "nvfp4", "mixed")),
+        ("fp4", 96),
+    ],
+)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_short_calls_match_the_reference(shape: str, recipe: str, head_dim: int, short_launches: list[str]) -> None:
+    assert_matches_reference(replace(SHAPES[shape], head_dim=head_dim), RECIPES[recipe], torch.bfloat16, "cuda")
+    assert short_launches
+
+
+@pytest.mark.parametrize(
+    ("recipe", "head_dim"),
+    [
+        *((name, size) for name in ("balanced", "int8-pv16") for size in (64, 96, 128)),
+        *((name, 128) for name in ("paper", "fp4", "nvfp4", "nvfp4-keys")),
+    ],
+)
+@pytest.mark.parametrize("shape", EDGES)
+def test_masked_tiles_of_short_calls_match_the_reference(
+    shape: str, recipe: str, head_dim: int, short_launches: list[str]
+) -> None:
+    assert_matches_reference(replace(EDGES[shape], head_dim=head_dim), RECIPES[recipe], torch.bfloat16, "cuda")
+    assert short_launches
+
+
+@pytest.mark.parametrize(
+    ("recipe", "head_dim"),
+    [("balanced", 64), ("balanced", 128), ("int8-pv16", 128), ("paper", 128), ("fp4", 128), ("nvfp4", 64)],
+)
+@pytest.mark.parametrize("case", MASKED)
+def test_masks_of_short_calls_match_the_reference(
+    case: str, recipe: str, head_dim: int, short_launches: list[str]
+) -> None:
+    assert_matches_reference(replace(MASKED[case], head_dim=head_dim), RECIPES[recipe], torch.bfloat16, "cuda")
+    assert short_launches
+
+
+@pytest.mark.parametrize("bands", [(0, 0), (0, 2), (3, 0), (1, 1), (7, 0), (0, 7)])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_diagonal_and_sink_tiles_of_short_calls_match_the_portable_kernel(
+    head_dim: int, bands: tuple[int, int], short_launches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = replace(RECIPES["int8"], diagonal_tiles=bands[0], sink_tiles=bands[1])
+    qkv = random_qkv(
+        q_heads=4, kv_heads=2, q_len=1090, kv_len=1090, head_dim=head_dim, dtype=torch.float16, device="cuda"
+    )
+
+    def run() -> tuple[Tensor, Tensor]:
+        return attention_with_lse(*qkv, recipe, backend="triton")
+
+    out, lse = run()
+    expected, expected_lse = without(monkeypatch, run)
+    assert short_launches == [MultiCTAConfig.kernel]
+    # The portable kernel starts with the high tiles, so it rounds probabilities relative to other maxima.
+    assert relative_error(out, expected) < 0.02
+    torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "name"),
+    [
+        (64, "int8"), (128, "int8"), (64, "int8-pv16"), (128, "int8-pv16"), (64, "paper"), (128, "paper"), (128, "fp4"),
+        (128, "nvfp4-keys"),
+    ],
+)  # fmt: skip
+def test_short_calls_of_many_ctas_are_deterministic_and_match_the_portable_kernel(
+    head_dim: int, name: str, short_launches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    qkv = random_qkv(
+        batch=4, q_heads=16, kv_heads=4, q_len=2500, kv_len=2500, head_dim=head_dim, dtype=torch.bfloat16, device="cuda"
+    )
+
+    def run() -> tuple[Tensor, Tensor]:
+        return attention_with_lse(*qkv, RECIPES[name], backend="triton")
+
+    out, lse = run()
+    poison = torch.full((64, 1024, 1024), float("nan"), device="cuda")
+    del poison  # the allocator hands this memory to the outputs
+    for _ in range(5):
+        again, again_lse = run()
+        assert torch.equal(again, out)
+        assert torch.equal(again_lse, lse)
+    assert short_launches
+    expected, expected_lse = without(monkeypatch, run)
+    assert relative_error(out, expected) < 0.02
+    torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=1e-5)
+
+
+def test_swizzle_groups_need_not_divide_the_heads(short_launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dma_kernels.prefill.plan.select_swizzle_group", lambda *_: 3)
+    assert_matches_reference(SHAPES["odd"], RECIPES["balanced"], torch.bfloat16, "cuda")
+    assert short_launches
+
+
+@pytest.mark.parametrize("recipe", ["balanced", "int8", "e4m3-rotated", "int8-pv16", "paper", "nvfp4-keys"])
+def test_a_nan_query_makes_only_its_own_row_nan(recipe: str, short_launches: list[str]) -> None:
     query, key, value = random_qkv(q_len=700, kv_len=700, **HEADS, dtype=torch.bfloat16, device="cuda")
     expected = attention(query, key, value, RECIPES[recipe])
     query[0, 1, 650, 5] = float("nan")
     out = attention(query, key, value, RECIPES[recipe])
+    assert short_launches
     assert out[0, 1, 650].isnan().all()
     out[0, 1, 650] = expected[0, 1, 650]
     assert torch.equal(out, expected)
 
 
-@variants((LONG, ["int8"], (128,)), (SHORT, ["int8", "int8-pv16", "paper", "fp4", "nvfp4-keys"], (64, 128)))
-def test_calls_of_many_ctas_are_deterministic_and_match_the_portable_kernel(
-    recipe: str, head_dim: int, kernel: type[Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("recipe", ["balanced", "fp4", "paper", "int8-pv16", "identity"])
+@pytest.mark.parametrize("case", SPARSE)
+def test_long_calls_skip_the_tiles_that_the_reference_skips(case: str, recipe: str, launches: list[str]) -> None:
+    assert_skips_as_the_reference(SPARSE[case], RECIPES[recipe], torch.bfloat16, "cuda")
+    assert launches
+
+
+@pytest.mark.parametrize("case", SPARSE)
+def test_long_calls_skip_no_tile_of_an_exact_start(case: str, launches: list[str]) -> None:
+    recipe = replace(RECIPES["balanced"], exact_until=640)
+    assert_skips_as_the_reference(SPARSE[case], recipe, torch.bfloat16, "cuda")
+    assert launches
+
+
+@pytest.mark.parametrize("case", SPARSE)
+def test_short_calls_skip_no_tile_of_an_exact_start(case: str, short_launches: list[str]) -> None:
+    recipe = replace(RECIPES["balanced"], exact_until=640)
+    assert_skips_as_the_reference(SPARSE[case], recipe, torch.bfloat16, "cuda")
+    assert short_launches
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_tiles_of_other_head_dims_are_skipped(head_dim: int, launches: list[str]) -> None:
+    assert_skips_as_the_reference(replace(SPARSE["gqa"], head_dim=head_dim), RECIPES["balanced"], torch.float16, "cuda")
+    assert launches
+
+
+@pytest.mark.parametrize(
+    ("recipe", "head_dim"), [("balanced", 128), ("balanced", 64), ("fp4", 128), ("int8-pv16", 128), ("identity", 128)]
+)
+@pytest.mark.parametrize("case", SPARSE)
+def test_short_calls_skip_the_tiles_that_the_reference_skips(
+    case: str, recipe: str, head_dim: int, short_launches: list[str]
 ) -> None:
-    run = call_of_many_ctas(recipe, head_dim, batch=4, length=2500)
-    out, lse = run()
-    fill_free_memory_with_nan()
-    for _ in range(5):
-        again, again_lse = run()
-        assert torch.equal(again, out)
-        assert torch.equal(again_lse, lse)
-    # The portable kernel starts with the high tiles, so it rounds probabilities relative to other maxima.
-    assert_as_the_portable_kernel((out, lse), run, 0.02, monkeypatch)
-
-
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
-def test_long_calls_run_on_the_warp_specialized_kernel(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, names = call_of_many_ctas("int8", head_dim, batch=1, length=16_400), []
-    with kernel_reports(names.append):
-        results = run()
-    assert LONG.kernel in names
-    assert_as_the_portable_kernel(results, run, 0.01, monkeypatch)
+    assert_skips_as_the_reference(replace(SPARSE[case], head_dim=head_dim), RECIPES[recipe], torch.bfloat16, "cuda")
+    assert short_launches

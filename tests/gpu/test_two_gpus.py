@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from dma_eval.results import read_report
 from parallel_worker import compute, token_ids
 from tiny_models import FAMILIES
+from tiny_tasks import write_tiny_tasks
 from transformers import AutoModelForCausalLM
 
 import dma_hf
@@ -18,6 +20,8 @@ import dma_hf
 pytestmark = pytest.mark.gpu
 
 ROOT = Path(__file__).parents[2]
+WORKER = ROOT / "tests" / "support" / "parallel_worker.py"
+DEMO_MODEL = ROOT / "eval" / "dma_eval" / "assets" / "demo_model"
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 4, "vocab_size": 128}
 
 
@@ -49,21 +53,29 @@ def _same(actual, expected):
     assert error < 0.02, f"relative error {error:.2e}"
 
 
-@pytest.mark.parametrize("placement", ["second", "by layer", "auto"])
-def test_layers_may_be_on_either_gpu_or_both(placement, saved_model, on_one_gpu):
-    """The kernels run on the device of the tensors, while the first is current."""
-    ends = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 1, "lm_head": 1}
-    options = {
-        "second": {"device_map": {"": 1}},
-        "by layer": {"device_map": ends | {f"model.layers.{i}": i // 2 for i in range(4)}},
-        "auto": {"device_map": "auto", "max_memory": {0: "2MiB", 1: "1GiB"}},  # too little for the whole model
-    }[placement]
+def test_the_kernels_run_on_the_tensors_device(saved_model, on_one_gpu):
+    """The second GPU, while the first is current."""
     torch.cuda.set_device(0)
-    model = _load(saved_model, **options)
-    result = compute(model, token_ids())
-    assert len({parameter.device for parameter in model.parameters()}) >= (1 if placement == "second" else 2)
+    result = compute(_load(saved_model, device_map={"": 1}), token_ids())
     assert torch.equal(result["logits"], on_one_gpu["logits"])
     assert torch.equal(result["tokens"], on_one_gpu["tokens"])
+
+
+def test_layers_may_be_on_two_gpus(saved_model, on_one_gpu):
+    ends = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 1, "lm_head": 1}
+    model = _load(saved_model, device_map=ends | {f"model.layers.{i}": i // 2 for i in range(4)})
+    assert {parameter.device.index for parameter in model.parameters()} == {0, 1}
+    result = compute(model, token_ids())
+    assert torch.equal(result["logits"], on_one_gpu["logits"])
+    assert torch.equal(result["tokens"], on_one_gpu["tokens"])
+
+
+def test_device_map_auto_may_use_both_gpus(saved_model, on_one_gpu):
+    room = {0: "2MiB", 1: "1GiB"}  # too little for the whole model, so both are used
+    model = _load(saved_model, device_map="auto", max_memory=room)
+    result = compute(model, token_ids())
+    assert len({parameter.device for parameter in model.parameters()}) >= 2
+    assert torch.equal(result["logits"], on_one_gpu["logits"])
 
 
 @torch.no_grad()
@@ -80,11 +92,10 @@ def _assert_chosen(model, tokens):
 @pytest.mark.parametrize("mode", ["tensor", "batch", "data"])
 def test_two_processes_compute_the_same_as_one(mode, saved_model, on_one_gpu, tmp_path):
     """One process per GPU: tensor parallelism, with and without continuous batching, and data parallelism."""
-    worker = ROOT / "tests" / "support" / "parallel_worker.py"
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "tests" / "support")))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    paths = [str(ROOT / folder) for folder in (".", "kernels", "tests/support")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
-    command = [*launcher, *map(str, (worker, saved_model, tmp_path)), mode]
+    command = [*launcher, str(WORKER), str(saved_model), str(tmp_path), mode]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((paths, os.environ.get("PYTHONPATH", "")))}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     first, second = (torch.load(tmp_path / f"{mode}{rank}.pt") for rank in range(2))
@@ -98,3 +109,45 @@ def test_two_processes_compute_the_same_as_one(mode, saved_model, on_one_gpu, tm
     else:
         together = {name: torch.cat((first[name], second[name])) for name in ("logits", "tokens")}
         _same(together, on_one_gpu)
+
+
+def test_accelerate_launch_splits_lm_eval_samples(tmp_path):
+    """Two processes of ``dma-hf lm-eval`` share the samples."""
+    pytest.importorskip("lm_eval")
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    arguments = ["-m", "dma_eval", "lm-eval", "-m", str(DEMO_MODEL), "--dtype", "bfloat16", "--limit", "9"]
+    arguments += ["--tasks", "tiny_choice,tiny_answer", "--include-path", str(write_tiny_tasks(tmp_path / "tasks"))]
+    arguments += ["--attn", "sdpa", "dma_mxfp:balanced", "--out"]
+    launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
+    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "eval")))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((paths, os.environ.get("PYTHONPATH", "")))}
+    accuracies = []
+    for name, start in (("one", []), ("two", launch)):
+        command = [sys.executable, *start, *arguments, str(tmp_path / name)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        section = read_report(tmp_path / name / "results.json").tasks[0]
+        assert section.processes == len(accuracies) + 1
+        accuracies.append([backend.mean_accuracy for backend in section.backends])
+    assert accuracies[1] == pytest.approx(
+        accuracies[0], abs=0.12
+    )  # one of nine answers, because other batches round differently in bf16
+
+
+def test_models_can_run_on_two_streams(saved_model, on_one_gpu):
+    """Two models at the same time, each on its own stream."""
+    models = [_load(saved_model, device_map={"": 0}) for _ in range(2)]
+    ids = token_ids().to("cuda:0")
+    streams = [torch.cuda.Stream() for _ in models]
+    logits = []
+    torch.cuda.synchronize()
+    with torch.no_grad():
+        for _ in range(3):
+            for model, stream in zip(models, streams, strict=True):
+                with torch.cuda.stream(stream):
+                    logits.append(model(ids).logits)
+    torch.cuda.synchronize()
+    for each in logits:
+        assert torch.equal(each.float().cpu(), on_one_gpu["logits"])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from batched_parts import assert_as_alone, generate_batch, note_parts
+from batched_parts import assert_as_alone, note_parts
 from tiny_models import FAMILIES
-from transformers import CompileConfig
+from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig
 
 import dma_hf
 from dma_hf.decoding import EAGER_STEPS
@@ -77,19 +77,21 @@ def test_decode_steps_run_as_cuda_graphs(kind):
     assert not dma_hf.stats(model).eager_decoding
 
 
-def _batched(model, lengths, new_tokens, **options):
-    """Return the outputs of greedy requests."""
-    prompts = [_ids(1, length, seed=length)[0].tolist() for length in lengths]
-    return generate_batch(model, prompts, new_tokens, **options)
+def _batched(prompts, model, **options):
+    settings = GenerationConfig(max_new_tokens=6, do_sample=False, pad_token_id=0, bos_token_id=1)
+    batching = ContinuousBatchingConfig(num_blocks=32, max_batch_tokens=512, **options)
+    return model.generate_batch(prompts, generation_config=settings, continuous_batching_config=batching)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_continuous_batching_equals_isolated_prompts(name):
     """Except where two tokens are nearly tied and bf16 sums decide."""
     model = _model(name)
-    options = {"num_blocks": 32, "max_batch_tokens": 512, "use_cuda_graph": False}
-    for output in _batched(model, (5, LENGTH, 17, 140), 6, **options).values():
-        prompt, tokens = output.prompt_ids, output.generated_tokens
+    prompts = [_ids(1, length, seed=length)[0].tolist() for length in (5, LENGTH, 17, 140)]
+    outputs = _batched(prompts, model, use_cuda_graph=False)
+    for prompt, output in zip(prompts, outputs.values(), strict=True):
+        assert output.error is None
+        tokens = output.generated_tokens
         assert len(tokens) == 6
         logits = model(torch.tensor([prompt + tokens[:-1]]).cuda()).logits[0, len(prompt) - 1 :].float()
         chosen = logits.gather(-1, torch.tensor(tokens)[:, None].cuda())[:, 0]
@@ -108,8 +110,12 @@ def test_packed_pages_equal_isolated_prompts(name, format, options, monkeypatch)
     """By default Transformers runs steps as CUDA graphs, two of them in flight."""
     model = _model(name)
     dma_hf.configure(model, cache=format)
+    prompts = [_ids(1, length, seed=length)[0].tolist() for length in (5, LENGTH, 120, 250, LENGTH, 600)]
     parts = note_parts(monkeypatch)
-    outputs = _batched(model, (5, LENGTH, 120, 250, LENGTH, 600), 20, num_blocks=200, **options)
+    settings = GenerationConfig(max_new_tokens=20, do_sample=False, pad_token_id=0, bos_token_id=1)
+    batching = ContinuousBatchingConfig(num_blocks=200, **options)
+    outputs = model.generate_batch(prompts, generation_config=settings, continuous_batching_config=batching)
+    assert [output.error for output in outputs.values()] == [None] * len(prompts)
     largest = float(model(_ids(1, LENGTH)).logits.abs().max())
     # One extra step may have been launched for a finished request.
     for request, output in outputs.items():
@@ -118,9 +124,23 @@ def test_packed_pages_equal_isolated_prompts(name, format, options, monkeypatch)
     assert_as_alone(model, outputs, parts, tolerance=0.05 * largest)
 
 
-def test_padded_rows_equal_isolated_prompts():
-    """Over a packed cache, with a sliding window that has dropped keys: a prompt, then single tokens."""
-    model = _model("gemma3")
+@pytest.mark.parametrize("preset", ["paper", "fp4"])
+def test_keys_that_4_bits_cannot_represent_are_warned_of(preset):
+    model = FAMILIES["qwen2"].build(dma_hf.NAME, hidden_size=256)
+    attention = model.model.layers[1].self_attn
+    for projection in (attention.q_proj, attention.k_proj):
+        projection.weight *= 30.0
+    attention.k_proj.bias[3] = 100.0
+    model = model.cuda().bfloat16()
+    dma_hf.configure(model, preset, exact_until=0)
+    with pytest.warns(UserWarning, match="cannot represent the keys of this model in 4 bits"):
+        model(_ids(1, LENGTH))
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral"])
+def test_padded_rows_equal_isolated_prompts(name):
+    """Over a packed cache, with sliding windows that have dropped keys: a prompt, then single tokens."""
+    model = _model(name)
     lengths, steps = (LENGTH, 70), 8
     ids = _ids(2, LENGTH + steps)
     mask = torch.ones_like(ids)
@@ -140,3 +160,20 @@ def test_padded_rows_equal_isolated_prompts():
         own = slice(LENGTH - length, None)
         alone = logits(ids[row : row + 1, own], mask[row : row + 1, own])
         assert (batched[row] - alone[0]).norm() < 0.02 * alone.norm()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_checkpoints_change_no_gradient(name, reentrant):
+    gradients = []
+    for checkpoints in (False, True):
+        model = _model(name).train()
+        if checkpoints:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        ids = _ids(2, LENGTH)
+        with torch.enable_grad():
+            model(ids, labels=ids, use_cache=False).loss.backward()
+        gradients.append([parameter.grad.float() for parameter in model.parameters()])
+    for plain, checkpointed in zip(*gradients, strict=True):
+        assert plain.norm() > 0
+        assert (checkpointed - plain).norm() <= 0.02 * plain.norm()
