@@ -210,9 +210,9 @@ class Route:
 
 
 class _Choices(Route):
-    """A route whose pieces are made here.
+    """A route whose pieces have one choice.
 
-    Those of Transformers' handlers are objects of OpenAI's client, which take longer to make than a token.
+    Transformers' handlers make each piece of objects of OpenAI's client, which takes several times as long.
     """
 
     kind: str  # of an answer
