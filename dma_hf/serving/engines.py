@@ -62,7 +62,7 @@ class Answer(asyncio.Queue[Any]):
         if items and isinstance(item, str) and type(item) is type(items[-1]):
             items[-1] = type(item)(items[-1] + item)
         else:
-            items.append(item)
+            super()._put(item)
 
     def put_nowait(self, item: Any) -> None:
         """Add an item, or ``None`` at the end."""
