@@ -418,7 +418,7 @@ def results() -> pd.DataFrame:
         ["Token of `generate` after 8K, 8B model, H100", "serving", ours, peer_names, f"{token} as fast"],
         ["Cache size at 32K tokens", "decode", ours, plain, f"{size['32K']:.2f}x"],
         [f"{REQUESTS}, compiled", "serving", ours, "vLLM 0.26, FP8 cache; bf16 cache", f"{compared} the tokens/s"],
-        ["Server, 32; 128 clients, 1.5B model", "serving", ours, "vLLM 0.26, 16-bit cache", f"{loaded} the tokens/s"],
+        ["Server, 32; 128 clients, 1.5B model", "serving", ours, "vLLM 0.26, bf16 cache", f"{loaded} the tokens/s"],
         ["GSM8K, 400 problems, 1.5B model", "quality", "`balanced`, `int8`, `int4`", "SDPA", solved],
         [f"Perplexity, worst of {len(MODELS)} models", "quality", f"`balanced`, {ours}", "SDPA", changes],
     ]
