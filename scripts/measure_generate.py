@@ -6,7 +6,8 @@
 
 A model with random weights calls ``generate`` as README does, with one prompt of random tokens. All runs share the
 weights, and each has a separate model object, so that settings, caches and graphs stay as a user has them. Runs take
-turns. Untimed calls come first: they compile, capture, and build cuDNN's plans.
+turns. Untimed calls come first: they compile, capture, and build cuDNN's plans. With ``--unseen``, each first token is
+of a prompt whose length is new to the process, as most are in use: between half of the context and all of it.
 
 A step is the difference between calls with 66 and with 2 tokens, over 64. An eager step at batch 1
 takes as long as the host needs. Ratios to the first run are of the same round, so they vary less than the times do.
@@ -15,6 +16,7 @@ takes as long as the host needs. Ratios to the first run are of the same round, 
 from __future__ import annotations
 
 import copy
+import random
 import statistics
 import time
 from collections import Counter
@@ -100,8 +102,8 @@ def spread(times: list[float], first: list[float], what: str) -> dict[str, list[
     return {f"{what}_ms": quartiles([1e3 * each for each in times]), f"{what}_over_first_run": quartiles(ratios)}
 
 
-def measure(runs: dict[str, Run], prompt: Tensor, first_tokens: int, rounds: int, profiled: bool) -> dict[str, Any]:
-    """Return quartiles of first tokens and steps by run; those that cannot run are left out."""
+def measure(runs: dict[str, Run], prompt: Tensor, lengths: list[int], rounds: int, profiled: bool) -> dict[str, Any]:
+    """Return quartiles of steps, and of first tokens of prompts with these lengths; runs that fail are left out."""
     results: dict[str, dict[str, Any]] = {}
     for name, run in runs.items():
         try:
@@ -111,10 +113,10 @@ def measure(runs: dict[str, Run], prompt: Tensor, first_tokens: int, rounds: int
             typer.echo(f"{name}: {error}", err=True)
     firsts: dict[str, list[float]] = {name: [] for name in results}
     steps: dict[str, list[float]] = {name: [] for name in results}
-    for turn in range(-2, first_tokens):  # the first two are not counted
+    for turn, length in enumerate((prompt.shape[1], prompt.shape[1], *lengths)):
         for name in results:
-            taken = runs[name].seconds(prompt, 1)
-            if turn >= 0:
+            taken = runs[name].seconds(prompt[:, :length], 1)
+            if turn >= 2:
                 firsts[name].append(taken)
     for _ in range(rounds):
         for name in results:
@@ -122,7 +124,7 @@ def measure(runs: dict[str, Run], prompt: Tensor, first_tokens: int, rounds: int
             steps[name].append((many - few) / (NEW_TOKENS - FEW_TOKENS))
     first = next(iter(results), "")
     for name, result in results.items():
-        if first_tokens > 1:
+        if len(lengths) > 1:
             result |= spread(firsts[name], firsts[first], "first_token")
         if rounds > 1:
             result |= spread(steps[name], steps[first], "step")
@@ -137,6 +139,7 @@ def main(
     shape: Annotated[str, typer.Option(help="Shape of the model, as in `dma-hf bench`.")] = "llama-3.1-8b",
     context: Annotated[list[int] | None, typer.Option(help="Tokens of a prompt.")] = None,
     first_tokens: Annotated[int, typer.Option(help="First tokens of each run.")] = 10,
+    unseen: Annotated[bool, typer.Option(help="First tokens of prompts of unseen lengths.")] = False,
     rounds: Annotated[int, typer.Option(help="Measured steps of each run; 0: none, else at least 2.")] = 5,
     run: Annotated[list[str] | None, typer.Option(help="Runs; default: all that compile nothing.")] = None,
     profile: Annotated[bool, typer.Option(help="Add the kernels of a step.")] = False,
@@ -147,7 +150,11 @@ def main(
     results: list[dict[str, Any]] = []
     for length in context or [1024]:
         prompt = torch.randint(1, model.config.vocab_size, (1, length), device="cuda")  # 0 pads
-        results.append({"shape": shape, "context": length} | measure(runs, prompt, first_tokens, rounds, profile))
+        lengths = [length] * first_tokens
+        if unseen:
+            lengths = random.Random(0).sample(range(length // 2, length), first_tokens)
+        case = {"shape": shape, "context": length} | ({"shortest": length // 2} if unseen else {})
+        results.append(case | measure(runs, prompt, lengths, rounds, profile))
         typer.echo(f"{length} tokens: {results[-1]}")
         write_json(here_and_now() | {"results": results}, out)
 

@@ -263,7 +263,8 @@ def interleaved(values: str, *files: str) -> pd.DataFrame:
         ratios = {run: each / medians["sdpa"] for run, each in medians.items()}
         of_rounds = values.replace("_ms", "_over_first_run")
         ratios |= {run: result[of_rounds][1] for run, result in results.items() if of_rounds in result}
-        case = f"{row['shape'].rsplit('-', 1)[1].upper()}, {row['context']:,} tokens"
+        shortest = f"{row['shortest']:,} to " if "shortest" in row else ""
+        case = f"{row['shape'].rsplit('-', 1)[1].upper()}, {shortest}{row['context']:,} tokens"
         cells[case] = {run: f"{each:.1f} ms, {ratios[run]:.2f}x" for run, each in medians.items()}
     return named(pd.DataFrame(cells))
 

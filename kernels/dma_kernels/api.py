@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .numerics.call import AttentionCall, check_call, check_options, is_int, of_four_dimensions
 from .numerics.formats import MAX_POSITION
+from .numerics.layout import ALIGNMENT
 from .numerics.recipe import Recipe
 from .operators import SETTINGS, needs_operator, read_settings, register, settings_of
 from .prefill.plan import plan, sdpa
@@ -134,8 +135,8 @@ class PreparedAttention:
     def __init__(self, call: AttentionCall) -> None:
         if call.sinks is not None:
             call = call._replace(sinks=call.sinks.contiguous())
-        self._layouts = call.layouts()
-        self._plan = plan(self._layouts)
+        self._plan = plan(call.layouts())
+        self._strides = _aligned_strides(call)
         self.kernel = self._plan.kernel
         self._call = call._replace(query=None, key=None, value=None, sinks=None)  # keeps no tensors
 
@@ -155,9 +156,17 @@ class PreparedAttention:
             return sdpa(query, key, value, self._call.scale)
         sinks = None if sinks is None else sinks.contiguous()
         call = self._call._replace(query=query, key=key, value=value, sinks=sinks)
-        layouts = call.layouts()
-        prepared = self._plan if layouts == self._layouts else plan(layouts)
-        return prepared.run(call)[0]
+        strides = _aligned_strides(call)
+        is_alike = strides is not None and strides == self._strides
+        return (self._plan if is_alike else plan(call.layouts())).run(call)[0]
+
+
+def _aligned_strides(call: AttentionCall) -> tuple[tuple[int, ...], ...] | None:
+    """Return the strides of queries, keys and values, ``None`` if the address of one, or of sinks, is not aligned."""
+    addresses = call.query.data_ptr() | call.key.data_ptr() | call.value.data_ptr()
+    if call.sinks is not None:
+        addresses |= call.sinks.data_ptr()
+    return None if addresses % ALIGNMENT else (call.query.stride(), call.key.stride(), call.value.stride())
 
 
 def _tensors_of(call: AttentionCall) -> list[Any]:

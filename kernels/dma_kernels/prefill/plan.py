@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from ..runtime.plan import LaunchPlan
 
 
+CUDNN_MAJORS = (9, 10)
+"""Major compute capabilities on which PyTorch prefers cuDNN's attention to its own."""
+
+
 @dataclass(frozen=True, eq=False)
 class AttentionPlan:
     """How calls with the same key are computed."""
@@ -171,7 +175,8 @@ def _suits_sdpa(call: AttentionCall) -> bool:
     """Whether PyTorch's attention computes an exact call: a decoding step, or a prompt without low tiles.
 
     One query attends to all keys, so that PyTorch runs FlashAttention's split-KV kernel. Or all tiles of a short prompt
-    are high, and there are as many queries as keys.
+    are high, and there are as many queries as keys, where PyTorch does not run cuDNN: that builds a plan for each new
+    length (H200: 55 ms).
     """
     q_len, kv_len = call.query.shape[2], call.key.shape[2]
     if call.needs_lse or call.has_seq_info or not call.is_causal or call.query.shape[3] != call.value.shape[3]:
@@ -184,6 +189,8 @@ def _suits_sdpa(call: AttentionCall) -> bool:
     if q_len == 1 < kv_len:
         return call.is_short
     if q_len != kv_len or last != kv_len - 1 or call.recipe.high != UNQUANTIZED:
+        return False
+    if chip.device_arch(call.query.device) // 10 in CUDNN_MAJORS:
         return False
     geometry = AttentionGeometry.of(call)
     return geometry.low_tiles(q_len, call.recipe) == range(0)
