@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import weakref
+from itertools import accumulate
 from typing import Any
 
 from dma_kernels.numerics.formats import TILE
@@ -18,11 +19,15 @@ from transformers.generation.continuous_batching.continuous_api import (
 )
 from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
 from transformers.generation.continuous_batching.model_runner import ModelRunner
-from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
+from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
+from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
 
 from ..config import cache_of
 from .paged_attention import enter_batching, leave_batching
 from .paged_cache import DEFAULT_BLOCKS, PackedPagedCache, check_layers
+
+PROMPT_INTERVAL = 8
+"""Batches from one with new prompts to the next, while requests decode (H200, 1.5B parameters)."""
 
 
 class DMAManager(ContinuousBatchingManager):  # type: ignore[misc]
@@ -129,6 +134,8 @@ class DMAManager(ContinuousBatchingManager):  # type: ignore[misc]
         update_cb_config_after_cache_creation(resolved, cache.num_blocks, cache.max_batch_tokens)
         # Each request has a slot.
         resolved.max_requests_per_batch = min(resolved.max_requests_per_batch, cache.num_sectors - 1)
+        has_graphs = resolved.cuda_graph_booleans[1]
+        schedulers = SCHEDULER_MAPPING | ({"fifo": PromptScheduler} if has_graphs else {})
         processor = ContinuousBatchProcessor(
             cache=cache,
             config=cache.config,
@@ -141,13 +148,62 @@ class DMAManager(ContinuousBatchingManager):  # type: ignore[misc]
             background_thread_status=self.background_thread_status,
             model_device=cache.device,
             model_dtype=cache.dtype,
-            scheduler=SCHEDULER_MAPPING[resolved.scheduler_type](
+            scheduler=schedulers[resolved.scheduler_type](
                 cache, resolved.safety_margin, resolved.max_requests_per_batch
             ),
             distributed_helper=self.distributed_helper,
         )
         _pad_decoding_alone(processor.model_runner)
         return processor
+
+
+class PromptScheduler(FIFOScheduler):  # type: ignore[misc]
+    """Transformers' FIFO scheduler, except that a batch has either prompts or decoding requests.
+
+    So decoding batches are CUDA graphs. While requests decode, prompts wait until they fill a batch, or for
+    ``PROMPT_INTERVAL`` batches after the last prompts. Those that fill one, or were split, wait for a single batch.
+    """
+
+    def reset(self) -> None:
+        super().reset()
+        self._passed = PROMPT_INTERVAL  # batches since the last prompts
+
+    def schedule_batch(self, token_budget: int, cache_budget: int) -> tuple[list[Any] | None, bool, int, int]:
+        active = self.active_requests.values()
+        decoding = [state for state in active if state.status == RequestStatus.DECODING]
+        prompts = [state for state in active if state.status == RequestStatus.PREFILLING]
+        if not self.block_new_requests:
+            prompts += self._get_waiting_candidates()
+        prompts = prompts[: self.max_requests_per_batch - len(decoding)]
+        self._passed += 1
+        has_failed = False
+        if prompts and not (decoding and self._waits(prompts, token_budget)):
+            # A prompt is split only if it is longer than a batch: its second part would read the first from the cache.
+            ends = accumulate(len(state.remaining_prefill_tokens) for state in prompts)
+            whole = sum(end <= token_budget for end in ends)
+            batch = self._schedule(prompts[: max(1, whole)], token_budget, cache_budget)
+            if batch[0]:
+                self._passed = 0
+                return batch
+            has_failed = batch[0] is None
+        batch = self._schedule(decoding, token_budget, cache_budget)
+        return (None, *batch[1:]) if has_failed and not batch[0] else batch
+
+    def _waits(self, prompts: list[RequestState], token_budget: int) -> bool:
+        """Return whether prompts wait for others, or for memory, while requests decode."""
+        tokens = sum(len(state.remaining_prefill_tokens) for state in prompts)
+        is_split = prompts[0].status == RequestStatus.PREFILLING
+        interval = 2 if is_split or tokens >= token_budget else PROMPT_INTERVAL
+        return self._passed < interval or not self._try_to_meet_safety_margin()
+
+    def _schedule(
+        self, candidates: list[RequestState], token_budget: int, cache_budget: int
+    ) -> tuple[list[Any] | None, bool, int, int]:
+        """Return a batch of some candidates, ``None`` if memory is short, as FIFO does."""
+        scheduled: set[str] = set()
+        batch, is_short, *others = self._process_candidates(candidates, token_budget, cache_budget, scheduled)
+        self._cleanup_waiting_queue(scheduled)
+        return (batch or (None if is_short else [])), *others
 
 
 def _pad_decoding_alone(runner: ModelRunner) -> None:

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from dma_kernels import attention
 from dma_kernels.cache.api import append, cached_attention
@@ -47,6 +48,10 @@ DEFAULT_BLOCKS = 256
 
 ROUNDED_PAGES = 32
 """Page tables of mixed batches have a multiple of this many columns, to limit the number of shapes."""
+
+JOINED_BELOW = 2048
+"""Prompts of fewer tokens are computed together if the longest is at most twice as long: for one alone, the host takes
+longer than the GPU (H200, 1.5B parameters)."""
 
 _MEMORY_PARAMETERS = inspect.signature(PagedAttentionMemoryHandler.__init__).parameters
 
@@ -97,10 +102,12 @@ class _Allocator(FullAttentionCacheAllocator):  # type: ignore[misc]
         return [self.blocks_per_sector] * self.blocks_spared + blocks
 
     def fill_block_table(self, request_id: str, past_length: int, query_length: int, block_table: Tensor) -> None:
-        blocks = self.table_of(request_id)[: len(block_table)]
-        if block_table.device.type == "cpu":
-            block_table.numpy()[: len(blocks)] = blocks  # a fifth of the time, for each request of a step
+        blocks = self.table_of(request_id)
+        if block_table.device.type == "cpu":  # on the host, where this takes a tenth of PyTorch's time
+            row = block_table.numpy()
+            row[: len(blocks)] = blocks[: len(row)]
         else:
+            blocks = blocks[: len(block_table)]
             block_table[: len(blocks)] = torch.tensor(blocks, dtype=block_table.dtype)
 
 
@@ -122,20 +129,52 @@ class _Memory(PagedAttentionMemoryHandler):  # type: ignore[misc]
         return overhead + self.restored_bytes
 
 
+class _Request(NamedTuple):
+    """A request of a batch with prompts."""
+
+    past: int  # tokens in the cache
+    length: int  # new tokens
+    start: int  # index of the first of them in the batch
+    pages: list[int]
+    slot: int
+
+
+def _alike(requests: list[_Request]) -> Iterable[list[_Request]]:
+    """Return groups of requests that can be computed in one call, the most new tokens first.
+
+    Decoding requests form one group for all past lengths, which are read on the device. So do prompts of similar
+    lengths, see :data:`JOINED_BELOW`, and requests of equal past and new lengths.
+    """
+    found: dict[tuple[int, int], list[_Request]] = {}
+    longest = 0
+    for request in sorted(requests, key=lambda request: -request.length):
+        past, length = request.past, request.length
+        if length == 1:
+            past = 1
+        elif past == 0 and length < JOINED_BELOW:
+            longest = longest if 0 < longest <= 2 * length else length
+            length = longest
+        found.setdefault((past, length), []).append(request)
+    return found.values()
+
+
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """Requests of a batch that are computed in one call, with the same number of new tokens.
+    """Requests of a batch that are computed in one call. Their new tokens are padded on the left to one number.
 
     Attributes:
-        tokens: Indices of their tokens in the batch: a slice if they are contiguous, else a tensor.
+        tokens: Indices of their tokens in the batch, and of any tokens for padding: a slice if they are contiguous,
+            else integer ``[count * length]``.
         is_first: Whether the tokens are the start of prompts.
-        positions: Positions of the first new tokens, int32 ``[count]``.
+        padding: Arguments of :func:`dma_kernels.attention` that describe the padding of prompts.
+        positions: Positions of the first new tokens, int32 ``[count]``; those of padding are negative.
         pages: Page table, int32 ``[count, columns]``.
         slots: Slot of each request, int32 ``[count]``.
     """
 
     tokens: slice | Tensor
     is_first: bool
+    padding: dict[str, Any]
     positions: Tensor
     pages: Tensor
     slots: Tensor
@@ -143,8 +182,7 @@ class _Group:
     def of(self, x: Tensor) -> Tensor:
         """Return the part of ``[1, H, tokens, D]`` for these requests, as a batch ``[count, H, length, D]``."""
         if len(self.slots) == 1 and isinstance(self.tokens, slice):
-            # A view whose strides do not depend on the other requests, for which cuDNN would compile anew.
-            return x[0, :, self.tokens][None]
+            return x[0, :, self.tokens][None]  # its strides, of which plans depend, do not depend on other requests
         return x[:, :, self.tokens].reshape(x.shape[1], len(self.slots), -1, x.shape[3]).transpose(0, 1)
 
 
@@ -236,9 +274,9 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
             )
             for layer, kv_pages in enumerate(self.cache_tensor.view(-1, layers, heads, self.record.nbytes).unbind(1))
         ]
-        self._batch: list[tuple[int, int, list[int], int]] = []
+        self._batch: list[_Request] = []
         self._updates: dict[int, tuple[Tensor, Tensor]] = {}
-        self._groups: tuple[Any, list[_Group]] = None, []
+        self._groups: tuple[Any, list[_Group], Tensor | None] = None, [], None
 
     def _raw_views(self, layer: int, stride: int) -> dict[str, Tensor]:
         """Return views of a layer's sinks and rings in all slots, which are ``stride`` elements apart."""
@@ -260,7 +298,8 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
             self._batch = []
         write_index[0].append(0)  # a mark that the batch has begun
         pages, (slot,) = (allocator.table_of(request_id) for allocator in self.cache_allocators.values())
-        self._batch.append((past_length, query_length, pages, slot))
+        start = self._batch[-1].start + self._batch[-1].length if self._batch else 0
+        self._batch.append(_Request(past_length, query_length, start, pages, slot))
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Keep the new keys and values of a layer for :meth:`attend`, which stores them, and return them unchanged."""
@@ -286,24 +325,20 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
                 f"but {type(module).__name__} changes or shares them; call dma_hf.configure(model, cache=None) for "
                 "16-bit pages"
             )
-        out: Tensor | None = None
-        for group in self._groups_of(*batch):
+        groups, order = self._groups_of(*batch, query.shape[2])
+        parts = []
+        for group in groups:
             states = group.of(query), group.of(key), group.of(value)
             storage = self._storage_of(layer, group)
             if group.is_first:
                 check_first_prompt(module, call, *states[:2])
-                part = attention(*states, call.settings.recipe, **options)
+                part = attention(*states, call.settings.recipe, **group.padding, **options)
                 append(storage, *states[1:])
             else:
                 part = cached_attention(*states, storage, **options)
-            part = part.transpose(1, 2).flatten(0, 1)
-            if len(part) == query.shape[2]:
-                return part[None]
-            if out is None:
-                out = part.new_zeros((query.shape[2], *part.shape[1:]))
-            out[group.tokens] = part
-        assert out is not None
-        return out[None]
+            parts.append(part.transpose(1, 2).flatten(0, 1))
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return (out if order is None else out[order])[None]
 
     def _storage_of(self, layer: int, group: _Group) -> LayerStorage:
         """Return the storage of a layer, for the requests of a group."""
@@ -313,49 +348,68 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
         storage.appended, storage.repeated_step = 0, None
         return storage
 
-    def _groups_of(self, table: Tensor | None, lengths: Tensor, position_ids: Tensor) -> list[_Group]:
-        """Return the groups of a batch. The first layer of a step computes them for all layers.
+    def _groups_of(
+        self, table: Tensor | None, lengths: Tensor, position_ids: Tensor, tokens: int
+    ) -> tuple[list[_Group], Tensor | None]:
+        """Return the groups of a batch, and the rows of their results that belong to its tokens, unless all do in turn.
 
-        They are computed again while a CUDA graph is captured, because they are part of the graph.
+        The first layer of a step computes them for all layers. They are computed again while a CUDA graph is captured,
+        because they are part of the graph.
         """
         is_captured = lengths.is_cuda and torch.cuda.is_current_stream_capturing()
         known = self._groups[0]
         if known is None or known[0] is not lengths or known[1] != is_captured:
             if table is None:
-                groups = self._mixed_groups()
+                groups, order = self._mixed_groups(tokens)
             else:  # padding rows of a CUDA graph have no block; they write to the unused slot 0
-                slots = table[1, :, 0].clamp(min=0)
-                groups = [_Group(slice(len(slots)), False, position_ids.reshape(-1), table[0].contiguous(), slots)]
-            self._groups = (lengths, is_captured), groups
-        return self._groups[1]
+                slots, order = table[1, :, 0].clamp(min=0), None
+                first = position_ids.reshape(-1)
+                groups = [_Group(slice(len(slots)), False, {}, first, table[0].contiguous(), slots)]
+            self._groups = (lengths, is_captured), groups, order
+        return self._groups[1:]
 
-    def _mixed_groups(self) -> list[_Group]:
-        """Return the groups of a batch with prompts: one for all decoding requests, others by past and new length."""
-        found: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        start = 0
-        for index, (past, length, _, _) in enumerate(self._batch):
-            # Decoding requests form one group for all past lengths, which are read on the device.
-            found.setdefault((1, 1) if length == 1 else (past, length), []).append((index, start))
-            start += length
-        groups = []
-        for (past, length), members in found.items():
-            starts = [start for _, start in members]
-            is_run = all(b - a == length for a, b in pairwise(starts))
-            chosen = [self._batch[index] for index, _ in members]
-            columns = math.ceil(max(len(pages) for _, _, pages, _ in chosen) / ROUNDED_PAGES) * ROUNDED_PAGES
-            table = [[slot, past, *pages, *[-1] * (columns - len(pages))] for past, _, pages, slot in chosen]
-            numbers = self._on_device(table, torch.int32)
-            tokens: slice | Tensor = slice(starts[0], starts[-1] + length)
-            if not is_run:
-                tokens = self._on_device([start + i for start in starts for i in range(length)], torch.int64)
-            slots, positions, pages = (numbers[:, part].contiguous() for part in (0, 1, slice(2, None)))
-            groups.append(_Group(tokens, past == 0, positions, pages, slots))
-        return groups
+    def _mixed_groups(self, tokens: int) -> tuple[list[_Group], Tensor | None]:
+        """Return what :meth:`_groups_of` does for a batch of so many tokens that has prompts."""
+        groups, order, rows = [], np.zeros(tokens, np.int64), 0
+        for requests in _alike(self._batch):
+            longest = requests[0].length
+            for request in requests:
+                rows += longest
+                order[request.start : request.start + request.length] = np.arange(rows - request.length, rows)
+            groups.append(self._group_of(requests))
+        is_in_turn = rows == tokens and bool((order == np.arange(tokens)).all())
+        return groups, None if is_in_turn else self._on_device(order, torch.int64)
+
+    def _group_of(self, requests: list[_Request]) -> _Group:
+        """Return a group of requests, the first of which has most new tokens."""
+        longest = requests[0].length
+        columns = math.ceil(max(len(request.pages) for request in requests) / ROUNDED_PAGES) * ROUNDED_PAGES
+        table, indices = [], []
+        for past, length, start, pages, slot in requests:
+            padding = longest - length
+            table.append([slot, past - padding, padding, longest, *pages, *[-1] * (columns - len(pages))])
+            indices.append(np.arange(start - padding, start + length).clip(start))
+        chosen, numbers = np.concatenate(indices), self._on_device(table, torch.int32)
+        first, last = int(chosen[0]), int(chosen[-1])
+        is_run = last - first + 1 == len(chosen) and bool((np.diff(chosen) == 1).all())
+        slots, positions, visible, pages = (
+            numbers[:, part].contiguous()
+            for part in (0, 1, slice(2, 4), slice(4, None))  # type: ignore[index]
+        )
+        is_padded = requests[-1].length < longest
+        return _Group(
+            tokens=slice(first, last + 1) if is_run else self._on_device(chosen, torch.int64),
+            is_first=requests[0].past == 0,
+            padding={"kv_offset": positions, "kv_range": visible} if is_padded else {},
+            positions=positions,
+            pages=pages,
+            slots=slots,
+        )
 
     def _on_device(self, numbers: Any, dtype: torch.dtype) -> Tensor:
         """Return a tensor on the device, without a synchronization."""
-        is_pinned = self.device.type == "cuda"
-        return torch.tensor(numbers, dtype=dtype, pin_memory=is_pinned).to(self.device, non_blocking=True)
+        made = torch.as_tensor(numbers, dtype=dtype)
+        return (made.pin_memory() if self.device.type == "cuda" else made).to(self.device, non_blocking=True)
 
 
 def check_layers(config: PreTrainedConfig) -> None:
