@@ -332,7 +332,7 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
             storage = self._storage_of(layer, group)
             if group.is_first:
                 check_first_prompt(module, call, *states[:2])
-                part = attention(*states, call.settings.recipe, **group.padding, **options)
+                part = attention(*states, call.settings.recipe, **options | group.padding)
                 append(storage, *states[1:])
             else:
                 part = cached_attention(*states, storage, **options)
@@ -392,18 +392,15 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
         chosen, numbers = np.concatenate(indices), self._on_device(table, torch.int32)
         first, last = int(chosen[0]), int(chosen[-1])
         is_run = last - first + 1 == len(chosen) and bool((np.diff(chosen) == 1).all())
-        slots, positions, visible, pages = (
-            numbers[:, part].contiguous()
-            for part in (0, 1, slice(2, 4), slice(4, None))  # type: ignore[index]
-        )
+        positions, visible = numbers[:, 1].contiguous(), numbers[:, 2:4].contiguous()
         is_padded = requests[-1].length < longest
         return _Group(
             tokens=slice(first, last + 1) if is_run else self._on_device(chosen, torch.int64),
             is_first=requests[0].past == 0,
             padding={"kv_offset": positions, "kv_range": visible} if is_padded else {},
             positions=positions,
-            pages=pages,
-            slots=slots,
+            pages=numbers[:, 4:].contiguous(),
+            slots=numbers[:, 0].contiguous(),
         )
 
     def _on_device(self, numbers: Any, dtype: torch.dtype) -> Tensor:

@@ -6,6 +6,7 @@ loaded and switched first, and Transformers' handlers of the routes use this one
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import socket
@@ -112,6 +113,8 @@ class _Server(uvicorn.Server):
 def run(app: Gate, listener: socket.socket, *, log_level: str = "info") -> None:
     """Answer requests at a listening socket until the process is interrupted. The log goes to standard error."""
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    gc.collect()
+    gc.freeze()  # collections under load would look at all loaded modules again (a tenth of the server's time)
     config = uvicorn.Config(
         app, log_config=None, log_level=log_level, timeout_graceful_shutdown=GRACE_SECONDS, lifespan="off"
     )

@@ -16,6 +16,7 @@ from dma_kernels.runtime import chip
 from dma_kernels.runtime.reports import kernel_reports
 from dma_kernels.testing import assert_bits_equal, random_qkv, relative_error
 from prefill_cases import RECIPES, SHORT, Case, assert_matches_reference
+from torch.backends import cuda
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these on the device"),
@@ -197,16 +198,47 @@ class TestSDPA:
             attention_with_lse(*random_qkv(q_len=1, kv_len=300, dtype=torch.float16), BALANCED)
         assert names == ["split-KV"]
 
-    @pytest.mark.parametrize("arch", [80, 90, 100, 120])
     @pytest.mark.parametrize(("length", "options"), [(2, {}), (130, {"q_offset": 0}), (512, {"window": 512})], ids=str)
-    def test_a_prompt_below_the_border_runs_on_pytorchs_kernel_unless_that_is_cudnns(
-        self, length: int, options: dict[str, Any], arch: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(chip, "INTERPRETED_ARCH", arch)
+    def test_a_prompt_below_the_border_runs_on_pytorchs_kernel(self, length: int, options: dict[str, Any]) -> None:
         inputs = random_qkv(q_heads=4, kv_heads=2, q_len=length, kv_len=length, dtype=torch.float16)
-        assert kernels_of(*inputs, EXACT_START, **options) == ["portable" if arch in (90, 100) else "sdpa"]
+        assert kernels_of(*inputs, EXACT_START, **options) == ["sdpa"]
         out = attention(*inputs, EXACT_START, **options)
         assert relative_error(out, attention(*inputs, EXACT_START, backend="reference", **options)) < 2e-3
+
+    @pytest.mark.parametrize(("arch", "kernel"), [(80, "sdpa"), (90, "portable"), (100, "portable"), (120, "sdpa")])
+    def test_prompts_of_many_rows_run_on_ours_where_pytorchs_is_slow(
+        self, arch: int, kernel: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(chip, "INTERPRETED_ARCH", arch)
+        monkeypatch.setattr(plans, "FEW_ROWS", 2 * 4 * 130 - 1)
+        inputs = random_qkv(batch=2, q_heads=4, kv_heads=2, q_len=130, kv_len=130, dtype=torch.float16)
+        assert kernels_of(*inputs, EXACT_START) == [kernel]
+        assert kernels_of(*(x[:1] for x in inputs), EXACT_START) == ["sdpa"]
+
+    @pytest.mark.parametrize("has_cudnn", [True, False])
+    @pytest.mark.parametrize("has_flash", [True, False])
+    def test_pytorchs_kernel_is_not_cudnns(
+        self, has_cudnn: bool, has_flash: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A user's setting stays, also after an error. Without FlashAttention, cuDNN may be all that is left."""
+        found = []
+
+        def note(*_: Any, **__: Any) -> None:
+            found.append(cuda.cudnn_sdp_enabled())
+            raise RuntimeError("out of memory")
+
+        monkeypatch.setattr(plans, "scaled_dot_product_attention", note)
+        before = cuda.cudnn_sdp_enabled(), cuda.flash_sdp_enabled()
+        try:
+            cuda.enable_cudnn_sdp(has_cudnn)
+            cuda.enable_flash_sdp(has_flash)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                attention(*random_qkv(q_len=130, kv_len=130, dtype=torch.float16), EXACT_START)
+            assert found == [has_cudnn and not has_flash]
+            assert cuda.cudnn_sdp_enabled() is has_cudnn
+        finally:
+            cuda.enable_cudnn_sdp(before[0])
+            cuda.enable_flash_sdp(before[1])
 
     @pytest.mark.parametrize(
         ("recipe", "length", "options"),
