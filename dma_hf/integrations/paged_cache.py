@@ -20,7 +20,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from dma_kernels import attention
 from dma_kernels.cache.api import append, cached_attention
@@ -370,15 +369,15 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
 
     def _mixed_groups(self, tokens: int) -> tuple[list[_Group], Tensor | None]:
         """Return what :meth:`_groups_of` does for a batch of so many tokens that has prompts."""
-        groups, order, rows = [], np.zeros(tokens, np.int64), 0
+        groups, order, rows = [], torch.zeros(tokens, dtype=torch.int64), 0
         for requests in _alike(self._batch):
             longest = requests[0].length
             for request in requests:
                 rows += longest
-                order[request.start : request.start + request.length] = np.arange(rows - request.length, rows)
+                order[request.start : request.start + request.length] = torch.arange(rows - request.length, rows)
             groups.append(self._group_of(requests))
-        is_in_turn = rows == tokens and bool((order == np.arange(tokens)).all())
-        return groups, None if is_in_turn else self._on_device(order, torch.int64)
+        is_in_turn = rows == tokens and bool((order == torch.arange(tokens)).all())
+        return groups, None if is_in_turn else self._on_device(order)
 
     def _group_of(self, requests: list[_Request]) -> _Group:
         """Return a group of requests, the first of which has most new tokens."""
@@ -388,14 +387,14 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
         for past, length, start, pages, slot in requests:
             padding = longest - length
             table.append([slot, past - padding, padding, longest, *pages, *[-1] * (columns - len(pages))])
-            indices.append(np.arange(start - padding, start + length).clip(start))
-        chosen, numbers = np.concatenate(indices), self._on_device(table, torch.int32)
+            indices.append(torch.arange(start - padding, start + length).clamp(min=start))
+        chosen, numbers = torch.cat(indices), self._on_device(torch.tensor(table, dtype=torch.int32))
         first, last = int(chosen[0]), int(chosen[-1])
-        is_run = last - first + 1 == len(chosen) and bool((np.diff(chosen) == 1).all())
+        is_run = last - first + 1 == len(chosen) and bool((chosen.diff() == 1).all())
         positions, visible = numbers[:, 1].contiguous(), numbers[:, 2:4].contiguous()
         is_padded = requests[-1].length < longest
         return _Group(
-            tokens=slice(first, last + 1) if is_run else self._on_device(chosen, torch.int64),
+            tokens=slice(first, last + 1) if is_run else self._on_device(chosen),
             is_first=requests[0].past == 0,
             padding={"kv_offset": positions, "kv_range": visible} if is_padded else {},
             positions=positions,
@@ -403,10 +402,9 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
             slots=numbers[:, 0].contiguous(),
         )
 
-    def _on_device(self, numbers: Any, dtype: torch.dtype) -> Tensor:
-        """Return a tensor on the device, without a synchronization."""
-        made = torch.as_tensor(numbers, dtype=dtype)
-        return (made.pin_memory() if self.device.type == "cuda" else made).to(self.device, non_blocking=True)
+    def _on_device(self, tensor: Tensor) -> Tensor:
+        """Copy a tensor from the host, without a synchronization."""
+        return (tensor.pin_memory() if self.device.type == "cuda" else tensor).to(self.device, non_blocking=True)
 
 
 def check_layers(config: PreTrainedConfig) -> None:

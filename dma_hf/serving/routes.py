@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from jinja2 import TemplateError
-from pydantic_core import to_json
+from pydantic import TypeAdapter
 from transformers import GenerationConfig
 
 from dma_hf.integrations.serving import (
@@ -36,6 +36,8 @@ from .requests import (
 )
 
 SSE = "text/event-stream"
+PIECE = TypeAdapter(dict[str, Any])
+"""Writes a piece of a stream in a quarter of the time that the module ``json`` takes."""
 GREEDY_TEMPERATURE = 1e-5  # and below: logits would overflow
 SAMPLE = 64  # characters for each token of the server's limit
 
@@ -203,7 +205,7 @@ class Route:
         """Write pieces as server-sent events."""
         try:
             async for piece in pieces:
-                yield b"data: %b\n\n" % to_json(piece)  # a quarter of json's time
+                yield b"data: %b\n\n" % PIECE.dump_json(piece)
         except ApiError as error:
             yield error.event(self.path).encode()
             return

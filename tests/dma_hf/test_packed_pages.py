@@ -7,12 +7,14 @@ from itertools import product
 import pytest
 import torch
 from batched_parts import assert_as_alone, generate_batch, note_parts, random_prompts
+from dma_kernels import attention
 from sampling import sampled
 from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 
 import dma_hf
+from dma_hf.integrations import paged_cache
 
 LENGTHS = (5, 300, 17, 140, 300, 128)  # less than a tile, whole tiles, more than two
 COMPILED = CompileConfig(backend="eager", fullgraph=False, mode=None)
@@ -48,6 +50,19 @@ def test_requests_of_many_lengths_equal_isolated_ones(format, family, families, 
     assert all(len(output.generated_tokens) == 20 for output in outputs.values())
     assert_as_alone(model, outputs, parts)
     assert model.config._attn_implementation == dma_hf.NAME
+
+
+def test_prompts_of_similar_lengths_are_computed_in_one_call(llama, parts, monkeypatch):
+    calls = []
+
+    def note(query, *arguments, **options):
+        calls.append((len(query), query.shape[2]))
+        return attention(query, *arguments, **options)
+
+    monkeypatch.setattr(paged_cache, "attention", note)
+    outputs = generate_batch(llama, random_prompts((90, 300, 290, 150, 60, 2100)), 5, num_blocks=120)
+    assert sorted(calls) == [(1, 2100), (2, 90), (3, 300)]
+    assert_as_alone(llama, outputs, parts)
 
 
 @pytest.mark.parametrize("tiles", sampled([0, 1, 2], lambda tiles: tiles != 1))
