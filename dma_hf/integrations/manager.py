@@ -27,7 +27,9 @@ from .paged_attention import enter_batching, leave_batching
 from .paged_cache import DEFAULT_BLOCKS, PackedPagedCache, check_layers
 
 PROMPT_INTERVAL = 8
-"""Batches from one with new prompts to the next, while requests decode (H200, 1.5B parameters)."""
+"""Batches from one with new prompts to the next, while many requests decode (H200, 1.5B parameters)."""
+FEW_DECODING = 16
+"""Decoding requests up to which prompts do not wait: apart, each prompt would cost these a batch (H200, 8 clients)."""
 
 
 class DMAManager(ContinuousBatchingManager):  # type: ignore[misc]
@@ -158,15 +160,15 @@ class DMAManager(ContinuousBatchingManager):  # type: ignore[misc]
 
 
 class PromptScheduler(FIFOScheduler):  # type: ignore[misc]
-    """Transformers' FIFO scheduler, except that a batch has either prompts or decoding requests.
+    """Transformers' FIFO scheduler, except that batches of many decoding requests have no prompts.
 
-    So decoding batches are CUDA graphs. While requests decode, prompts wait until they fill a batch, or for
-    ``PROMPT_INTERVAL`` batches after the last prompts. Those that fill one, or were split, wait for a single batch.
+    So these batches are CUDA graphs. Prompts then wait until they fill a batch, or for ``PROMPT_INTERVAL`` batches
+    after the last prompts. Those that fill one, or were split, wait for a single batch.
     """
 
     def reset(self) -> None:
         super().reset()
-        self._passed = PROMPT_INTERVAL  # batches since the last prompts
+        self._passed = 0  # batches since the last one that may have had prompts
 
     def schedule_batch(self, token_budget: int, cache_budget: int) -> tuple[list[Any] | None, bool, int, int]:
         active = self.active_requests.values()
@@ -176,13 +178,14 @@ class PromptScheduler(FIFOScheduler):  # type: ignore[misc]
             prompts += self._get_waiting_candidates()
         prompts = prompts[: self.max_requests_per_batch - len(decoding)]
         self._passed += 1
-        has_failed = False
-        if prompts and not (decoding and self._waits(prompts, token_budget)):
+        is_mixed, has_failed = len(decoding) <= FEW_DECODING, False
+        if is_mixed or (prompts and not self._waits(prompts, token_budget)):
+            first = decoding if is_mixed else []
             # A prompt is split only if it is longer than a batch: its second part would read the first from the cache.
             ends = accumulate(len(state.remaining_prefill_tokens) for state in prompts)
-            whole = sum(end <= token_budget for end in ends)
-            batch = self._schedule(prompts[: max(1, whole)], token_budget, cache_budget)
-            if batch[0]:
+            whole = sum(len(first) + end <= token_budget for end in ends)
+            batch = self._schedule([*first, *prompts[: max(1, whole)]], token_budget, cache_budget)
+            if is_mixed or batch[0]:
                 self._passed = 0
                 return batch
             has_failed = batch[0] is None

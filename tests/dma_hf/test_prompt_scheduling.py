@@ -7,6 +7,7 @@ from unittest.mock import MagicMock
 import pytest
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
+from dma_hf.integrations import manager
 from dma_hf.integrations.manager import PROMPT_INTERVAL, PromptScheduler
 
 BUDGET = 1000  # tokens of a batch
@@ -14,7 +15,8 @@ REQUESTS = 8  # of a batch
 
 
 @pytest.fixture
-def scheduler() -> PromptScheduler:
+def scheduler(monkeypatch) -> PromptScheduler:
+    monkeypatch.setattr(manager, "FEW_DECODING", 0)
     cache = MagicMock(use_prefix_sharing=False, max_blocks_per_request=4, max_decode_fast_path_length=512)
     cache.compute_free_capacity.return_value = 1.0
     cache.read_cache_limit = None
@@ -48,6 +50,18 @@ def test_prompts_wait_for_each_other_while_requests_decode(scheduler):
     assert step(scheduler) == {"a": 1}
     assert step(scheduler) == {"b": 100, "c": 100}
     assert step(scheduler) == {"a": 1, "b": 1, "c": 1}
+
+
+def test_prompts_join_few_decoding_requests(scheduler, monkeypatch):
+    monkeypatch.setattr(manager, "FEW_DECODING", 1)
+    add(scheduler, "a", 100)
+    step(scheduler)
+    add(scheduler, "b", 100)
+    assert step(scheduler) == {"a": 1, "b": 100}
+    add(scheduler, "c", 100)
+    for _ in range(PROMPT_INTERVAL - 1):
+        assert step(scheduler) == {"a": 1, "b": 1}
+    assert step(scheduler) == {"c": 100}
 
 
 def test_a_prompt_that_comes_late_does_not_wait(scheduler):
