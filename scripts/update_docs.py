@@ -406,7 +406,9 @@ def results() -> pd.DataFrame:
     typed_peers = "sdpa+static", "sdpa+dynamic", "flash_attention_3+dynamic"
     token = "; ".join(f"{typed[peer] / typed[INT4]:.1f}x" for peer in typed_peers)
     compared = "; ".join(f"{peers[INT4] / peers[peer]:.2f}x" for peer in ("vllm:fp8", "vllm"))
-    servers = (pd.DataFrame(read(f"load-{server}-h200.json")["results"]) for server in ("int4-joined-again", "vllm-random"))
+    servers = (
+        pd.DataFrame(read(f"load-{server}-h200.json")["results"]) for server in ("int4-joined-again", "vllm-random")
+    )
     packed, strong = (each.query("prefix_tokens == 0").set_index("streams")["tokens_per_second"] for each in servers)
     loaded = "; ".join(f"{packed[clients] / strong[clients]:.2f}x" for clients in (32, 128))
     changes = ", ".join(show(models["change_percent"].max()[[BALANCED, INT4]], "+.2f", " %"))
