@@ -181,7 +181,7 @@ class _Group:
     def of(self, x: Tensor) -> Tensor:
         """Return the part of ``[1, H, tokens, D]`` for these requests, as a batch ``[count, H, length, D]``."""
         if len(self.slots) == 1 and isinstance(self.tokens, slice):
-            return x[0, :, self.tokens][None]  # its strides, of which plans depend, do not depend on other requests
+            return x[0, :, self.tokens][None]  # a view with strides that do not depend on other requests: it shares plans
         return x[:, :, self.tokens].reshape(x.shape[1], len(self.slots), -1, x.shape[3]).transpose(0, 1)
 
 
@@ -395,7 +395,7 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
         is_padded = requests[-1].length < longest
         return _Group(
             tokens=slice(first, last + 1) if is_run else self._on_device(chosen),
-            is_first=requests[0].past == 0,
+            is_first=requests[0].past == 0 and longest > 1,
             padding={"kv_offset": positions, "kv_range": visible} if is_padded else {},
             positions=positions,
             pages=numbers[:, 4:].contiguous(),

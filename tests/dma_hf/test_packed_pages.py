@@ -60,7 +60,8 @@ def test_prompts_of_similar_lengths_are_computed_in_one_call(llama, parts, monke
         return attention(query, *arguments, **options)
 
     monkeypatch.setattr(paged_cache, "attention", note)
-    outputs = generate_batch(llama, random_prompts((90, 300, 290, 150, 60, 2100)), 5, num_blocks=120)
+    # A prompt of one token is computed like a decoding request, over its empty cache.
+    outputs = generate_batch(llama, random_prompts((1, 90, 300, 290, 150, 60, 1, 2100)), 5, num_blocks=120)
     assert sorted(calls) == [(1, 2100), (2, 90), (3, 300)]
     assert_as_alone(llama, outputs, parts)
 
