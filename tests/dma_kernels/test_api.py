@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from dma_kernels import Recipe, attention, attention_with_lse, saturated_values
+from dma_kernels import Recipe, api, attention, attention_with_lse, saturated_values
+from dma_kernels.api import PreparedAttention
 from dma_kernels.numerics import saturation
 from dma_kernels.numerics.call import AttentionCall
+from dma_kernels.prefill.plan import plan
 from dma_kernels.runtime import chip
 from dma_kernels.runtime.chip import resolve_backend
 from dma_kernels.testing import RECIPES, assert_bits_equal, random_qkv
@@ -316,3 +318,26 @@ def test_saturated_values_are_counted_and_trigger_one_warning(
         warnings.simplefilter("error")
         attention(query, key, value, Recipe(pv="fp8"), backend=backend)
     saturation.saturation_counter().zero_()
+
+
+def test_a_prepared_call_asks_for_a_plan_where_strides_or_an_alignment_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(api, "plan", lambda layouts: asked.append(layouts) or plan(layouts))
+    query, key, value = random_qkv(q_heads=2, kv_heads=1, q_len=130, kv_len=130, head_dim=16, dtype=torch.float16)
+    sinks, moved_sinks = torch.zeros(2, dtype=torch.float32), torch.zeros(3, dtype=torch.float32)[1:]
+    moved = torch.zeros(key.numel() + 1, dtype=torch.float16)[1:].view_as(key)
+    strided = query.transpose(1, 2).contiguous().transpose(1, 2)
+    expected = attention(query, key, value, BALANCED, sinks=sinks, backend="triton")
+    prepared = PreparedAttention.of(query, key, value, BALANCED, sinks=sinks, backend="triton")
+    assert prepared is not None
+    for inputs, plans in (
+        ((query, key, value, sinks), 0),
+        ((query.clone(), key.clone(), value.clone(), sinks.clone()), 0),
+        ((strided, key, value, sinks), 1),
+        ((query, moved.copy_(key), value, sinks), 1),
+        ((query, key, value, moved_sinks), 1),
+    ):
+        del asked[:]
+        out = prepared(*inputs)
+        assert len(asked) == plans
+        assert_bits_equal(out, expected)

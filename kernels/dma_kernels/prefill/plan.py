@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,8 @@ CUDNN_MAJORS = (9, 10)
 FEW_ROWS = 1 << 14
 """Query rows of a prompt, over all heads, up to which the host takes longer to launch a layer than the GPU to run it.
 With more, FlashAttention-2 on Hopper delays first tokens by 4 % (H200, 8B parameters, 1,000 tokens)."""
+
+_settings_lock = threading.RLock()  # PyTorch's settings belong to the process
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,14 +101,15 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tens
     FlashAttention-2 instead of cuDNN, which would build a plan for each new length of a prompt (H200: 55 ms).
     """
     report("sdpa")
-    has_cudnn = cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
-    enable_cudnn_sdp(has_cudnn and not flash_sdp_enabled())  # type: ignore[no-untyped-call]
-    try:
-        return scaled_dot_product_attention(
-            query, key, value, is_causal=query.shape[2] > 1, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
-        )
-    finally:
-        enable_cudnn_sdp(has_cudnn)
+    with _settings_lock:
+        has_cudnn = cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+        enable_cudnn_sdp(has_cudnn and not flash_sdp_enabled())  # type: ignore[no-untyped-call]
+        try:
+            return scaled_dot_product_attention(
+                query, key, value, is_causal=query.shape[2] > 1, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+            )
+        finally:
+            enable_cudnn_sdp(has_cudnn)
 
 
 def _plan_prefill(call: AttentionCall) -> AttentionPlan:

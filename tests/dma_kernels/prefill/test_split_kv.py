@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
+from threading import Barrier, BrokenBarrierError
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from dma_kernels.runtime import chip
 from dma_kernels.runtime.reports import kernel_reports
 from dma_kernels.testing import assert_bits_equal, random_qkv, relative_error
 from prefill_cases import RECIPES, SHORT, Case, assert_matches_reference
+from torch import Tensor
 from torch.backends import cuda
 
 pytestmark = [
@@ -239,6 +243,26 @@ class TestSDPA:
         finally:
             cuda.enable_cudnn_sdp(before[0])
             cuda.enable_flash_sdp(before[1])
+
+    def test_threads_leave_pytorchs_setting_as_it_was(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        barrier = Barrier(2)
+
+        def compute(query: Tensor, *_: Any, **__: Any) -> Tensor:
+            with suppress(BrokenBarrierError):  # both threads are here only without a lock
+                barrier.wait(0.2)
+            return query
+
+        monkeypatch.setattr(plans, "scaled_dot_product_attention", compute)
+        inputs = random_qkv(q_len=130, kv_len=130, dtype=torch.float16)
+        before = cuda.cudnn_sdp_enabled()
+        cuda.enable_cudnn_sdp(True)
+        try:
+            with ThreadPoolExecutor(2) as threads:
+                list(threads.map(lambda _: attention(*inputs, EXACT_START), range(2)))
+            assert cuda.cudnn_sdp_enabled()
+            assert barrier.broken
+        finally:
+            cuda.enable_cudnn_sdp(before)
 
     @pytest.mark.parametrize(
         ("recipe", "length", "options"),
