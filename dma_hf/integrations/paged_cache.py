@@ -181,9 +181,8 @@ class _Group:
     def of(self, x: Tensor) -> Tensor:
         """Return the part of ``[1, H, tokens, D]`` for these requests, as a batch ``[count, H, length, D]``."""
         if len(self.slots) == 1 and isinstance(self.tokens, slice):
-            return x[0, :, self.tokens][
-                None
-            ]  # a view with strides that do not depend on other requests: it shares plans
+            # A view, whose strides do not depend on other requests, so that it finds its plans again.
+            return x[0, :, self.tokens][None]
         return x[:, :, self.tokens].reshape(x.shape[1], len(self.slots), -1, x.shape[3]).transpose(0, 1)
 
 
