@@ -184,7 +184,7 @@ PRESETS: Mapping[str, DMAConfig] = MappingProxyType(
         # Rotated: without it, outlier key channels cost more (benchmarks/quality.md, "Variants of balanced").
         "balanced": DMAConfig(),
         # Layer 0 of Qwen2.5 has key biases that 4 bits cannot represent (benchmarks/quality.md, "Models"). Up to 2,048
-        # tokens, Hopper's kernel for 4 bits is slower than PyTorch's attention (benchmarks/prefill.md).
+        # tokens, Hopper's kernel for 4 bits is slower than exact attention by cuDNN (benchmarks/prefill.md).
         "fp4": DMAConfig(
             low="nvfp4", exact_until=2048, scale_rounding="search", shared_scale="block", high_layers=(0,)
         ),

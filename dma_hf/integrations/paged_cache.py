@@ -101,12 +101,10 @@ class _Allocator(FullAttentionCacheAllocator):  # type: ignore[misc]
         return [self.blocks_per_sector] * self.blocks_spared + blocks
 
     def fill_block_table(self, request_id: str, past_length: int, query_length: int, block_table: Tensor) -> None:
-        blocks = self.table_of(request_id)
-        if block_table.device.type == "cpu":  # on the host, where this takes a tenth of PyTorch's time
-            row = block_table.numpy()
-            row[: len(blocks)] = blocks[: len(row)]
+        blocks = self.table_of(request_id)[: block_table.shape[0]]
+        if block_table.device.type == "cpu":
+            block_table.numpy()[: len(blocks)] = blocks  # a fifth of the time, for each request of a step
         else:
-            blocks = blocks[: len(block_table)]
             block_table[: len(blocks)] = torch.tensor(blocks, dtype=block_table.dtype)
 
 
@@ -390,14 +388,13 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
             table.append([slot, past - padding, padding, longest, *pages, *[-1] * (columns - len(pages))])
             indices.append(torch.arange(start - padding, start + length).clamp(min=start))
         chosen, numbers = torch.cat(indices), self._on_device(torch.tensor(table, dtype=torch.int32))
-        first, last = int(chosen[0]), int(chosen[-1])
-        is_run = last - first + 1 == len(chosen) and bool((chosen.diff() == 1).all())
-        positions, visible = numbers[:, 1].contiguous(), numbers[:, 2:4].contiguous()
+        is_run = bool((chosen.diff() == 1).all())
+        positions = numbers[:, 1].contiguous()
         is_padded = requests[-1].length < longest
         return _Group(
-            tokens=slice(first, last + 1) if is_run else self._on_device(chosen),
+            tokens=slice(int(chosen[0]), int(chosen[-1]) + 1) if is_run else self._on_device(chosen),
             is_first=requests[0].past == 0 and longest > 1,
-            padding={"kv_offset": positions, "kv_range": visible} if is_padded else {},
+            padding={"kv_offset": positions, "kv_range": numbers[:, 2:4].contiguous()} if is_padded else {},
             positions=positions,
             pages=numbers[:, 4:].contiguous(),
             slots=numbers[:, 0].contiguous(),

@@ -7,7 +7,6 @@ loaded and switched first, and Transformers' handlers of the routes use this one
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import socket
 import time
@@ -23,7 +22,7 @@ from dma_hf.integrations.internals import attention_name
 
 from .engines import Engine
 from .gate import Gate
-from .requests import ApiError, LoadRequest, check
+from .requests import ApiError, LoadRequest, check, event
 from .routes import SSE, Chat, Complete, Respond
 
 GRACE_SECONDS = 1  # for the errors of open requests after the server is stopped
@@ -77,10 +76,10 @@ def make_app(
     async def load_model(request: Request) -> StreamingResponse:
         """Answer ``transformers chat``, which asks for a model before it talks to it."""
         asked = check(LoadRequest, await request.body()).model
-        event = {"status": "ready", "model": asked, "cached": True}
+        state = {"status": "ready", "model": asked, "cached": True}
         if asked != name:
-            event |= {"status": "error", "message": f"this server has {name} alone"}
-        return StreamingResponse([f"data: {json.dumps(event)}\n\n"], media_type=SSE)
+            state |= {"status": "error", "message": f"this server has {name} alone"}
+        return StreamingResponse([event(state)], media_type=SSE)
 
     @app.get("/health")
     def show_health() -> JSONResponse:
@@ -114,7 +113,7 @@ def run(app: Gate, listener: socket.socket, *, log_level: str = "info") -> None:
     """Answer requests at a listening socket until the process is interrupted. The log goes to standard error."""
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     gc.collect()
-    gc.freeze()  # collections under load would look at all loaded modules again (a tenth of the server's time)
+    gc.freeze()  # otherwise collections under load look at all loaded modules again
     config = uvicorn.Config(
         app, log_config=None, log_level=log_level, timeout_graceful_shutdown=GRACE_SECONDS, lifespan="off"
     )

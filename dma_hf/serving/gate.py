@@ -56,7 +56,7 @@ class Gate:
             pass
         except ApiError as error:
             if has_begun:
-                await send({"type": "http.response.body", "body": error.event(scope["path"]).encode()})
+                await send({"type": "http.response.body", "body": error.event(scope["path"])})
             else:
                 await JSONResponse(error.body, error.status)(scope, receive, send)
 
