@@ -38,8 +38,9 @@ if TYPE_CHECKING:
     from ..runtime.plan import LaunchPlan
 
 
-CUDNN_MAJORS = (9, 10)
-"""Major compute capabilities on which PyTorch prefers cuDNN's attention to its FlashAttention-2."""
+SLOW_FLASH_MAJORS = (9, 10)
+"""Major compute capabilities on which PyTorch prefers cuDNN's attention, because FlashAttention-2 is slow (10: not
+timed)."""
 FEW_ROWS = 1 << 14
 """Query rows of a prompt, over all heads, up to which the host takes longer to launch a layer than the GPU to run it.
 With more, FlashAttention-2 on Hopper delays first tokens by 4 % (H200, 8B parameters, 1,000 tokens)."""
@@ -191,7 +192,7 @@ def _suits_sdpa(call: AttentionCall) -> bool:
     """Whether PyTorch's attention computes an exact call: a decoding step, or a prompt without low tiles.
 
     One query attends to all keys, so that PyTorch runs FlashAttention's split-KV kernel. Or all tiles of a short prompt
-    are high, and there are as many queries as keys.
+    are high, and there are as many queries as keys, but only few rows where FlashAttention-2 is slow.
     """
     batch, heads, q_len, _ = call.query.shape
     kv_len = call.key.shape[2]
@@ -206,7 +207,7 @@ def _suits_sdpa(call: AttentionCall) -> bool:
         return call.is_short
     if q_len != kv_len or last != kv_len - 1 or call.recipe.high != UNQUANTIZED:
         return False
-    if batch * heads * q_len > FEW_ROWS and chip.device_arch(call.query.device) // 10 in CUDNN_MAJORS:
+    if batch * heads * q_len > FEW_ROWS and chip.device_arch(call.query.device) // 10 in SLOW_FLASH_MAJORS:
         return False
     geometry = AttentionGeometry.of(call)
     return geometry.low_tiles(q_len, call.recipe) == range(0)

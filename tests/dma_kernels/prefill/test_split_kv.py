@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -219,6 +220,15 @@ class TestSDPA:
         assert kernels_of(*inputs, EXACT_START) == [kernel]
         assert kernels_of(*(x[:1] for x in inputs), EXACT_START) == ["sdpa"]
 
+    @pytest.fixture
+    def settings(self) -> Iterator[None]:
+        """Restore PyTorch's settings."""
+        has_cudnn, has_flash = cuda.cudnn_sdp_enabled(), cuda.flash_sdp_enabled()
+        yield
+        cuda.enable_cudnn_sdp(has_cudnn)
+        cuda.enable_flash_sdp(has_flash)
+
+    @pytest.mark.usefixtures("settings")
     @pytest.mark.parametrize("has_cudnn", [True, False])
     @pytest.mark.parametrize("has_flash", [True, False])
     def test_pytorchs_kernel_is_not_cudnns(
@@ -232,18 +242,14 @@ class TestSDPA:
             raise RuntimeError("out of memory")
 
         monkeypatch.setattr(plans, "scaled_dot_product_attention", note)
-        before = cuda.cudnn_sdp_enabled(), cuda.flash_sdp_enabled()
-        try:
-            cuda.enable_cudnn_sdp(has_cudnn)
-            cuda.enable_flash_sdp(has_flash)
-            with pytest.raises(RuntimeError, match="out of memory"):
-                attention(*random_qkv(q_len=130, kv_len=130, dtype=torch.float16), EXACT_START)
-            assert found == [has_cudnn and not has_flash]
-            assert cuda.cudnn_sdp_enabled() is has_cudnn
-        finally:
-            cuda.enable_cudnn_sdp(before[0])
-            cuda.enable_flash_sdp(before[1])
+        cuda.enable_cudnn_sdp(has_cudnn)
+        cuda.enable_flash_sdp(has_flash)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            attention(*random_qkv(q_len=130, kv_len=130, dtype=torch.float16), EXACT_START)
+        assert found == [has_cudnn and not has_flash]
+        assert cuda.cudnn_sdp_enabled() is has_cudnn
 
+    @pytest.mark.usefixtures("settings")
     def test_threads_leave_pytorchs_setting_as_it_was(self, monkeypatch: pytest.MonkeyPatch) -> None:
         barrier = Barrier(2)
 
@@ -254,15 +260,11 @@ class TestSDPA:
 
         monkeypatch.setattr(plans, "scaled_dot_product_attention", compute)
         inputs = random_qkv(q_len=130, kv_len=130, dtype=torch.float16)
-        before = cuda.cudnn_sdp_enabled()
         cuda.enable_cudnn_sdp(True)
-        try:
-            with ThreadPoolExecutor(2) as threads:
-                list(threads.map(lambda _: attention(*inputs, EXACT_START), range(2)))
-            assert cuda.cudnn_sdp_enabled()
-            assert barrier.broken
-        finally:
-            cuda.enable_cudnn_sdp(before)
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(lambda _: attention(*inputs, EXACT_START), range(2)))
+        assert cuda.cudnn_sdp_enabled()
+        assert barrier.broken
 
     @pytest.mark.parametrize(
         ("recipe", "length", "options"),
