@@ -1,6 +1,6 @@
 """Generate answers: one after another with ``generate``, or together with continuous batching.
 
-Transformers' streamers decode tokens and parse reasoning and tool calls. Their queue is an :class:`Answer`.
+Streamers decode tokens and parse reasoning and tool calls. Their queue is an :class:`Answer`.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from tokenizers.decoders import DecodeStream
 from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from dma_hf.integrations.serving import CBStreamer, DirectStreamer, GenerationCancelled
+from dma_hf.integrations.serving import DirectStreamer, GenerationCancelled, response_events_to_chunks
 
 from .requests import ApiError, GenerationRequest
 
@@ -39,7 +41,7 @@ class Answer(asyncio.Queue[Any]):
         self.on_cancel: Callable[[], Any] = lambda: None
         self.error: ApiError | None = None
         self.is_cancelled = self.is_stopped = self._is_over = False
-        self._stops, self._held, self._tokens = tuple(stops), "", 0
+        self.stops, self._held, self._tokens = tuple(stops), "", 0
 
     @property
     def total_tokens(self) -> int:
@@ -82,11 +84,11 @@ class Answer(asyncio.Queue[Any]):
     def _cut(self, text: str) -> str:
         """Return the text that may be shown, and hold back what may be the beginning of a stop string."""
         held = self._held + text
-        found = [place for stop in self._stops if (place := held.find(stop)) >= 0]
+        found = [place for stop in self.stops if (place := held.find(stop)) >= 0]
         if found:
             self.is_stopped = True
             return held[: min(found)]
-        shown = len(held) - max((_begun(stop, held) for stop in self._stops), default=0)
+        shown = len(held) - max((_begun(stop, held) for stop in self.stops), default=0)
         self._held = held[shown:]
         return held[:shown]
 
@@ -135,6 +137,7 @@ class Engine(ABC):
             kind = type(tokenizer).__name__
             raise TypeError(f"tokenizer: expected one of the tokenizers library, which decodes streams; got a {kind}")
         self.model, self.tokenizer = model, tokenizer
+        self.prompts = ThreadPoolExecutor(1)  # tokenizes one prompt at a time; meanwhile streams go on
         self.room = getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
     @abstractmethod
@@ -209,6 +212,48 @@ class Sequential(Engine):
             raise GenerationCancelled
 
 
+class _Streamer:
+    """Decodes the tokens of an answer, and parses the texts of several tokens at once: parsing takes most of the time.
+
+    It does what Transformers' ``CBStreamer`` does for one token at a time.
+    """
+
+    def __init__(self, tokenizer: Any, answer: Answer, parser: Any) -> None:
+        self._tokenizer, self._answer, self._parser = tokenizer, answer, parser
+        self._decoder = DecodeStream([], skip_special_tokens=parser is None)  # which the parser reads
+        self.total_tokens = 0
+        if parser is not None:
+            self._show(parser.initial_events)
+
+    def put(self, tokens: list[int]) -> None:
+        """Take all tokens of the answer so far."""
+        text = ""
+        for token in tokens[self.total_tokens :]:
+            self.total_tokens += 1
+            text += self._decoder.step(self._tokenizer, token) or ""
+            if self._answer.stops:  # whose tokens are counted
+                self._feed(text)
+                text = ""
+        self._feed(text)
+
+    def _feed(self, text: str) -> None:
+        if text and self._parser is None:
+            self._answer.put_nowait(text)
+        elif text:
+            self._show(self._parser.feed(text))
+
+    def _show(self, events: list[dict[str, Any]]) -> None:
+        for item in response_events_to_chunks(events):
+            self._answer.put_nowait(item)
+
+    def end(self) -> None:
+        """End the answer."""
+        if self._parser is not None:
+            with suppress(ValueError, RuntimeError):  # the answer ends within a tool call
+                self._show(self._parser.finalize()[1])
+        self._answer.put_nowait(None)
+
+
 class _BreakTies(LogitsProcessor):  # type: ignore[misc]
     """Raises the first of the largest logits by one rounding step, so that ``top_k=1`` is the greedy choice."""
 
@@ -270,11 +315,8 @@ class Batched(Engine):
         self, answer: Answer, inputs: Any, config: GenerationConfig, body: GenerationRequest, parser: Any
     ) -> None:
         self._refuse(config, body)
-        manager, name, loop = self._manager, next(self._names), asyncio.get_running_loop()
-        answer.streamer = streamer = CBStreamer(
-            manager, name, self.tokenizer.backend_tokenizer, loop, answer, response_parser=parser
-        )
-
+        manager, name = self._manager, next(self._names)
+        answer.streamer = streamer = _Streamer(self.tokenizer.backend_tokenizer, answer, parser)
         due = 0.0
 
         def take(output: Any) -> None:  # an output has all tokens so far
@@ -284,7 +326,7 @@ class Batched(Engine):
                 return
             due = now + len(manager.output_router.result_handlers) / self.pieces_per_second
             try:
-                streamer.put(output)
+                streamer.put(output.generated_tokens)
             except Exception as failure:  # the tokenizers library raises nothing narrower
                 error = failure
             if error is not None:
@@ -293,7 +335,7 @@ class Batched(Engine):
                 streamer.end()
 
         def cancel() -> None:
-            streamer.cancel()
+            manager.cancel_request(name)
             manager.output_router.result_handlers.pop(name, None)
 
         answer.on_cancel = cancel

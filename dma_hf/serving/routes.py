@@ -59,6 +59,8 @@ class _OneModel(ModelManager):  # type: ignore[misc]
 class _Generation(GenerationState):  # type: ignore[misc]
     """The generator that Transformers' handlers call for one request, and the manager that they get from it."""
 
+    _arguments: tuple[Any, ...]
+
     def __init__(self, engine: Engine, body: GenerationRequest, param: str) -> None:
         super().__init__()
         self._engine, self._body, self._param = engine, body, param
@@ -78,17 +80,22 @@ class _Generation(GenerationState):  # type: ignore[misc]
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, config: GenerationConfig, response_parser: Any = None, **_: Any
     ) -> tuple[Answer, Answer]:
-        """Start the answer, and return it as the queue and as the streamer.
+        """Keep the arguments for :meth:`start`. Return the answer as the queue and as the streamer."""
+        self._arguments = inputs, config, response_parser
+        return self.answer, self.answer
+
+    def start(self) -> None:
+        """Start the answer.
 
         Raises:
             ApiError: The prompt is empty or too long, or the engine does not support the request.
         """
+        inputs, config, parser = self._arguments
         ids = inputs["input_ids"]
         self.answer.prompt_tokens = len(ids) if isinstance(ids, list) else ids.shape[-1]
         self._settle(config, self.answer.prompt_tokens)
         self.answer.max_new_tokens = config.max_new_tokens
-        self._engine.start(self.answer, inputs, config, self._body, response_parser)
-        return self.answer, self.answer
+        self._engine.start(self.answer, inputs, config, self._body, parser)
 
     def _settle(self, config: GenerationConfig, prompt_tokens: int) -> None:
         """Apply the request's limit and sampling to a configuration. Missing values come from the model's own."""
@@ -152,13 +159,10 @@ class Route:
         request_id = f"{self.prefix}{uuid.uuid4().hex}"
         if self.param != "prompt":
             self._check_template(has_tools=bool(passed.get("tools")))
-        await self._check_length(getattr(body, self.param))
         generation = _Generation(self._engine, body, self.param)
-        handler = self.handler(self._models, generation)
-        try:
-            events = await handler.handle_request(passed, request_id)
-        except (ValueError, TypeError, TemplateError) as error:  # of the chat template
-            raise ApiError(str(error), param=self.param) from error
+        handler, loop = self.handler(self._models, generation), asyncio.get_running_loop()
+        events = await loop.run_in_executor(self._engine.prompts, self._prepare, handler, passed, request_id, body)
+        generation.start()
         request.state.answer = answer = generation.answer
         pieces = self._pieces(request_id, events, answer, body.stream_options)
         if body.stream:
@@ -175,15 +179,26 @@ class Route:
         ):
             raise ApiError("tools: the model's chat template has none", param="tools")
 
-    async def _check_length(self, text: Any) -> None:
-        """Refuse a text that is far too long on another thread, because the handler counts tokens on the event loop."""
-        room = self._engine.room
+    def _prepare(self, handler: Any, passed: dict[str, Any], request_id: str, body: GenerationRequest) -> Any:
+        """Run a handler, which tokenizes the prompt but starts nothing, and return its stream of events.
+
+        Raises:
+            ApiError: The prompt is far too long, or the chat template fails.
+        """
+        room, text = self._engine.room, getattr(body, self.param)
         if not isinstance(text, str):
             text = "\n".join(part.text for message in text for part in message.content or ())
-        if room is not None and len(text) > 4 * room:
-            ids = await asyncio.to_thread(self._engine.tokenizer.encode, text[: SAMPLE * room])
+        if room is not None and len(text) > 4 * room:  # a part shows at once that it is far too long
+            ids = self._engine.tokenizer.encode(text[: SAMPLE * room])
             if len(ids) > 2 * room:
                 raise too_long(room, f"more than {2 * room} tokens", self.param)
+        try:
+            handler.handle_request(passed, request_id).send(None)  # a coroutine that waits for nothing
+        except StopIteration as done:
+            return done.value
+        except (ValueError, TypeError, TemplateError) as error:  # of the chat template
+            raise ApiError(str(error), param=self.param) from error
+        raise AssertionError("a handler waits before it has returned its stream")
 
     def _pieces(
         self, request_id: str, events: Any, answer: Answer, options: StreamOptions
