@@ -20,6 +20,8 @@ from dma_eval.results import read_report
 from dma_eval.show.pages import MISSING, divergence_table, format_kl, number
 from dma_eval.show.render import table
 
+from dma_hf.config import PRESETS
+
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 BLOCK = re.compile(r"(<!-- table: (\S+)(.*?) -->\n)(.*?)(<!-- end table -->)", re.DOTALL)
@@ -65,7 +67,6 @@ NAMES = {
     **{f"sdpa+hqq{bits}": f"HQQ, {bits} bits" for bits in (8, 4, 2)},
     **{f"sdpa+quanto{bits}": f"quanto, {bits} bits" for bits in (4, 2)},
     LOW_FP4: "`fp4`, `high_layers = []`",
-    "dma_mxfp:fp4q8": '`fp4`, `low_q = "mxint8"`',
     **{f"dma_mxfp:d{tiles}": f"`balanced`, `diagonal_tiles = {tiles}`" for tiles in (0, 2)},
     "dma_mxfp:off": "`balanced`, nothing skipped",
     "dma_mxfp:block": "`balanced`, scales of blocks",
@@ -83,7 +84,7 @@ def name(label: str) -> str:
     threshold = re.fullmatch(r"dma_mxfp:t(\d+)", label)  # a file with a threshold alone
     if threshold:
         return f"`balanced`, `skip_threshold = {threshold[1]}`"
-    return NAMES.get(label) or f"`{label.removeprefix('dma_mxfp:')}`"
+    return NAMES.get(label) or (label if label.startswith("`") else f"`{label.removeprefix('dma_mxfp:')}`")
 
 
 def read(path: Path | str) -> Any:
@@ -301,8 +302,17 @@ def sections(kind: str, *folders: str) -> list[Any]:
 
 
 def label_of(result: Any) -> str:
-    """Return the label of a result. Before it had ``high_layers``, the preset ``fp4`` was another one."""
-    return LOW_FP4 if result.label == FP4 and "high_layers" not in result.config else result.label
+    """Return the label of a result; for a file that changes ``fp4``, the name with what it changes.
+
+    Before it had ``high_layers``, the preset ``fp4`` was another one.
+    """
+    label, config = str(result.label), result.config
+    if label == FP4:
+        return FP4 if "high_layers" in config else LOW_FP4
+    if label == LOW_FP4 or config is None or config["low"] != "nvfp4":
+        return label
+    preset = PRESETS["fp4"].to_dict()
+    return ", ".join(["`fp4`", *(f"`{key} = {json.dumps(x)}`" for key, x in config.items() if x != preset[key])])
 
 
 def losses(*folders: str) -> pd.DataFrame:
@@ -406,9 +416,7 @@ def results() -> pd.DataFrame:
     typed_peers = "sdpa+static", "sdpa+dynamic", "flash_attention_3+dynamic"
     token = "; ".join(f"{typed[peer] / typed[INT4]:.1f}x" for peer in typed_peers)
     compared = "; ".join(f"{peers[INT4] / peers[peer]:.2f}x" for peer in ("vllm:fp8", "vllm"))
-    servers = (
-        pd.DataFrame(read(f"load-{server}-h200.json")["results"]) for server in ("int4-joined-again", "vllm-random")
-    )
+    servers = (pd.DataFrame(read(f"load-{server}-h200.json")["results"]) for server in ("int4-random", "vllm-random"))
     packed, strong = (each.query("prefix_tokens == 0").set_index("streams")["tokens_per_second"] for each in servers)
     loaded = "; ".join(f"{packed[clients] / strong[clients]:.2f}x" for clients in (32, 128))
     changes = ", ".join(show(models["change_percent"].max()[[BALANCED, INT4]], "+.2f", " %"))
