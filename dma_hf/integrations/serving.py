@@ -15,14 +15,15 @@ with private_imports():
     from transformers.cli.serving.model_manager import ModelManager
     from transformers.cli.serving.response import ResponseHandler
     from transformers.cli.serving.utils import (
+        CBStreamer,
         DirectStreamer,
         GenerationState,
         get_response_template,
-        response_events_to_chunks,
     )
     from transformers.cli.serving.utils import _GenerationCancelled as GenerationCancelled
 
 __all__ = [
+    "CBStreamer",
     "ChatCompletionHandler",
     "CompletionHandler",
     "DirectStreamer",
@@ -31,5 +32,4 @@ __all__ = [
     "ModelManager",
     "ResponseHandler",
     "get_response_template",
-    "response_events_to_chunks",
 ]

@@ -1,6 +1,6 @@
 """Generate answers: one after another with ``generate``, or together with continuous batching.
 
-Streamers decode tokens and parse reasoning and tool calls. Their queue is an :class:`Answer`.
+Transformers' streamers decode tokens and parse reasoning and tool calls. Their queue is an :class:`Answer`.
 """
 
 from __future__ import annotations
@@ -10,17 +10,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from itertools import count
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from tokenizers.decoders import DecodeStream
 from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from dma_hf.integrations.serving import DirectStreamer, GenerationCancelled, response_events_to_chunks
+from dma_hf.integrations.serving import CBStreamer, DirectStreamer, GenerationCancelled
 
 from .requests import ApiError, GenerationRequest
 
@@ -37,16 +34,16 @@ class Answer(asyncio.Queue[Any]):
     def __init__(self, stops: Iterable[str]) -> None:
         super().__init__()
         self.prompt_tokens = self.max_new_tokens = 0  # set when they are known, before the answer starts
-        self.streamer: Any = SimpleNamespace(total_tokens=0)  # counts the tokens; set by the engine, like the next
+        self.streamer: Any = None  # counts the tokens; set by the engine, like the next
         self.on_cancel: Callable[[], Any] = lambda: None
         self.error: ApiError | None = None
         self.is_cancelled = self.is_stopped = self._is_over = False
-        self.stops, self._held, self._tokens = tuple(stops), "", 0
+        self._stops, self._held = tuple(stops), ""
 
     @property
     def total_tokens(self) -> int:
-        """Number of generated tokens, up to the end of a stop string."""
-        return int(self._tokens if self._is_over else self.streamer.total_tokens)
+        """Number of generated tokens."""
+        return int(self.streamer.total_tokens)
 
     @property
     def usage(self) -> dict[str, int]:
@@ -76,7 +73,7 @@ class Answer(asyncio.Queue[Any]):
         if shown:
             super().put_nowait(shown)
         if item is None or self.is_stopped:
-            self._tokens, self._is_over = self.streamer.total_tokens, True
+            self._is_over = True
             super().put_nowait(None)
         if self.is_stopped:
             self._halt()
@@ -84,11 +81,11 @@ class Answer(asyncio.Queue[Any]):
     def _cut(self, text: str) -> str:
         """Return the text that may be shown, and hold back what may be the beginning of a stop string."""
         held = self._held + text
-        found = [place for stop in self.stops if (place := held.find(stop)) >= 0]
+        found = [place for stop in self._stops if (place := held.find(stop)) >= 0]
         if found:
             self.is_stopped = True
             return held[: min(found)]
-        shown = len(held) - max((_begun(stop, held) for stop in self.stops), default=0)
+        shown = len(held) - max((_begun(stop, held) for stop in self._stops), default=0)
         self._held = held[shown:]
         return held[:shown]
 
@@ -126,11 +123,6 @@ class Engine(ABC):
     """Whether answers can be generated."""
     room: int | None
     """Maximum tokens of a request, prompt and answer together; ``None`` without a limit."""
-    pieces_per_second = 2000.0
-    """Most pieces of text that continuous batching makes for all answers together. Each costs time of the host.
-
-    With 128 open requests, a client gets new text every 64 ms: as a rule several tokens.
-    """
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         if not hasattr(tokenizer, "backend_tokenizer"):
@@ -212,48 +204,6 @@ class Sequential(Engine):
             raise GenerationCancelled
 
 
-class _Streamer:
-    """Decodes the tokens of an answer, and parses the texts of several tokens at once: parsing takes most of the time.
-
-    It does what Transformers' ``CBStreamer`` does for one token at a time.
-    """
-
-    def __init__(self, tokenizer: Any, answer: Answer, parser: Any) -> None:
-        self._tokenizer, self._answer, self._parser = tokenizer, answer, parser
-        self._decoder = DecodeStream([], skip_special_tokens=parser is None)  # which the parser reads
-        self.total_tokens = 0
-        if parser is not None:
-            self._show(parser.initial_events)
-
-    def put(self, tokens: list[int]) -> None:
-        """Take all tokens of the answer so far."""
-        text = ""
-        for token in tokens[self.total_tokens :]:
-            self.total_tokens += 1
-            text += self._decoder.step(self._tokenizer, token) or ""
-            if self._answer.stops:  # whose tokens are counted
-                self._feed(text)
-                text = ""
-        self._feed(text)
-
-    def _feed(self, text: str) -> None:
-        if text and self._parser is None:
-            self._answer.put_nowait(text)
-        elif text:
-            self._show(self._parser.feed(text))
-
-    def _show(self, events: list[dict[str, Any]]) -> None:
-        for item in response_events_to_chunks(events):
-            self._answer.put_nowait(item)
-
-    def end(self) -> None:
-        """End the answer."""
-        if self._parser is not None:
-            with suppress(ValueError, RuntimeError):  # the answer ends within a tool call
-                self._show(self._parser.finalize()[1])
-        self._answer.put_nowait(None)
-
-
 class _BreakTies(LogitsProcessor):  # type: ignore[misc]
     """Raises the first of the largest logits by one rounding step, so that ``top_k=1`` is the greedy choice."""
 
@@ -315,18 +265,15 @@ class Batched(Engine):
         self, answer: Answer, inputs: Any, config: GenerationConfig, body: GenerationRequest, parser: Any
     ) -> None:
         self._refuse(config, body)
-        manager, name = self._manager, next(self._names)
-        answer.streamer = streamer = _Streamer(self.tokenizer.backend_tokenizer, answer, parser)
-        due = 0.0
+        manager, name, loop = self._manager, next(self._names), asyncio.get_running_loop()
+        answer.streamer = streamer = CBStreamer(
+            manager, name, self.tokenizer.backend_tokenizer, loop, answer, response_parser=parser
+        )
 
-        def take(output: Any) -> None:  # an output has all tokens so far
-            nonlocal due
-            now, error = time.monotonic(), output.error
-            if now < due and not output.is_finished():
-                return
-            due = now + len(manager.output_router.result_handlers) / self.pieces_per_second
+        def take(output: Any) -> None:
+            error = output.error
             try:
-                streamer.put(output.generated_tokens)
+                streamer.put(output)
             except Exception as failure:  # the tokenizers library raises nothing narrower
                 error = failure
             if error is not None:
@@ -335,7 +282,7 @@ class Batched(Engine):
                 streamer.end()
 
         def cancel() -> None:
-            manager.cancel_request(name)
+            streamer.cancel()
             manager.output_router.result_handlers.pop(name, None)
 
         answer.on_cancel = cancel

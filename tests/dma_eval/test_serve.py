@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -28,12 +29,11 @@ from dma_eval.errors import UserError
 from dma_eval.load.backends import activate, parse_backends
 from dma_eval.load.models import load_model
 from sampling import sampled
-from transformers import ContinuousBatchingConfig
 from transformers.cli.serving.utils import ReasoningText
 
 from dma_hf import DMAConfig
 from dma_hf.integrations.serving import DirectStreamer
-from dma_hf.serving import Batched, Engine, Sequential, make_app
+from dma_hf.serving import Engine, Sequential, make_app
 from dma_hf.serving.engines import Answer
 from dma_hf.serving.gate import Gate
 from dma_hf.serving.requests import ApiError
@@ -555,6 +555,27 @@ def test_reasoning_and_tool_calls_are_parsed(folder, is_streamed):
     assert [call["function"] for call in calls] == [{"name": "add", "arguments": '{"a": 1}'}]
 
 
+def test_others_are_answered_while_a_prompt_is_tokenized(folder, monkeypatch):
+    loaded, is_free = load_model(str(folder), dtype="float32", device="cpu"), threading.Event()
+    apply = loaded.tokenizer.apply_chat_template
+
+    def wait(*arguments, **options):
+        assert is_free.wait(TIMEOUT)
+        return apply(*arguments, **options)
+
+    async def ask():
+        monkeypatch.setattr(loaded.tokenizer, "apply_chat_template", wait)
+        gate, body = make_app(Scripted(loaded.model, loaded.tokenizer)), {"messages": CHAT, "max_tokens": 100}
+        asking = asyncio.create_task(_ask(gate, "/v1/chat/completions", "POST", body=json.dumps(body).encode()))
+        await asyncio.sleep(0)
+        health = await _ask(gate, "/health")
+        is_waiting = not asking.done()
+        is_free.set()
+        return health, is_waiting, await asking
+
+    assert asyncio.run(ask()) == (200, True, 200)
+
+
 def _shown(answer):
     return [answer.get_nowait() for _ in range(answer.qsize())]
 
@@ -591,32 +612,6 @@ def test_the_end_of_an_answer():
     answer.fail(error)
     answer.fail(ApiError("again"))
     assert (_shown(answer), answer.error, answer.is_cancelled) == ([None], error, True)
-
-
-def test_streams_send_no_more_pieces_than_they_should(folder):
-    """Text and usage are the same, with and without a stop string."""
-    loaded = load_model(str(folder), dtype="float32", device="cpu")
-    batches = ContinuousBatchingConfig(max_batch_tokens=128, max_memory_percent=0.01)
-    engine = Batched(loaded.model, loaded.tokenizer, batches)
-
-    def ask(pieces_per_second, **fields):
-        engine.pieces_per_second, sent = pieces_per_second, []
-        body = {"prompt": "The captain", "max_tokens": NEW_TOKENS, "temperature": 0, "stream": True, **fields}
-        body["stream_options"] = {"include_usage": True}
-        asyncio.run(_ask(make_app(engine), "/v1/completions", "POST", body=json.dumps(body).encode(), sent=sent))
-        *events, usage, end = [message["body"] for message in sent[1:] if message["body"]]
-        assert end == b"data: [DONE]\n\n"
-        texts = [json.loads(event[6:])["choices"][0]["text"] for event in events]
-        return texts, json.loads(usage[6:])["usage"]["completion_tokens"]
-
-    try:
-        (often, tokens), (seldom, same_tokens) = ask(1e9), ask(1e-9)
-        assert len(often) > len(seldom) == 3  # the first token, the others, and the reason for the end
-        assert ("".join(often), tokens) == ("".join(seldom), same_tokens)
-        stop = often[2]
-        assert ask(1e9, stop=stop)[1] == ask(1e-9, stop=stop)[1] < tokens
-    finally:
-        engine.close()
 
 
 def test_batches_that_do_not_compile_are_an_error(monkeypatch):

@@ -265,11 +265,11 @@ def test_the_application_takes_options_as_texts():
         _built({"model": "org/name", "replica": 2})
 
 
-def _replica(application):
+def _replica(application, seconds_per_part=0.0):
     """A replica that answers with this application."""
-    from dma_hf.serving.replicas import Model
+    from dma_hf.serving.replicas import PARTS_PER_SECOND, Model
 
-    return Model(lambda: (SimpleNamespace(is_alive=True), application), 1)
+    return Model(lambda: (SimpleNamespace(is_alive=True), application), seconds_per_part * PARTS_PER_SECOND)
 
 
 @pytest.mark.usefixtures("ray")
@@ -295,31 +295,31 @@ def test_an_answer_that_is_cancelled_ends_in_the_replica():
 
 
 @pytest.mark.usefixtures("ray")
-def test_a_part_has_text():
-    """Until a text is sent, another replica can take over."""
+def test_tokens_that_a_busy_replica_generates_meanwhile_are_sent_together():
 
     async def application(scope, receive, send):
         await send({"type": "http.response.start", "status": 200, "headers": []})
         for index in range(9):
             await send({"type": "http.response.body", "body": b"%d" % index, "more_body": index < 8})
-            await asyncio.sleep(index % 2 * 0.001)
+            await asyncio.sleep(0.001)
 
     async def failing(scope, receive, send):
         await send({"type": "http.response.start", "status": 200, "headers": []})
         raise RuntimeError("it failed")
 
-    async def read():
-        return [part async for part in _replica(application).answer({}, b"")]
+    async def read(seconds_per_part):
+        return [part async for part in _replica(application, seconds_per_part).answer({}, b"")]
 
     async def read_first_of_failing():
         return await anext(_replica(failing).answer({}, b""))
 
-    parts = asyncio.run(read())
-    first, *others = (message for part in parts for message in part)
-    assert first["type"] == "http.response.start"
-    assert len(parts[0]) > 1
-    assert all(part[-1]["type"] == "http.response.body" for part in parts)
-    assert b"".join(message["body"] for message in others) == b"012345678"
+    alone, busy = asyncio.run(read(0.001)), asyncio.run(read(0.5))
+    for parts in (alone, busy):
+        first, *others = (message for part in parts for message in part)
+        assert first["type"] == "http.response.start"
+        assert len(parts[0]) > 1  # another replica can take over until a text is sent
+        assert b"".join(message["body"] for message in others) == b"012345678"
+    assert len(busy) == 2 < len(alone)
     with pytest.raises(RuntimeError, match="it failed"):  # no part without a text
         asyncio.run(read_first_of_failing())
 
