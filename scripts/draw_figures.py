@@ -1,15 +1,13 @@
 """Draw the figures of the documentation.
 
     python scripts/draw_figures.py rule formats
-    python scripts/draw_figures.py skipping --model SmolLM2-135M-Instruct.Q4_1.gguf --data wiki.test.raw
 
-Without names it draws all figures that need no model of yours. The formats and the transforms are computed by the
-library itself, and the chart of speed against loss comes from the files in benchmarks.
+Without names it draws all figures. The formats and the transforms are computed by the library itself, and the charts
+of speed come from the files in benchmarks.
 """
 
 from __future__ import annotations
 
-import math
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,10 +18,8 @@ import update_docs
 from dma_eval.load.data import load_text, tokenize
 from dma_eval.load.models import load_model
 from dma_eval.show.plots import legend_below, line_styles, tidy
-from dma_kernels import BLOCK_FORMATS, TILE, Recipe, hadamard_rotate, key_mean, quantize
-from dma_kernels.numerics.geometry import SKIP_BLOCK
-from dma_kernels.reference.operands import prepare_operands
-from dma_kernels.reference.skipping import is_high_tile, skip_tiles
+from dma_kernels import BLOCK_FORMATS, Recipe, hadamard_rotate, key_mean, quantize
+from dma_kernels.reference.skipping import is_high_tile
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
@@ -31,13 +27,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from torch import Tensor
 
-from dma_hf import DMAConfig
-
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 
-from kernel_bench.capture import capture_layers, choose_layers  # noqa: E402 (needs the path)
-from kernel_bench.inputs import Inputs  # noqa: E402
+from kernel_bench.capture import capture_layers  # noqa: E402 (needs the path)
 
 ASSETS, FIGURES_FOLDER = ROOT / "eval/dma_eval/assets", ROOT / "docs/figures"
 HIGH, LOW, HIDDEN = "#d55e00", "#56b4e9", "#ececec"
@@ -45,11 +38,6 @@ HIGH, LOW, HIDDEN = "#d55e00", "#56b4e9", "#ececec"
 
 def _panels(rows: int, columns: int, width: float, height: float, **options: Any) -> tuple[Figure, Any]:
     return plt.subplots(rows, columns, figsize=(width, height), dpi=150, layout="constrained", **options)
-
-
-def _legend(figure: Figure, colors: dict[str, str], **style: Any) -> None:
-    handles = [Patch(facecolor=color, label=name, **style) for name, color in colors.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(colors), frameon=False)
 
 
 def draw_rule() -> Figure:
@@ -73,7 +61,8 @@ def draw_rule() -> Figure:
             axis.set_ticks(tile + 0.5, map(str, tile.tolist()))
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
-    _legend(figure, colors)
+    handles = [Patch(facecolor=color, label=name) for name, color in colors.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(colors), frameon=False)
     return figure
 
 
@@ -109,16 +98,11 @@ def draw_formats() -> Figure:
     return figure
 
 
-def _layers(model: str, data: str, tokens: int) -> dict[int, Inputs]:
-    """Return the queries, keys and values of every layer on the beginning of a text, in fp32."""
-    loaded = load_model(model, dtype="float32", device="cpu")
-    ids = tokenize(loaded.tokenizer, load_text(data).content[: 8 * tokens])[:tokens]
-    return capture_layers(loaded, ids[None], choose_layers(loaded.model, None))
-
-
 def draw_transforms() -> Figure:
     """docs/figures/transforms.png: what smoothing and rotation do to the keys of a head of the demo model."""
-    layer = _layers(str(ASSETS / "demo_model"), str(ASSETS / "heldout.txt"), 512)[1]
+    loaded = load_model(str(ASSETS / "demo_model"), dtype="float32", device="cpu")
+    ids = tokenize(loaded.tokenizer, load_text(str(ASSETS / "heldout.txt")).content)[:512]
+    layer = capture_layers(loaded, ids[None], [1])[1]
     query, key = layer.query[:, :1], layer.key[:, :1]
     true = query @ key.mT
     smooth = key - key_mean(key)
@@ -134,48 +118,6 @@ def draw_transforms() -> Figure:
         axes.set(title=f"{title}\nNVFP4 scores: error {error:.1%}", xlabel="channel")
     panels[0].set_ylabel("token")
     figure.colorbar(image, ax=panels, label="magnitude of the key", shrink=0.85)
-    return figure
-
-
-KINDS = {"not visible": "#ffffff", "high": "#1f4e79", "low, computed": "#7fb0dd", "low, skipped": "#f2b8a2"}
-
-
-def _kinds(query: Tensor, key: Tensor, scale: float) -> Tensor:
-    """Return indices into ``KINDS`` for each block of queries and tile of keys of one head, ``[T / 64, T / 128]``."""
-    recipe = DMAConfig(skip_threshold=6.0, exact_until=0).recipe
-    position = torch.arange(query.shape[2])[None]
-    operands = prepare_operands(query, key, key, recipe, kv_position=torch.zeros(1).long(), visible=None)
-    tile = position[0] // TILE
-    is_high = is_high_tile(tile[:, None], tile[None], recipe, is_causal=True)
-    low, high = (q @ k.mT for q, k in ((operands.q_low, operands.k_low), (operands.q_high, operands.k_high)))
-    scores = (torch.where(is_high, high, low) * scale).masked_fill(position[0] > position[0][:, None], -math.inf)
-    skip_tiles(scores[None], position, position, recipe, is_causal=True, tile_counts=None)
-    is_kept = (scores[0, 0] > -math.inf).view(-1, SKIP_BLOCK, len(tile) // TILE, TILE).any(-1).any(1)
-    blocks, tiles = position[0, ::SKIP_BLOCK, None] // TILE, torch.arange(len(tile) // TILE)
-    kinds = torch.where(is_kept, 2, 3)
-    kinds[is_high_tile(blocks, tiles, recipe, is_causal=True)] = 1
-    kinds[tiles > blocks] = 0
-    return kinds
-
-
-def draw_skipping(model: str, data: str, tokens: int = 4096) -> Figure:
-    """docs/figures/skipping.png: the tiles that three heads skip, the median head by share and two that skip more."""
-    found = []
-    for index, layer in _layers(model, data, tokens).items():
-        heads = layer.query.shape[1]
-        keys = layer.key.repeat_interleave(heads // layer.key.shape[1], 1)
-        for head in range(heads):
-            kinds = _kinds(layer.query[:, [head]], keys[:, [head]], layer.scale)
-            found.append((float((kinds == 3).sum() / (kinds >= 2).sum()), f"layer {index}, head {head}", kinds))
-    found.sort(key=lambda each: each[0])
-    figure, panels = _panels(1, 3, 11, 4.4, sharey=True)
-    for axes, quantile in zip(panels, (0.5, 0.75, 0.95), strict=True):
-        share, name, kinds = found[round(quantile * (len(found) - 1))]
-        colors = ListedColormap(list(KINDS.values()))
-        axes.imshow(kinds, cmap=colors, vmin=0, vmax=len(KINDS) - 1, aspect="auto", interpolation="nearest")
-        axes.set(title=f"{name}\n{share:.0%} of low tiles skipped", xlabel="tile of 128 keys")
-    panels[0].set_ylabel("block of 64 queries")
-    _legend(figure, KINDS, edgecolor="#cccccc")
     return figure
 
 
@@ -257,24 +199,18 @@ FIGURES = {
     "speed-loss": draw_speed_loss,
     "prefill": draw_prefill,
 }
-"""The figures that need no model of yours."""
 
 
 def main(
-    names: Annotated[list[str], typer.Argument(help="Figures; all that need no --model if none is named.")] = [],  # noqa: B006
-    model: Annotated[str, typer.Option(help="Folder, GGUF file or Hub name, for skipping.")] = "",
-    data: Annotated[str, typer.Option(help="A text, as for dma-hf ppl, for skipping.")] = "",
+    names: Annotated[list[str], typer.Argument(help="Figures; all if none is named.")] = [],  # noqa: B006
     out: Annotated[Path, typer.Option(help="The folder to write.", show_default="docs/figures")] = FIGURES_FOLDER,
 ) -> None:
     """Draw figures of the documentation."""
-    figures = FIGURES | {"skipping": lambda: draw_skipping(model, data)}
     for name in names or FIGURES:
-        if name not in figures:
-            raise typer.BadParameter(f"unknown figure {name!r}; valid: {', '.join(figures)}")
-        if name == "skipping" and not (model and data):
-            raise typer.BadParameter("skipping needs --model and --data")
+        if name not in FIGURES:
+            raise typer.BadParameter(f"unknown figure {name!r}; valid: {', '.join(FIGURES)}")
         out.mkdir(parents=True, exist_ok=True)
-        figures[name]().savefig(out / f"{name}.png")
+        FIGURES[name]().savefig(out / f"{name}.png")
 
 
 if __name__ == "__main__":
