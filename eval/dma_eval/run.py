@@ -12,7 +12,6 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +70,9 @@ class Run:
                 self._names = find_tasks(suite.tasks.names, include_path)
         self.session = Session(load(args), backends, Store(args.out), seed=args.seed)
 
-    def _parts(self, limit: int | None) -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
-        """Yield name, function and settings of each section. Contexts beyond ``limit`` are skipped."""
-        suite, default = self._suite, default_context(self.session.loaded)
+    def _parts(self, limit: int | None) -> Iterator[tuple[str, Callable[[], Any], str]]:
+        """Yield name, measurement and request of each section. Contexts beyond ``limit`` are skipped."""
+        suite, session, default = self._suite, self.session, default_context(self.session.loaded)
 
         def fits(part: str, lengths: Sequence[int]) -> list[int]:
             for length in lengths:
@@ -81,43 +80,44 @@ class Run:
                     console.print_warning(f"{part} at {length:,} is skipped: the model has {limit:,} positions")
             return [length for length in lengths if limit is None or length <= limit]
 
-        def section(name: str, measure: Callable[..., Any], part: Any, *, reads: bool = True) -> Any:
-            text = {"text": self._texts[self._data or part.data]} if reads else {}
-            settings = {"part": asdict(part), "text": text["text"].sha256 if reads else None, "seed": self.session.seed}
-            return name, partial(measure, **text, part=part), settings
+        def of_text(name: str, measure: Callable[..., Any], part: Any) -> tuple[str, Callable[[], Any], str]:
+            text = self._texts[self._data or part.data]
+            return name, lambda: measure(session, text, part), self._request(name, part, text.sha256)
 
         if (perplexity := suite.perplexity) is not None:
             for context in fits("perplexity", perplexity.contexts or [default]):
-                name = f"perplexity, {context:,}"
-                measure = partial(measure_perplexity, context=context, name=name)
-                yield section(name, measure, replace(perplexity, contexts=[context]))
+                yield of_text(f"perplexity, {context:,}", measure_perplexity, replace(perplexity, contexts=[context]))
         if suite.fidelity is not None and fits("fidelity", [suite.fidelity.context or default]):
-            yield section("fidelity", measure_fidelity, suite.fidelity)
-        if (tasks := suite.tasks) is not None:
-            lengths = fits("tasks", tasks.lengths)
-            if lengths or not tasks.lengths:
+            yield of_text("fidelity", measure_fidelity, suite.fidelity)
+        if suite.tasks is not None:
+            tasks = replace(suite.tasks, lengths=fits("tasks", suite.tasks.lengths))
+            if tasks.lengths or not suite.tasks.lengths:
                 from .measures.tasks import measure_tasks
 
-                measure_names = partial(measure_tasks, tasks=self._names)
-                yield section("tasks", measure_names, replace(tasks, lengths=lengths), reads=False)
+                yield "tasks", lambda: measure_tasks(session, self._names, tasks), self._request("tasks", tasks, None)
         if suite.stress is not None and fits("stress", [suite.stress.context or default]):
-            yield section("stress", measure_stress, suite.stress)
+            yield of_text("stress", measure_stress, suite.stress)
 
-    def _section(self, name: str, measure: Callable[..., Any], settings: dict[str, Any]) -> Any:
-        """Measure a section, except the pieces that are in the run's folder. It has the origin of its newest piece."""
+    def _request(self, name: str, part: Any, text: str | None) -> str:
+        """Return a hash of everything that a section depends on, except code and machine."""
         session, model = self.session, self.session.loaded.info
-        session.origins.clear()
-        with session.progress.shown():
-            section = measure(session)
-        gc.collect()  # frees the fp32 copy of the model, which is a cycle once it is configured
         asked = {
-            **settings,
-            "part": {key: value for key, value in settings["part"].items() if key != "batch_size"},
+            "part": {key: value for key, value in asdict(part).items() if key != "batch_size"},
+            "text": text,
+            "seed": session.seed,
             "name": name,
             "model": [model.name, model.revision, model.dtype, model.yarn, model.device.partition(":")[0]],
             "backends": [backend.info for backend in session.backends],
         }
-        request = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
+
+    def _section(self, measure: Callable[[], Any], request: str) -> Any:
+        """Measure a section, except the pieces that are in the run's folder. It has the origin of its newest piece."""
+        session = self.session
+        session.origins.clear()
+        with session.progress.shown():
+            section = measure()
+        gc.collect()  # frees the fp32 copy of the model, which is a cycle once it is configured
         origin = max(session.origins, key=lambda each: each.created, default=session.origin())
         return replace(section, origin=replace(origin, request=request))
 
@@ -135,13 +135,13 @@ class Run:
         parts = list(self._parts(session.loaded.max_context if goes_on else None))
         if PartialState().num_processes > 1:
             parts.sort(key=lambda part: part[0] != "tasks")
-        for name, measure, settings in parts:
+        for name, measure, request in parts:
             if name != "tasks":
                 PartialState().destroy_process_group()
                 if not self._is_main:
                     return 0
             try:
-                section = self._section(name, measure, settings)
+                section = self._section(measure, request)
                 field = name.partition(",")[0]
                 getattr(report, field).append(section)
                 console.print_page(PAGES[field](section))

@@ -129,15 +129,14 @@ class Session:
         ``kind`` is its type, and ``place`` has the names of its folders and file.
         """
         identity = self.identity(*backends, **settings)
-        saved = self.store.load(kind, identity, "parts", *place)
-        if saved is not None:
-            self.origins.append(saved.origin)
-            return saved.content, True
-        piece = Piece(identity=identity, content=make(), origin=self.origin())
+        piece = self.store.load(kind, identity, "parts", *place)
+        is_saved = piece is not None
+        if piece is None:
+            piece = Piece(identity=identity, content=make(), origin=self.origin())
+            if is_final(piece.content):
+                self.store.save(kind, piece, "parts", *place)
         self.origins.append(piece.origin)
-        if is_final(piece.content):
-            self.store.save(kind, piece, "parts", *place)
-        return piece.content, False
+        return piece.content, is_saved
 
     def identity(self, *backends: Backend, **settings: Any) -> dict[str, Any]:
         """Return everything that a result depends on, as JSON values: model, code, machine, backends and settings."""

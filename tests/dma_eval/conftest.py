@@ -192,7 +192,8 @@ def compared(loaded, text_file):
 
     def make(*names, context=None, progress=None, **options):
         session = Session(loaded, parse_backends(names), progress=progress or Progress())
-        return measure_perplexity(session, load_text(str(text_file)), PerplexityPart(**options), context)
+        part = PerplexityPart(contexts=[] if context is None else [context], **options)
+        return measure_perplexity(session, load_text(str(text_file)), part)
 
     return make
 

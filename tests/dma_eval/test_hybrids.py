@@ -146,8 +146,8 @@ def test_a_failed_one_leaves_the_others_without_a_comparison(hybrid, text_file, 
         return forward(model, backend, *others)
 
     monkeypatch.setattr(perplexity, "_forward", fail)
-    session, part = Session(hybrid, parse_backends(NAMES)), PerplexityPart(max_windows=1)
-    section = measure_perplexity(session, load_text(str(text_file)), part, 256)
+    session, part = Session(hybrid, parse_backends(NAMES)), PerplexityPart(contexts=[256], max_windows=1)
+    section = measure_perplexity(session, load_text(str(text_file)), part)
     *_, chunks, int8 = section.backends
     assert chunks.failure == "no room"
     assert (int8.kl_mean, int8.change_percent, int8.reference) == (None, None, "sdpa+dynamic")

@@ -39,7 +39,7 @@ def session(model_folder):
 @pytest.fixture(scope="module")
 def section(session, text_file):
     """Measured once; no test changes it."""
-    return measure_perplexity(session, load_text(str(text_file)), PerplexityPart(max_windows=2), 128)
+    return measure_perplexity(session, load_text(str(text_file)), PerplexityPart(contexts=[128], max_windows=2))
 
 
 @pytest.fixture

@@ -80,12 +80,11 @@ class Reading:
     part: PerplexityPart  # how windows were chosen, and the batch size
 
 
-def measure_perplexity(
-    session: Session, text: Text, part: PerplexityPart, context: int | None = None, *, name: str = "perplexity"
-) -> PerplexitySection:
-    """Measure perplexity and fidelity of every backend on the same tokens. Batches are saved under ``name``."""
-    reading = cut(session.loaded, text, part, context)
-    return compare(session, reading, session.backends, place=(name,), keeps_partial=True)
+def measure_perplexity(session: Session, text: Text, part: PerplexityPart) -> PerplexitySection:
+    """Measure perplexity and fidelity of every backend on the same tokens, at the one context of ``part``, if any."""
+    reading = cut(session.loaded, text, part, next(iter(part.contexts), None))
+    place = (f"perplexity, {reading.context:,}",)
+    return compare(session, reading, session.backends, place=place, keeps_partial=True)
 
 
 def default_context(loaded: LoadedModel) -> int:
