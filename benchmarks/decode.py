@@ -62,9 +62,7 @@ class Step:
 
 
 def prepare(backend: Backend, shape: Shape, device: torch.device, dtype: torch.dtype) -> Step:
-    """Return the step that is timed.
-
-    A packed cache stores the new key and value, and attends to all.
+    """Return the step that is timed. A packed cache stores the new key and value, and attends to all.
 
     Raises:
         ImportError: Its package is not installed; the message names it.
@@ -179,11 +177,7 @@ def tables(results: Sequence[DecodeResult], copy_bytes_per_second: float | None)
 
 
 def parse_size(value: str) -> tuple[int, int]:
-    """Return sequences and keys of each of ``BATCHxKEYS``.
-
-    Raises:
-        UserError: The value is not of this form.
-    """
+    """Return sequences and keys of each of ``BATCHxKEYS``, or raise a ``UserError``."""
     found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", value)
     if found is None:
         raise UserError(f"--size: expected BATCHxKEYS, such as 8x32768, got {value!r}")

@@ -212,11 +212,7 @@ def _skipped_shares(implementation: Backend, layers: Sequence[Inputs]) -> dict[s
 
 
 def parse_shape(value: str) -> PrefillShape:
-    """Return the shape that ``BATCHxTOKENS:QUERY/KV:HEAD_DIM[:full]`` names.
-
-    Raises:
-        UserError: It is not of this form.
-    """
+    """Return the shape that ``BATCHxTOKENS:QUERY/KV:HEAD_DIM[:full]`` names, or raise a ``UserError``."""
     found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*):(\d+/\d+):([1-9]\d*)(:full)?", value)
     if found is None:
         raise UserError(

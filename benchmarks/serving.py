@@ -64,11 +64,7 @@ class Load:
 
     @classmethod
     def parse(cls, text: str) -> Load:
-        """Parse ``PREFIX:PROMPT+NEW@STREAMS``.
-
-        Raises:
-            UserError: The text is not of this form.
-        """
+        """Parse ``PREFIX:PROMPT+NEW@STREAMS``, or raise a ``UserError``."""
         found = re.fullmatch(r"(?:([1-9]\d*):)?([1-9]\d*)\+([1-9]\d*)@([1-9]\d*(?:,[1-9]\d*)*)", text)
         if found is None:
             raise UserError(f"--load: expected PROMPT+NEW@STREAMS or PREFIX:PROMPT+NEW@STREAMS, got {text!r}")

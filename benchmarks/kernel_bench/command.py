@@ -77,11 +77,7 @@ def parse_compared(names: Sequence[str], option: str, peers: Sequence[str], *, c
 
 
 def parse_heads(value: str, option: str) -> tuple[int, int]:
-    """Return query and kv heads of ``QUERY/KV``.
-
-    Raises:
-        UserError: The value is not of this form.
-    """
+    """Return query and kv heads of ``QUERY/KV``, or raise a ``UserError``."""
     found = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", value)
     if found is None or int(found[1]) % int(found[2]):
         raise UserError(f"{option}: expected QUERY/KV with KV dividing QUERY, such as 32/8, got {value!r}")

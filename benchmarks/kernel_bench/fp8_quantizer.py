@@ -26,24 +26,14 @@ RESTORED = 4096
 
 @dataclass(frozen=True)
 class Fp8Operands:
-    """E4M3 operands with their scales.
+    """E4M3 operands with their scales."""
 
-    Attributes:
-        query: E4M3 ``[B, T, Hq, D]``.
-        key: E4M3 ``[B, T, Hkv, D]``.
-        value: E4M3 ``[B, T, Hkv, D]``.
-        descales: What query, key and value are to be multiplied by, fp32 ``[3, B, Hkv]``, or ``[3, 1, 1]`` for one
-            scale per tensor.
-        scales: The reciprocals.
-        key_value: E4M3 ``[B, T, 2, Hkv, D]``, of which ``key`` and ``value`` are views, if they are packed.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    descales: Tensor
-    scales: Tensor
-    key_value: Tensor | None = None
+    query: Tensor  # E4M3 [B, T, Hq, D]
+    key: Tensor  # E4M3 [B, T, Hkv, D]
+    value: Tensor  # E4M3 [B, T, Hkv, D]
+    descales: Tensor  # factors of query, key and value, fp32 [3, B, Hkv], or [3, 1, 1] for one scale per tensor
+    scales: Tensor  # the reciprocals
+    key_value: Tensor | None = None  # E4M3 [B, T, 2, Hkv, D], of which key and value are views, if they are packed
 
 
 @triton.jit

@@ -15,21 +15,13 @@ from .results import PrefillShape
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """One call of attention over a whole sequence.
+    """One call of attention over a whole sequence."""
 
-    Attributes:
-        query: ``[B, Hq, T, D]``.
-        key: ``[B, Hkv, T, D]``.
-        value: ``[B, Hkv, T, D]``.
-        scale: Factor of the scores.
-        is_causal: Whether a query attends to no key after its own position.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    scale: float
-    is_causal: bool = True
+    query: Tensor  # [B, Hq, T, D]
+    key: Tensor  # [B, Hkv, T, D]
+    value: Tensor  # [B, Hkv, T, D]
+    scale: float  # factor of the scores
+    is_causal: bool = True  # whether a query attends to no key after its own position
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -64,17 +64,11 @@ def import_peer(name: str) -> Any:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A call that is timed.
-
-    Attributes:
-        run: The call.
-        quantize: The part of it that quantizes, if there is one that can be called separately.
-        read: Return the attention output ``[B, Hq, T, D]`` of what ``run`` returned; this is not timed.
-    """
+    """A call that is timed."""
 
     run: Run
-    quantize: Run | None = None
-    read: Callable[[Any], Tensor] = lambda out: out
+    quantize: Run | None = None  # the part of it that quantizes, if that can be called separately
+    read: Callable[[Any], Tensor] = lambda out: out  # gets [B, Hq, T, D] from what ``run`` returned, untimed
 
 
 def sdpa(name: str, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Run:
