@@ -19,8 +19,8 @@ import docs_reference  # noqa: E402 (needs the paths)
 
 FOLDER = "benchmarks"
 """This folder of the repository is part of the site as it is: pages, plots and result files. Scripts are not."""
-MOVED = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "README.md": "index.md"}
-"""Files at the root of the repository, and their place on the site."""
+MOVED = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+"""Files at the root of the repository that are pages of the site, and their place on it."""
 INDEXES = ("README.md", "report.md")
 """What a link to a folder shows."""
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:)([^)#\s]+)(?=[)#])")
@@ -36,8 +36,7 @@ def on_files(files: Files, config: Any) -> Files:
             name = path.relative_to(ROOT).as_posix()
             files.append(File(name, str(ROOT), config.site_dir, config.use_directory_urls))
     for name, place in MOVED.items():
-        if place != "index.md" and (ROOT / name).exists():
-            files.append(File.generated(config, place, content=(ROOT / name).read_text(encoding="utf-8")))
+        files.append(File.generated(config, place, content=(ROOT / name).read_text(encoding="utf-8")))
     return files
 
 
@@ -48,15 +47,15 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         PluginError: A link leads to a file that is not on the site, or a mark names no generator.
     """
     place = page.file.src_uri
-    source = next((name for name, moved in MOVED.items() if moved == place and place != "index.md"), None)
-    source = source or (place if place.startswith(f"{FOLDER}/") else f"docs/{place}")
+    own = place if place.startswith(f"{FOLDER}/") else f"docs/{place}"
+    source = next((name for name, moved in MOVED.items() if moved == place), own)
 
     def link(match: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(posixpath.dirname(source), match[1]))
         if (ROOT / target).is_dir():
             target = next((f"{target}/{name}" for name in INDEXES if (ROOT / target / name).exists()), target)
-        if target in MOVED:
-            target = MOVED[target]
+        if target in (*MOVED, "README.md"):
+            target = MOVED.get(target, "index.md")
         elif target.startswith("docs/"):
             target = target.removeprefix("docs/")
         elif not target.startswith(f"{FOLDER}/"):

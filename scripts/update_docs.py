@@ -164,10 +164,9 @@ def prefill(*files: str) -> pd.DataFrame:
 
 def prefill_errors(file: str) -> pd.DataFrame:
     """Errors against fp64 at 8K and 32K, with outlier key channels too, and memory."""
-    frame = load(file)
     cells = {}
     for case in ("8K", "32K"):
-        rows = frame[frame["case"] == case].set_index("label")
+        rows = of_case(file, case)
         cells[f"error, {case}"] = show(rows["error"], ".3f")
         cells[f"with outlier key channels, {case}"] = show(rows["error_with_outliers"], ".3f")
         cells[f"memory beside Q, K, V, {case}"] = show(rows["extra_bytes"] / rows["input_bytes"], ".2f")
