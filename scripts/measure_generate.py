@@ -20,7 +20,6 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,18 +41,18 @@ KERNELS = 12
 """Kernels of a profile that are listed by name; the others are one row."""
 EAGER = {"disable_compile": True}
 STATIC = {"cache_implementation": "static"}
-RUNS: dict[str, tuple[str, str | None, Callable[[], dict[str, Any]]]] = {
-    "sdpa": ("sdpa", None, dict),
-    "flash_attention_3": ("flash_attention_3", None, dict),
-    "balanced": (dma_hf.NAME, None, dict),
-    "balanced+int8": (dma_hf.NAME, "int8", dict),
-    "balanced+int4": (dma_hf.NAME, "int4", dict),
-    "sdpa, static": ("sdpa", None, STATIC.copy),
-    "balanced, static": (dma_hf.NAME, None, STATIC.copy),
-    "balanced+int8, eager": (dma_hf.NAME, "int8", EAGER.copy),
-    "balanced+int4, eager": (dma_hf.NAME, "int4", EAGER.copy),
-    "balanced+int8, compiled": (dma_hf.NAME, "int8", lambda: {"compile_config": CompileConfig()}),
-    "balanced+int4, compiled": (dma_hf.NAME, "int4", lambda: {"compile_config": CompileConfig()}),
+RUNS: dict[str, tuple[str, str | None, dict[str, Any]]] = {
+    "sdpa": ("sdpa", None, {}),
+    "flash_attention_3": ("flash_attention_3", None, {}),
+    "balanced": (dma_hf.NAME, None, {}),
+    "balanced+int8": (dma_hf.NAME, "int8", {}),
+    "balanced+int4": (dma_hf.NAME, "int4", {}),
+    "sdpa, static": ("sdpa", None, STATIC),
+    "balanced, static": (dma_hf.NAME, None, STATIC),
+    "balanced+int8, eager": (dma_hf.NAME, "int8", EAGER),
+    "balanced+int4, eager": (dma_hf.NAME, "int4", EAGER),
+    "balanced+int8, compiled": (dma_hf.NAME, "int8", {"compile_config": CompileConfig()}),
+    "balanced+int4, compiled": (dma_hf.NAME, "int4", {"compile_config": CompileConfig()}),
 }
 """Attention, cache in the model's settings, and options of ``generate``."""
 DEFAULT_RUNS = [name for name in RUNS if not name.endswith(("compiled", "static"))]
@@ -63,10 +62,9 @@ class Run:
     """A model that shares its weights with those of the other runs."""
 
     def __init__(self, name: str, model: PreTrainedModel) -> None:
-        attention, cache, options = RUNS[name]
+        attention, cache, self.options = RUNS[name]
         shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
         self.model = copy.deepcopy(model, shared)
-        self.options = options()
         self.model.set_attn_implementation(attention)
         if attention == dma_hf.NAME:
             dma_hf.configure(self.model, "balanced", cache=cache)
