@@ -13,7 +13,7 @@ import re
 import textwrap
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import partial
 from importlib import resources
 from itertools import pairwise
@@ -92,30 +92,15 @@ def add_command(app: typer.Typer, name: str, run: Run) -> None:
     """Add a command: a function of dataclasses of options. Its docstring is the help, with examples at the end."""
     kinds = {key: kind for key, kind in get_type_hints(run).items() if key != "return"}
     own = {key: [each for each in fields(kind) if KEY in each.metadata] for key, kind in kinds.items()}
-
-    def declared(name: str, annotation: Any, default: Any) -> inspect.Parameter:
-        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
-
-    parameters = []
-    for key, kind in kinds.items():
-        types: dict[str, Any] = get_type_hints(kind)
-        for each in own[key]:
-            default = each.default if each.default_factory is MISSING else each.default_factory()
-            default = inspect.Parameter.empty if default is MISSING else default
-            info = each.metadata[KEY]
-            names = tuple(info.param_decls or ()) if isinstance(info, OptionInfo) else ("--",)
-            if not any(name.startswith("--") for name in names):
-                info.param_decls = (f"--{each.name.replace('_', '-')}", *names)  # typer negates flags
-            annotation: Any = Annotated[types[each.name], info]
-            parameters.append(declared(each.name, annotation, default))
-    parameters.append(declared("debug", DEBUG, False))
+    types = {key: get_type_hints(kind) for key, kind in kinds.items()}
+    parameters = [_parameter(each, types[key][each.name]) for key, declared in own.items() for each in declared]
+    parameters.append(inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, annotation=DEBUG, default=False))
 
     def call(debug: bool, **values: Any) -> int:
         console.shows_tracebacks = debug
         for key, value in values.items():
-            for each in value if isinstance(value, list) else [value]:
-                if isinstance(each, float) and not math.isfinite(each):
-                    raise UserError(f"--{key.replace('_', '-')}: expected a finite number, got {each}")
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UserError(f"--{key.replace('_', '-')}: expected a finite number, got {value}")
         try:
             given = {key: {each.name: values[each.name] for each in own[key]} for key in kinds}
             return run(**{key: kind(**given[key]) for key, kind in kinds.items()})
@@ -130,6 +115,17 @@ def add_command(app: typer.Typer, name: str, run: Run) -> None:
     paragraphs = "\n\n".join(paragraph.replace("\n", " ") for paragraph in text.strip().split("\n\n"))
     epilog = f"Examples:\n{textwrap.indent(examples, '  ')}" if examples else None
     app.command(name, cls=Command, help=paragraphs, epilog=epilog)(call)
+
+
+def _parameter(declared: Field[Any], kind: Any) -> inspect.Parameter:
+    """Return the parameter of a signature by which Typer knows an option or an argument."""
+    default = declared.default if declared.default_factory is MISSING else declared.default_factory()
+    info, names = declared.metadata[KEY], tuple(declared.metadata[KEY].param_decls or ())
+    if isinstance(info, OptionInfo) and not any(name.startswith("--") for name in names):
+        info.param_decls = (f"--{declared.name.replace('_', '-')}", *names)  # typer negates flags
+    default = inspect.Parameter.empty if default is MISSING else default
+    how = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(declared.name, how, annotation=Annotated[kind, info], default=default)
 
 
 # Options that several commands share.

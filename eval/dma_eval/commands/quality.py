@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from dma_eval.results import Report
 
 SUITES = ", ".join(config.suite_names())
+CHANGES = {"max_windows": ("perplexity", "fidelity", "stress"), "limit": ("tasks",), "batch_size": ("tasks",)}
+"""Options that change a suite, and the parts in which they do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,12 +116,10 @@ def suite(args: SuiteOptions, text: config.OptionalTextOptions, tasks: config.Ta
     dma-hf suite --suite my.toml -m ./model --data book.txt --include-path ./tasks --out run
     """
     suite = config.load_suite(args.suite)
-    changes: Sequence[tuple[str, int | None, Sequence[str]]] = (
-        ("max_windows", args.max_windows, ("perplexity", "fidelity", "stress")),
-        ("limit", args.limit, ("tasks",)),
-        ("batch_size", args.batch_size, ("tasks",)),
-    )
-    for name, value, kinds in ((name, value, kinds) for name, value, kinds in changes if value is not None):
+    for name, kinds in CHANGES.items():
+        value = getattr(args, name)
+        if value is None:
+            continue
         changed = {kind: replace(part, **{name: value}) for kind in kinds if (part := getattr(suite, kind)) is not None}
         if not changed:
             raise UserError(f"--{name.replace('_', '-')}: suite {suite.name} measures no {' or '.join(kinds)}")

@@ -154,14 +154,14 @@ def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSe
     lm = DMALM.of(session.loaded, batch_size=part.batch_size)
     lm.on_answers = lambda count: progress.advance("answers", count)
     names = ("limit", "num_fewshot", "chat_template", "lengths")
-    settings = {"seed": session.seed, **{name: getattr(part, name) for name in names}}
+    settings = {"seed": session.seed, "definition": fingerprint(tasks.folders)}
+    settings |= {name: getattr(part, name) for name in names}
     if part.lengths:
         session.loaded.check_positions(max(part.lengths), "--lengths")
     asked = {
         title(name, length) if length else name: (name, length)
         for name, length in itertools.product(tasks.names, part.lengths or [0])
     }
-    settings["definition"] = fingerprint(tasks.folders)
     identities = {
         (backend.label, called): session.identity(backend, name=called, **settings)
         for called, backend in itertools.product(asked, backends)
