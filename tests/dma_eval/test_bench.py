@@ -13,7 +13,6 @@ from dma_eval.bench import attention, generate
 from dma_eval.bench.generate import build_model, measure, parse_runs
 from dma_eval.bench.results import BenchReport, Shape
 from dma_eval.errors import UserError
-from dma_eval.load.backends import parse_backends
 from dma_eval.load.data import tokenize
 from dma_eval.load.models import load_model
 from tiny_models import FAMILIES
@@ -63,15 +62,15 @@ def test_the_timed_call_repeats_earlier_ones(model, monkeypatch):
     """With a graph that is replayed in every decoding step."""
     calls = []
 
-    def generate_tokens(model, prompt, run, new_tokens, streamer=None, **options):
-        calls.append((prompt.shape[1], new_tokens, streamer is not None))
-        for _ in range(new_tokens - 1):
+    def generate_tokens(*, input_ids, max_new_tokens, streamer=None, **options):
+        calls.append((input_ids.shape[1], max_new_tokens, streamer is not None))
+        for _ in range(max_new_tokens - 1):
             count_replay(model, [])
         if streamer is not None:
-            streamer.times += range(1, new_tokens + 2)
+            streamer.times += range(1, max_new_tokens + 2)
         return SimpleNamespace(**{CACHE_ARGUMENT: SimpleNamespace(layers=[])})
 
-    monkeypatch.setattr(generate, "_generate", generate_tokens)
+    monkeypatch.setattr(model, "generate", generate_tokens)
     (result,) = measure(model, prompts(12_000), parse_runs(["sdpa+dynamic"]), new_tokens=8)
     assert calls == [(12_000, 8, False), (12_000, 8, False), (12_000, 8, True)]
     assert result.graph_steps == 7
@@ -104,23 +103,23 @@ def test_flash_attention_3_is_a_default_where_it_is_installed(is_installed, monk
 
 
 def test_runs_that_fail_leave_the_others(model, monkeypatch):
-    def broken(model, prompt, run, *arguments):
-        if run.cache == "static":
+    def broken(**options):
+        if options.get("cache_implementation") == "static":
             raise ValueError("no room")
-        return timed(model, prompt, run, *arguments)
+        return typed(**options)
 
     def switch(name):
         if name == "eager":
             raise ValueError("no eager attention")
         switched(name)
 
-    timed, switched = generate._timed, model.set_attn_implementation
-    monkeypatch.setattr(generate, "_timed", broken)
+    typed, switched = model.generate, model.set_attn_implementation
+    monkeypatch.setattr(model, "generate", broken)
     monkeypatch.setattr(model, "set_attn_implementation", switch)
     runs = parse_runs(["sdpa+static", "eager+dynamic", "sdpa+dynamic"])
     static, eager, dynamic = measure(model, prompts(20), runs, new_tokens=8)
     assert (static.failure, static.step_milliseconds) == ("no room", None)
-    assert eager.failure == "LlamaForCausalLM cannot run attention 'eager': no eager attention"
+    assert eager.failure == "LlamaForCausalLM cannot run attention 'eager+dynamic': no eager attention"
     assert (dynamic.failure, dynamic.speedup) == (None, None)  # there is nothing to compare with
 
 
@@ -213,8 +212,8 @@ SHAPE = Shape(length=300, head_dim=16, query_heads=4, kv_heads=2, batch=2)
 
 class TestAttention:
     def test_times_each_recipe_once_and_each_cache_and_compares_with_sdpa(self):
-        names = ["dma_mxfp:balanced", "dma_mxfp+int8", "dma_mxfp:fp4+int4"]
-        results = list(attention.measure_attention([SHAPE], parse_backends(names), CPU, torch.bfloat16))
+        names = ["dma_mxfp:balanced+dynamic", "dma_mxfp:balanced+static", "dma_mxfp+int8", "dma_mxfp:fp4+int4"]
+        results = list(attention.measure_attention([SHAPE], parse_runs(names), CPU, torch.bfloat16))
         prompt = ["sdpa", "dma_mxfp:balanced", "dma_mxfp:fp4"]
         assert [r.label for r in results] == [*prompt, "sdpa", "dma_mxfp+int8", "dma_mxfp:fp4+int4"]
         for call in ("prompt", "step"):
@@ -229,7 +228,7 @@ class TestAttention:
             assert out.shape == (2, 4, length, 16)
 
     def test_what_cannot_run_leaves_the_others(self):
-        triton = replace(parse_backends(["dma_mxfp"])[0], config=dma_hf.DMAConfig(backend="triton"))
+        triton = replace(parse_runs(["dma_mxfp+dynamic"])[0], config=dma_hf.DMAConfig(backend="triton"))
         sdpa, failed, _ = attention.measure_attention([SHAPE], [triton], CPU, torch.float32)
         assert sdpa.speedup == 1.0
         assert "bf16 and fp16" in failed.failure
@@ -242,29 +241,27 @@ class TestAttention:
 
     @pytest.mark.gpu
     def test_on_a_gpu_kernels_are_timed(self):
-        names = ["dma_mxfp:balanced", "dma_mxfp+int8", "dma_mxfp+int4"]
-        results = list(
-            attention.measure_attention([SHAPE], parse_backends(names), torch.device("cuda"), torch.bfloat16)
-        )
+        runs = parse_runs(["dma_mxfp:balanced+dynamic", "dma_mxfp+int8", "dma_mxfp+int4"])
+        results = list(attention.measure_attention([SHAPE], runs, torch.device("cuda"), torch.bfloat16))
         assert [r.failure for r in results] == [None] * 5
 
 
 def test_a_real_model_reads_windows_of_a_text(tmp_path, run, model_folder, text_file, monkeypatch):
-    prompts = []
-    typed = generate._generate
-    monkeypatch.setattr(
-        generate, "_generate", lambda *each, **options: (prompts.append(each[1]), typed(*each, **options))[1]
-    )
+    def recorded(model, call, batch):
+        prompts.append(call.keywords["input_ids"])
+        return timed(model, call, batch)
+
+    prompts, timed = [], generate._timed
+    monkeypatch.setattr(generate, "_timed", recorded)
     arguments = ["--model", model_folder, "--data", text_file, "--context", 520, "--yarn", 2, "--batch", 2]
     common = ["--device", "cpu", "--dtype", "float32", "--new-tokens", 10, "--run", "sdpa+dynamic", "dma_mxfp+dynamic"]
     result = run("bench", *arguments, *common, "--json", tmp_path / "g.json")
     assert result.exit_code == 0, result.output
     report = json.loads((tmp_path / "g.json").read_text())
     assert (report["model"], report["data"], report["yarn"]) == (model_folder.name, text_file.name, 2.0)
-    timed = [prompt for prompt in prompts if prompt.shape == (2, 520)]
     tokens = tokenize(load_model(str(model_folder), device="cpu").tokenizer, text_file.read_text())
-    assert torch.equal(timed[0], tokens[:1040].view(2, 520))
-    assert torch.equal(timed[1], timed[0])
+    assert torch.equal(prompts[0], tokens[:1040].view(2, 520))
+    assert torch.equal(prompts[1], prompts[0])
 
 
 def test_a_context_beyond_the_positions_is_refused(run, refused, model_folder, text_file):

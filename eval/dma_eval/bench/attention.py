@@ -19,7 +19,6 @@ from dma_eval import console
 from dma_eval.errors import one_line
 from dma_eval.load.backends import Backend
 from dma_eval.load.models import head_dim_of
-from dma_eval.names import split_suffix
 from dma_hf import DMAConfig
 
 from .results import AttentionResult, Call, Shape
@@ -46,13 +45,16 @@ def shapes_of(model: PreTrainedModel, contexts: Sequence[int], batch: int) -> li
 def measure_attention(
     shapes: Sequence[Shape], backends: Sequence[Backend], device: torch.device, dtype: torch.dtype
 ) -> Iterator[AttentionResult]:
-    """Time SDPA and each configuration of ``dma_mxfp``: its recipe over a prompt, and its packed cache in a step."""
+    """Time SDPA and each configuration of ``dma_mxfp``: its recipe over a prompt, and its packed cache in a step.
+
+    Labels of backends end in a cache.
+    """
     ours = {each.label: each.config for each in backends if each.config is not None}
     recipes: dict[str, DMAConfig] = {}
     for label, config in ours.items():
         plain = replace(config, cache=None)
         if plain not in recipes.values():
-            recipes[split_suffix(label)[0]] = plain
+            recipes[label.rpartition("+")[0]] = plain
     caches = {label: config for label, config in ours.items() if config.cache is not None}
     for shape in shapes:
         console.print_note(str(shape))

@@ -10,8 +10,9 @@ from __future__ import annotations
 import copy
 import importlib
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -52,15 +53,6 @@ SHAPES = {
 """Models with random weights, on which the speed does not depend."""
 
 
-@dataclass(frozen=True)
-class GenerateRun:
-    """An attention with a cache."""
-
-    label: str
-    backend: Backend
-    cache: str
-
-
 def default_runs() -> list[str]:
     """Return the names of the runs that are measured by default. A note says if FlashAttention-3 is left out."""
     if is_flash_attn_3_available():
@@ -69,15 +61,15 @@ def default_runs() -> list[str]:
     return [name for name in DEFAULT_RUNS if name != FLASH_3]
 
 
-def parse_runs(names: Sequence[str]) -> list[GenerateRun]:
-    """Resolve names as given on the command line."""
+def parse_runs(names: Sequence[str]) -> list[Backend]:
+    """Resolve names as given on the command line. The label of each backend ends in its cache."""
     check_runs(names)
     runs = []
     for name in names:
         attention, _, cache = name.rpartition("+")
         packed = f"+{cache}" if cache in PACKED else ""
         (backend,) = parse_backends([f"{attention}{packed}"], "--run")
-        runs.append(GenerateRun(f"{backend.label.removesuffix(packed)}+{cache}", backend, cache))
+        runs.append(replace(backend, label=f"{backend.label.removesuffix(packed)}+{cache}"))
     refuse_repeats("--run", [run.label for run in runs])
     return runs
 
@@ -115,7 +107,7 @@ def text_windows(tokens: Tensor, batch: int, length: int, option: str, prefix: i
 
 
 def measure(
-    model: PreTrainedModel, prompts: Sequence[Tensor], runs: Sequence[GenerateRun], *, new_tokens: int
+    model: PreTrainedModel, prompts: Sequence[Tensor], runs: Sequence[Backend], *, new_tokens: int
 ) -> Iterator[GenerateResult]:
     """Generate from each prompt, ``[B, T]``, with every run, and yield each result. The first one has speed 1."""
     for prompt in prompts:
@@ -141,60 +133,47 @@ class _Clock(BaseStreamer):  # type: ignore[misc]
         pass
 
 
-def _measure_one(model: PreTrainedModel, prompt: Tensor, run: GenerateRun, new_tokens: int) -> GenerateResult:
-    result = GenerateResult(label=run.label, context=prompt.shape[1], config=run.backend.info["config"])
+def _measure_one(model: PreTrainedModel, prompt: Tensor, run: Backend, new_tokens: int) -> GenerateResult:
+    result = GenerateResult(label=run.label, context=prompt.shape[1], config=run.info["config"])
+    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": new_tokens, "do_sample": False}
+    if run.label.endswith("+static"):
+        options["cache_implementation"] = "static"
     torch.compiler.reset()
     try:
-        activate(model, run.backend)
+        activate(model, run)
         try:
-            return _timed(model, prompt, run, new_tokens, result)
+            return replace(result, **_timed(model, partial(model.generate, input_ids=prompt, **options), len(prompt)))
         finally:
-            if run.cache in PACKED:
+            if run.reads_cache:
                 dma_hf.configure(model, cache=None)  # frees the idle storage and graph
     except FAILURES as error:
         return replace(result, failure=one_line(error))
 
 
-def _timed(
-    model: PreTrainedModel, prompt: Tensor, run: GenerateRun, new_tokens: int, result: GenerateResult
-) -> GenerateResult:
+def _timed(model: PreTrainedModel, generate: Callable[..., Any], batch: int) -> dict[str, Any]:
     """Time the third call. Earlier ones compile kernels, build cuDNN's plans, and capture the graph."""
     device = model.device
-    output = _generate(model, prompt, run, new_tokens, return_dict_in_generate=True)
-    stored = cache_bytes(getattr(output, CACHE_ARGUMENT))
-    del output
-    _generate(model, prompt, run, new_tokens)
+    stored = cache_bytes(getattr(generate(return_dict_in_generate=True), CACHE_ARGUMENT))
+    generate()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
     replays = dma_hf.stats(model).replays
     clock = _Clock()
-    _generate(model, prompt, run, new_tokens, streamer=clock)
+    generate(streamer=clock)
     # The streamer gets the prompt, then each token.
     steps = Timing.of((1e3 * np.diff(clock.times[2:])).tolist())
-    return replace(
-        result,
-        first_token_seconds=clock.times[2] - clock.times[0],
-        step_milliseconds=steps.median,
-        step_milliseconds_fast=steps.fast,
-        step_milliseconds_slow=steps.slow,
-        steps=steps.repeats,
-        graph_steps=dma_hf.stats(model).replays - replays,
-        tokens_per_second=1e3 * prompt.shape[0] / steps.median,
-        cache_bytes=stored,
-        peak_bytes=torch.cuda.max_memory_allocated(device) - weight_bytes(model) if device.type == "cuda" else None,
-    )
-
-
-def _generate(model: PreTrainedModel, prompt: Tensor, run: GenerateRun, new_tokens: int, **options: Any) -> Any:
-    return model.generate(
-        input_ids=prompt,
-        attention_mask=torch.ones_like(prompt),
-        max_new_tokens=new_tokens,
-        do_sample=False,
-        **({"cache_implementation": "static"} if run.cache == "static" else {}),
-        **options,
-    )
+    return {
+        "first_token_seconds": clock.times[2] - clock.times[0],
+        "step_milliseconds": steps.median,
+        "step_milliseconds_fast": steps.fast,
+        "step_milliseconds_slow": steps.slow,
+        "steps": steps.repeats,
+        "graph_steps": dma_hf.stats(model).replays - replays,
+        "tokens_per_second": 1e3 * batch / steps.median,
+        "cache_bytes": stored,
+        "peak_bytes": torch.cuda.max_memory_allocated(device) - weight_bytes(model) if device.type == "cuda" else None,
+    }
 
 
 def quantize_weights(model: PreTrainedModel) -> None:

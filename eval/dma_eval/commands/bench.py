@@ -132,8 +132,7 @@ def bench(args: BenchOptions) -> int:
         results=[],
     )
     shapes = attention.shapes_of(model, contexts, args.batch)
-    backends = [run.backend for run in runs]
-    record(args.json, report, report.attention, attention.measure_attention(shapes, backends, device, dtype))
+    record(args.json, report, report.attention, attention.measure_attention(shapes, runs, device, dtype))
     record(args.json, report, report.results, generate.measure(model, prompts, runs, new_tokens=args.new_tokens))
     weights = f"{args.weights or args.dtype} weights of {report.weight_bytes / 2**30:.1f} GiB"
     title = f"{report.model}, {weights}, batch {args.batch}, {report.device.name}"
