@@ -195,7 +195,6 @@ def shapes_of(args: argparse.Namespace, device: torch.device) -> list[Shape]:
 
 
 def make_options() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
     parser = make_parser(__doc__ or "", seconds=0.5)
     parser.add_argument(
         "-c", "--cache", nargs="+", default=[], metavar="NAME", help="what to compare, the reference first; default: "
@@ -209,7 +208,6 @@ def make_options() -> argparse.ArgumentParser:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measure, show and write all shapes."""
     device, dtype, facts = look(args)
     backends = parse_compared(args.cache or default_names(), "--cache", PEERS, caches=True)
     shapes = shapes_of(args, device)

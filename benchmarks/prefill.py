@@ -250,7 +250,6 @@ def tables(results: Sequence[PrefillResult]) -> list[Table]:
 
 
 def make_options() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
     parser = make_parser(__doc__ or "", seconds=1.5)
     parser.add_argument(
         "-a", "--attn", nargs="+", default=[], metavar="NAME", help="what to compare, the reference first; default: "
@@ -270,7 +269,6 @@ def make_options() -> argparse.ArgumentParser:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measure, show and write all shapes."""
     device, dtype, facts = look(args)
     backends = parse_compared(args.attn or default_names(device), "--attn", tuple(PEERS), caches=False)
     if args.inputs is not None:

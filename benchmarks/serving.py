@@ -105,7 +105,6 @@ def serving(command: list[str], log: Path) -> Iterator[str]:
 
 
 def is_healthy(url: str) -> bool:
-    """Return whether a server can answer."""
     try:
         return bool(urlopen(f"{url}/health", timeout=5).status == 200)
     except (OSError, HTTPException):
@@ -177,7 +176,6 @@ def summarize(load: Load, benchmark: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measure every load."""
     loads = [Load.parse(text) for text in args.load or LOADS]
     if len(args.server) < 3 or args.server[1] != "serve":
         raise UserError(f"expected a server as PROGRAM serve MODEL, got {shlex.join(args.server)!r}")
@@ -206,7 +204,6 @@ def main(args: argparse.Namespace) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

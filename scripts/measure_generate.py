@@ -90,7 +90,6 @@ class Run:
 
 
 def quartiles(values: list[float]) -> list[float]:
-    """Return quartiles, rounded."""
     return [round(each, 3) for each in statistics.quantiles(values, method="inclusive")]
 
 

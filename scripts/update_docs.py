@@ -491,12 +491,10 @@ def updated(text: str, page: str = "the page") -> str:
 
 
 def pages() -> Iterable[Path]:
-    """Return the pages that may have tables."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted(BENCHMARKS.glob("*.md"))]
 
 
 def main() -> None:
-    """Write the pages."""
     for page in pages():
         text = page.read_text(encoding="utf-8")
         page.write_text(updated(text, page.name), encoding="utf-8")

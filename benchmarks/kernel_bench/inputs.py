@@ -25,7 +25,6 @@ class Inputs:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value."""
         return self.query, self.key, self.value
 
     @property

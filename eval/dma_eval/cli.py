@@ -39,7 +39,6 @@ START = """Start here:
 
 
 def make_app() -> typer.Typer:
-    """Return the application with all commands."""
     app = typer.Typer(
         epilog=START, callback=_root, rich_markup_mode="rich", add_completion=False, invoke_without_command=True
     )

@@ -175,7 +175,6 @@ class Run:
 
 
 def _previous(folder: Path) -> Report | None:
-    """Return the report that is in a folder, if there is one."""
     if not (folder / RESULTS).exists():
         return None
     try:

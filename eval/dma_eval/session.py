@@ -59,7 +59,6 @@ class Store:
         return piece if piece.identity == json.loads(json.dumps(identity)) else None
 
     def save(self, kind: type[Value], piece: Piece[Value], *names: str) -> None:
-        """Save a piece under these names."""
         path = self._path(names)
         if path is not None:
             # Answers may hold infinities, which become null.

@@ -136,7 +136,6 @@ def finish(
 
 
 def tables(report: BenchReport, title: str) -> list[Table]:
-    """Return the tables of attention and of all runs."""
     shown = []
     if report.attention:
         attention: Columns = {

@@ -93,7 +93,6 @@ def stored_bytes(held: object) -> int:
 
 
 def look_at(device: torch.device) -> DeviceFacts:
-    """Return the properties of a device."""
     if device.type != "cuda":
         return DeviceFacts(name=device.type)
     properties = torch.cuda.get_device_properties(device)

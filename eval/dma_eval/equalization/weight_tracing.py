@@ -82,7 +82,6 @@ class Layer:
         return self.query.shape[0] // self.key.shape[0]
 
     def run(self) -> Operands:
-        """Call the layer by itself."""
         return _call(self.module, self.arguments)
 
     def find_output_projection(self) -> nn.Linear | None:

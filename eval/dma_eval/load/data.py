@@ -31,7 +31,6 @@ class Text:
 
     @property
     def sha256(self) -> str:
-        """Hash of the text in UTF-8."""
         return hashlib.sha256(self.content.encode()).hexdigest()
 
     def info(self, tokens: int) -> DataInfo:

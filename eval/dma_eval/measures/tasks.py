@@ -231,7 +231,6 @@ def _load(session: Session, tasks: TaskNames, name: str, length: int, part: Task
 
 
 def title(name: str, length: int) -> str:
-    """Return the name of a task at one length."""
     return f"{name}, {length} tokens"
 
 

@@ -101,7 +101,6 @@ def _fit(ax: Axes, values: Iterable[float | None]) -> None:
 
 
 def plot_positions(section: PerplexitySection, title: str) -> Figure:
-    """Draw loss and divergence by position."""
     figure = make_figure(title, 4.6)
     reference, *others = section.backends
     has_kl = any(result.position_kl for result in others)

@@ -150,7 +150,6 @@ def section_pages(report: Report) -> list[Page]:
 
 
 def machine(environment: Environment) -> str:
-    """Return the processor, its threads, and the GPUs."""
     return ", ".join([environment.cpu, f"{environment.threads} threads", *environment.gpus])
 
 
@@ -165,7 +164,6 @@ def measured(model: ModelInfo) -> str:
 
 
 def cache_of(label: str, config: dict[str, Any] | None) -> str:
-    """Return the cache that a backend used."""
     if config is not None and config.get("cache"):
         return f"DMACache, {config['cache']}"
     if label.endswith(DYNAMIC):
