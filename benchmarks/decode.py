@@ -62,11 +62,7 @@ class Step:
 
 
 def prepare(backend: Backend, shape: Shape, device: torch.device, dtype: torch.dtype) -> Step:
-    """Return the step that is timed. A packed cache stores the new key and value, and attends to all.
-
-    Raises:
-        ImportError: Its package is not installed; the message names it.
-    """
+    """Return the step that is timed. A packed cache stores the new key and value, and attends to all."""
 
     def random(heads: int, tokens: int) -> Tensor:
         return torch.randn(shape.batch, heads, tokens, shape.head_dim, device=device, dtype=dtype)

@@ -56,11 +56,7 @@ GRAPH_LIMIT = 2.0
 
 
 def prepare(backend: Backend, inputs: Inputs) -> Prepared:
-    """Return the call that is timed.
-
-    Raises:
-        ImportError: Its package is not installed; the message names it.
-    """
+    """Return the call that is timed."""
     if backend.config is None:
         return PEERS[backend.label](inputs)
     recipe, on = backend.config.recipe, backend.config.backend

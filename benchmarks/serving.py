@@ -73,11 +73,7 @@ class Load:
 
 @contextmanager
 def serving(command: list[str], log: Path) -> Iterator[str]:
-    """Start a server, yield its address when it is healthy, and stop it.
-
-    Raises:
-        UserError: It does not start; the message has the end of its log.
-    """
+    """Start a server, yield its address when it is healthy, and stop it. An error has the end of its log."""
     with socket.create_server(("localhost", 0)) as listener:
         port = listener.getsockname()[1]
     url = f"http://localhost:{port}"

@@ -27,11 +27,7 @@ FULL = "full_attention"
 
 
 def choose_layers(model: PreTrainedModel, count: int | None) -> list[int]:
-    """Return the layers to capture: all with full attention, or so many of them, evenly spaced.
-
-    Raises:
-        UserError: There are fewer.
-    """
+    """Return the layers to capture: all with full attention, or so many of them, evenly spaced, if there are enough."""
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or [FULL] * config.num_hidden_layers
     full = [layer for layer, kind in enumerate(kinds) if kind == FULL]
@@ -44,11 +40,7 @@ def choose_layers(model: PreTrainedModel, count: int | None) -> list[int]:
 def model_inputs(args: argparse.Namespace) -> Iterator[tuple[PrefillShape, list[Inputs]]]:
     """Capture layers of the model of --inputs at each length, and yield them with their shape.
 
-    A pass of the model reads ``--batch`` windows of the text.
-
-    Raises:
-        UserError: An option is missing or does not fit the model or the text; or as for :func:`choose_layers` and
-            :func:`capture_layers`. What a caller can mend is checked before the first pass.
+    A pass of the model reads ``--batch`` windows of the text. Options are checked before the first pass.
     """
     if args.shape or not args.data or not args.length:
         raise UserError("--inputs needs --data and --length, and excludes --shape: the model's layers decide")

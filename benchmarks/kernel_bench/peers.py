@@ -1,7 +1,6 @@
 """Attention of PyTorch and of other packages, which benchmarks compare with where they are installed.
 
-None of the packages is a dependency. A function here raises an ``ImportError`` that says what to install if its package
-is missing.
+None of the packages is a dependency. Functions here raise an ``ImportError`` if theirs is missing.
 """
 
 from __future__ import annotations
@@ -50,11 +49,7 @@ PROBABILITY_SCALE = 256.0
 
 
 def import_peer(name: str) -> Any:
-    """Import a module of :data:`PACKAGES`.
-
-    Raises:
-        ImportError: It is not installed; the message says what to install.
-    """
+    """Import a module of :data:`PACKAGES`. An ``ImportError`` says what to install."""
     title, package = PACKAGES[name]
     try:
         return importlib.import_module(name)
