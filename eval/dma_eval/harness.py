@@ -50,13 +50,7 @@ class DMALM(HFLM):  # type: ignore[misc]
         kwargs: Arguments of lm-eval's ``hf``: ``dtype``, ``revision``, ``gguf_file``, ``parallelize``, ...
     """
 
-    def __init__(
-        self,
-        pretrained: Any,
-        attn: str = DMA,
-        batch_size: int | str | None = 1,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, pretrained: Any, attn: str = DMA, batch_size: int | str | None = 1, **kwargs: Any) -> None:
         if "attn_implementation" in kwargs:
             raise ValueError(
                 f"attn_implementation={kwargs['attn_implementation']} would be replaced by the backend; give attn=..."

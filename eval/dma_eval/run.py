@@ -27,7 +27,7 @@ from .measures.fidelity import measure_fidelity
 from .measures.perplexity import default_context, measure_perplexity
 from .measures.stress import measure_stress
 from .results import RESULTS, Report, has_failures, here_and_now, merged, read_report
-from .session import Session, Store, join_processes, load
+from .session import Session, join_processes, load
 from .show.pages import PAGES
 from .show.render import write_run
 
@@ -68,7 +68,7 @@ class Run:
 
             with console.working("Looking for the tasks"):
                 self._names = find_tasks(suite.tasks.names, include_path)
-        self.session = Session(load(args), backends, Store(args.out), seed=args.seed)
+        self.session = Session(load(args), backends, args.out, seed=args.seed)
 
     def _parts(self, limit: int | None) -> Iterator[tuple[str, Callable[[], Any], str]]:
         """Yield name, measurement and request of each section. Contexts beyond ``limit`` are skipped."""
@@ -128,7 +128,7 @@ class Run:
         support are skipped. ``also`` is called with this command's own report at the end. Several processes measure the
         tasks together, before the first one goes on alone.
         """
-        session, out = self.session, self.session.store.folder
+        session, out = self.session, self.session.folder
         report = Report(**here_and_now(session.environment), seed=session.seed, model=session.loaded.info)
         failed = is_interrupted = False
         resume = f"interrupted; {'run it again' if out else 'use --out FOLDER'} to resume"

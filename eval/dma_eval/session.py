@@ -1,4 +1,4 @@
-"""Shared state of a run's measurements: model, backends, and the store of finished pieces; and its processes.
+"""Shared state of a run's measurements: model, backends, and the finished pieces; and its processes.
 
 A section of a report is made of pieces, such as a batch of windows or a backend's answers to a task. Only pieces are
 saved, so an interrupted run resumes after the last one. ``accelerate launch`` or ``torchrun`` may start several
@@ -41,40 +41,6 @@ class Piece(Generic[Value]):
     content: Value  # what was measured
 
 
-@dataclass(frozen=True)
-class Store:
-    """The finished pieces of a run, one file for each."""
-
-    folder: Path | None = None  # the run's folder; without one nothing is saved or found
-
-    def load(self, kind: type[Value], identity: Mapping[str, Any], *names: str) -> Piece[Value] | None:
-        """Return the piece of these names, if there is one of the same identity."""
-        path = self._path(names)
-        if path is None or not path.is_file():
-            return None
-        try:
-            piece = parse(Piece[kind], path.read_bytes())  # type: ignore[valid-type]
-        except ValueError:  # incomplete, or of another version: measure it again
-            return None
-        return piece if piece.identity == json.loads(json.dumps(identity)) else None
-
-    def save(self, kind: type[Value], piece: Piece[Value], *names: str) -> None:
-        path = self._path(names)
-        if path is not None:
-            # Answers may hold infinities, which become null.
-            write_text(schema(Piece[kind]).dump_json(piece).decode(), path)  # type: ignore[valid-type]
-
-    def scratch(self, identity: Mapping[str, Any], *names: str) -> Path | None:
-        """Return the file for an unfinished piece, one for each identity; ``None`` if nothing is saved."""
-        path = self._path(names)
-        digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
-        return None if path is None else path.with_suffix(f".{digest}.partial")
-
-    def _path(self, names: tuple[str, ...]) -> Path | None:
-        *folders, last = map(slug, names)
-        return None if self.folder is None else self.folder.joinpath(*folders, f"{last}.json")
-
-
 def join_processes(device: str, seed: int) -> PartialState:
     """Join the processes of a run, on the CPU by gloo, and seed PyTorch. All except the first become silent."""
     is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
@@ -100,7 +66,7 @@ def load(args: LoadOptions) -> LoadedModel:
 class Session:
     loaded: LoadedModel  # the model and its tokenizer
     backends: Sequence[Backend]  # the first is the reference; caches of hybrid models have another
-    store: Store = field(default_factory=Store)  # where finished pieces are saved
+    folder: Path | None = None  # where finished pieces are saved; without one nothing is saved or found
     progress: console.Progress = field(default_factory=console.Progress)
     seed: int = 0  # seed of everything random
     environment: Environment = field(default_factory=lambda: collect())  # versions and devices of this process
@@ -128,14 +94,47 @@ class Session:
         ``kind`` is its type, and ``place`` has the names of its folders and file.
         """
         identity = self.identity(*backends, **settings)
-        piece = self.store.load(kind, identity, "parts", *place)
-        is_saved = piece is not None
-        if piece is None:
-            piece = Piece(identity=identity, content=make(), origin=self.origin())
-            if is_final(piece.content):
-                self.store.save(kind, piece, "parts", *place)
+        content = self.saved(kind, identity, "parts", *place)
+        if content is not None:
+            return content, True
+        content = make()
+        self.keep(kind, content, identity, "parts", *place, is_final=is_final(content))
+        return content, False
+
+    def saved(self, kind: type[Value], identity: Mapping[str, Any], *names: str) -> Value | None:
+        """Return the piece of these names, if there is one of the same identity."""
+        path = self._path(names)
+        if path is None or not path.is_file():
+            return None
+        try:
+            piece = parse(Piece[kind], path.read_bytes())  # type: ignore[valid-type]
+        except ValueError:  # incomplete, or of another version: measure it again
+            return None
+        if piece.identity != json.loads(json.dumps(identity)):
+            return None
         self.origins.append(piece.origin)
-        return piece.content, is_saved
+        return piece.content
+
+    def keep(
+        self, kind: type[Value], content: Value, identity: dict[str, Any], *names: str, is_final: bool = True
+    ) -> None:
+        """Note how a piece was measured, and save it under these names if it is final."""
+        piece = Piece(identity=identity, origin=self.origin(), content=content)
+        self.origins.append(piece.origin)
+        path = self._path(names)
+        if path is not None and is_final and PartialState().is_main_process:
+            # Answers may hold infinities, which become null.
+            write_text(schema(Piece[kind]).dump_json(piece).decode(), path)  # type: ignore[valid-type]
+
+    def scratch(self, identity: Mapping[str, Any], *names: str) -> Path | None:
+        """Return the file for an unfinished piece, one for each identity; ``None`` if nothing is saved."""
+        path = self._path(names)
+        digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
+        return None if path is None else path.with_suffix(f".{digest}.partial")
+
+    def _path(self, names: tuple[str, ...]) -> Path | None:
+        *folders, last = map(slug, names)
+        return None if self.folder is None else self.folder.joinpath(*folders, f"{last}.json")
 
     def identity(self, *backends: Backend, **settings: Any) -> dict[str, Any]:
         """Return everything that a result depends on, as JSON values: model, code, machine, backends and settings."""

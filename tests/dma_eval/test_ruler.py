@@ -13,7 +13,7 @@ from dma_eval.errors import UserError
 from dma_eval.load.backends import parse_backends
 from dma_eval.measures.task_summary import TaskRecord
 from dma_eval.measures.tasks import at_length, find_tasks, load_at_length, measure_tasks
-from dma_eval.session import Session, Store
+from dma_eval.session import Session
 from sampling import sampled
 
 RULER = Path(lm_eval.__file__).parent / "tasks" / "ruler"
@@ -44,7 +44,7 @@ def few_prompts(monkeypatch):
 @pytest.fixture
 def evaluate(loaded):
     def run(name, lengths, folder=None):
-        session = Session(loaded, parse_backends(["sdpa", "dma_mxfp:paper"]), store=Store(folder))
+        session = Session(loaded, parse_backends(["sdpa", "dma_mxfp:paper"]), folder=folder)
         part = TasksPart(names=[name], lengths=lengths, limit=3, batch_size=3)
         return measure_tasks(session, find_tasks([name], [RULER]), part)
 

@@ -18,7 +18,7 @@ from dma_eval.load.backends import parse_backends
 from dma_eval.measures import tasks as tasks_module
 from dma_eval.measures.tasks import find_tasks, measure_tasks
 from dma_eval.results import read_report
-from dma_eval.session import Session, Store
+from dma_eval.session import Session
 from dma_eval.show.pages import task_page
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
@@ -37,7 +37,7 @@ def evaluate(loaded, tiny_tasks):
             progress.begin = lambda what, steps=None: seen.append((what, "measured"))
             progress.kept = lambda what: seen.append((what, "kept"))
         backends = parse_backends(attn or ("sdpa", "dma_mxfp:balanced", "dma_mxfp:paper"))
-        session = Session(loaded, backends, store=Store(folder), progress=progress, seed=seed)
+        session = Session(loaded, backends, folder=folder, progress=progress, seed=seed)
         return measure_tasks(session, find_tasks([names], [include]), TasksPart(names=[names], **options))
 
     return run
@@ -141,14 +141,14 @@ class TestResuming:
         assert evaluate(names, "sdpa", "dma_mxfp:paper", folder=tmp_path).tasks == first.tasks
 
     @pytest.mark.parametrize("change", [{"limit": 7}, {"seed": 1}, {"num_fewshot": 1}])
-    def test_other_settings_are_evaluated(self, evaluate, tmp_path, change):
+    def test_other_settings_are_evaluated(self, evaluate, loaded, tmp_path, change):
         evaluate("tiny_choice", "sdpa", folder=tmp_path)
         seen = []
         evaluate("tiny_choice", "sdpa", folder=tmp_path, seen=seen, **change)
         assert seen == [("tiny_choice, sdpa", "measured")]
-        store = Store(tmp_path)  # nor are their unfinished answers taken
-        assert store.scratch(change, "a") != store.scratch({}, "a") == store.scratch({}, "a")
-        assert Store().scratch({}, "a") is None
+        session = Session(loaded, [], tmp_path)  # nor are their unfinished answers taken
+        assert session.scratch(change, "a") != session.scratch({}, "a") == session.scratch({}, "a")
+        assert Session(loaded, []).scratch({}, "a") is None
 
     @pytest.fixture
     def composed(self, tmp_path):

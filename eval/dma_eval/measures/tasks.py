@@ -39,7 +39,7 @@ from dma_eval.errors import UserError, one_line
 from dma_eval.harness import DMALM, BackendFailure
 from dma_eval.load.backends import Backend, activate
 from dma_eval.results import TaskSection, low_share
-from dma_eval.session import Piece, Session
+from dma_eval.session import Session
 from dma_hf import DMAConfig
 
 from .task_summary import TaskRecord, UnitRecord, metric_values, summarize_tasks, task_record
@@ -146,7 +146,7 @@ def _data(value: Any) -> Iterator[str]:
 
 def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSection:
     """Evaluate every backend on every task. Finished tasks and answers in the run's folder are reused."""
-    backends, processes, store, progress = session.backends, PartialState(), session.store, session.progress
+    backends, processes, progress = session.backends, PartialState(), session.progress
     if part.chat_template and session.loaded.tokenizer.chat_template is None:
         raise UserError("--apply-chat-template: the model's tokenizer has no chat template")
     for backend in backends:
@@ -168,11 +168,10 @@ def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSe
     }
     answers: dict[tuple[str, str], UnitRecord | str] = {}  # records, and the reasons of missing ones
     for unit, identity in identities.items():
-        saved = store.load(UnitRecord, identity, FOLDER, *unit) if processes.is_main_process else None
-        (piece,) = broadcast_object_list([saved])
-        if piece is not None:
-            answers[unit] = piece.content
-            session.origins.append(piece.origin)
+        saved = session.saved(UnitRecord, identity, FOLDER, *unit) if processes.is_main_process else None
+        (record,) = broadcast_object_list([saved])
+        if record is not None:
+            answers[unit] = record
     # Load all data before all evaluations, so that missing data are an error now and not hours later.
     missing = [called for called in asked if any((backend.label, called) not in answers for backend in backends)]
     if part.lengths and missing:  # some draw from a generator of their own: the same prompts need the same order
@@ -187,15 +186,12 @@ def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSe
             progress.kept(what)
             continue
         progress.begin(what)
-        partial = store.scratch({**identities[unit], "rank": processes.process_index}, FOLDER, *unit)
+        partial = session.scratch({**identities[unit], "rank": processes.process_index}, FOLDER, *unit)
         try:
             with _remembered(lm, partial) as remembering:
                 record = _evaluate(remembering, units[name], backend, part, session, asked[name][1])
-            piece = Piece(identity=identities[unit], origin=session.origin(), content=record)
-            if processes.is_main_process:
-                store.save(UnitRecord, piece, FOLDER, *unit)
+            session.keep(UnitRecord, record, identities[unit], FOLDER, *unit)
             answers[unit] = record
-            session.origins.append(piece.origin)
         except BackendFailure as error:
             answers[unit] = str(error)
         except sqlite3.Error as error:  # the disk is full, or the file is damaged
