@@ -7,7 +7,7 @@ import pytest
 import torch
 from dma_eval.bench.generate import text_windows
 from dma_eval.errors import UserError
-from dma_eval.load.models import LoadedModel, ModelSource, load_model
+from dma_eval.load.models import LoadedModel, load_model
 from kernel_bench.capture import capture_layers, choose_layers
 from kernel_bench.command import parse_compared
 from tiny_models import FAMILIES
@@ -20,7 +20,7 @@ def _attention(inputs):
 
 def _loaded(family, **changes):
     model = FAMILIES[family].build("sdpa", **changes)
-    return LoadedModel(family, ModelSource(family), model, None)
+    return LoadedModel(family, model, None)
 
 
 def _layer_outputs(loaded, ids):

@@ -12,7 +12,7 @@ from dma_eval.config import FidelityPart
 from dma_eval.errors import UserError
 from dma_eval.load.backends import parse_backends
 from dma_eval.load.data import load_text, tokenize
-from dma_eval.load.models import LoadedModel, ModelSource, load_model
+from dma_eval.load.models import LoadedModel, load_model
 from dma_eval.measures import fidelity as fidelity_module
 from dma_eval.measures.fidelity import head_errors, in_fp32, measure_fidelity
 from dma_eval.results import FidelitySection, read_report
@@ -95,7 +95,7 @@ class TestHeads:
         sizes |= {"qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 24, "first_k_dense_replace": 2}
         sizes |= {"n_routed_experts": 4, "n_group": 1, "index_topk": 12, "index_n_heads": 2, "index_head_dim": 32}
         model = DeepseekV32ForCausalLM._from_config(DeepseekV32Config(**sizes), attn_implementation="sdpa").eval()
-        loaded = LoadedModel("sparse", ModelSource("sparse"), model, None)
+        loaded = LoadedModel("sparse", model, None)
         with pytest.raises(UserError, match="the heads cannot be measured: its sparse-attention indexer"):
             head_errors(Session(loaded, ()), model, [windows[0][:64]], parse_backends(["dma_mxfp"]))
         assert model.config._attn_implementation == "sdpa"

@@ -46,7 +46,6 @@ class LoadedModel:
     """A causal language model in evaluation mode with its tokenizer."""
 
     name: str  # as it was given
-    source: ModelSource  # where it came from
     model: PreTrainedModel
     tokenizer: Any
     revision: str | None = None  # the requested Hub revision
@@ -70,7 +69,8 @@ class LoadedModel:
     @property
     def files(self) -> list[list[Any]]:
         """Return name, size and modification time of each file of a local model, to detect replaced files."""
-        folder, file = Path(self.source.path), self.source.gguf_file
+        source = parse_source(self.name)
+        folder, file = Path(source.path), source.gguf_file
         found = sorted(folder.iterdir()) if folder.is_dir() else []
         facts = [(each.name, each.stat()) for each in found if each.is_file() and file in (None, each.name)]
         return [[name, each.st_size, each.st_mtime_ns] for name, each in facts]
@@ -166,7 +166,7 @@ def load_model(
             f"such as {missing[0]}; check that it belongs to its configuration"
         )
     quantization = _quantization(source, revision, config)
-    return LoadedModel(name, source, model.eval(), tokenizer, revision, device_map, yarn, quantization)
+    return LoadedModel(name, model.eval(), tokenizer, revision, device_map, yarn, quantization)
 
 
 def _quantization(source: ModelSource, revision: str | None, config: Any) -> str | None:
