@@ -21,25 +21,24 @@ SECONDS = 5.0  # within which the Hub must answer
 
 
 def check_inputs(model: str | None, data: str | None) -> None:
-    """Check that a model and a text exist. Those of the Hub need a network, or its cache."""
+    """Check that a model and a text exist. Those of the Hub need a network, or its cache.
+
+    If the Hub cannot be reached, only its cache is used. The libraries would retry for a minute.
+    """
     path = None if model is None else parse_source(model).path
     is_on_hub = path is not None and not Path(path).is_dir()
     has_remote_text = data is not None and text_file(data) is None
-    if is_on_hub or has_remote_text:
-        prepare(path if is_on_hub else None)
-
-
-def prepare(model: str | None) -> None:
-    """Use the Hub's cache only if the Hub cannot be reached. The libraries would retry for a minute."""
+    if not is_on_hub and not has_remote_text:
+        return
     variable = next((name for name in OFFLINE if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")), None)
     reason = f"{variable} is set" if variable else _unreachable(os.environ.get("HF_ENDPOINT") or HUB)
     if reason is None:
         return
     if variable is None:
         os.environ[OFFLINE[0]] = "1"
-    if model is not None and not _is_cached(model):
+    if path is not None and is_on_hub and not _is_cached(path):
         raise UserError(
-            f"--model: cannot load {model!r}: no such folder here, the Hub's cache has no such model, and {reason}"
+            f"--model: cannot load {path!r}: no such folder here, the Hub's cache has no such model, and {reason}"
         )
     if variable is None:
         console.print_warning(f"{reason}; the Hub's cache is used")
