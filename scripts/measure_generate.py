@@ -110,11 +110,9 @@ def measure(runs: dict[str, Run], prompt: Tensor, lengths: list[int], rounds: in
             typer.echo(f"{name}: {error}", err=True)
     firsts: dict[str, list[float]] = {name: [] for name in results}
     steps: dict[str, list[float]] = {name: [] for name in results}
-    for turn, length in enumerate((prompt.shape[1], prompt.shape[1], *lengths)):
+    for length in (prompt.shape[1], prompt.shape[1], *lengths):  # the first two do not count
         for name in results:
-            taken = runs[name].seconds(prompt[:, :length], 1)
-            if turn >= 2:
-                firsts[name].append(taken)
+            firsts[name].append(runs[name].seconds(prompt[:, :length], 1))
     for _ in range(rounds):
         for name in results:
             few, many = (runs[name].seconds(prompt, tokens) for tokens in (FEW_TOKENS, NEW_TOKENS))
@@ -122,7 +120,7 @@ def measure(runs: dict[str, Run], prompt: Tensor, lengths: list[int], rounds: in
     first = next(iter(results), "")
     for name, result in results.items():
         if len(lengths) > 1:
-            result |= spread(firsts[name], firsts[first], "first_token")
+            result |= spread(firsts[name][2:], firsts[first][2:], "first_token")
         if rounds > 1:
             result |= spread(steps[name], steps[first], "step")
         result["replayed_steps"] = dma_hf.stats(runs[name].model).replays
