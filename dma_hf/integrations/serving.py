@@ -21,8 +21,16 @@ with private_imports():
         get_response_template,
     )
     from transformers.cli.serving.utils import _GenerationCancelled as GenerationCancelled
+    from transformers.generation.continuous_batching.cb_logits_processors import (
+        ContinuousBatchingTopKLogitsWarper as BatchTopK,
+    )
+    from transformers.generation.continuous_batching.cb_logits_processors import (
+        ContinuousBatchingTopPLogitsWarper as BatchTopP,
+    )
 
 __all__ = [
+    "BatchTopK",
+    "BatchTopP",
     "CBStreamer",
     "ChatCompletionHandler",
     "CompletionHandler",

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from dma_hf.integrations.serving import CBStreamer, DirectStreamer, GenerationCancelled
+from dma_hf.integrations.serving import BatchTopK, BatchTopP, CBStreamer, DirectStreamer, GenerationCancelled
 
 from .requests import ApiError, GenerationRequest
 
@@ -215,6 +215,33 @@ class _BreakTies(LogitsProcessor):  # type: ignore[misc]
         return scores.scatter(-1, best, torch.nextafter(value, torch.full_like(value, torch.inf)))
 
 
+class _TopK(BatchTopK):  # type: ignore[misc]
+    """Leaves the requests' values to :class:`_TopP`, which applies them."""
+
+    values: Tensor
+
+    def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
+        self.values = tensor_arg[: len(scores), None]
+        return scores
+
+
+class _TopP(BatchTopP):  # type: ignore[misc]
+    """Applies ``top_k``, then ``top_p``, with one sort of the logits. Transformers' processors sort them twice."""
+
+    def __init__(self, processor: Any, top_k: _TopK) -> None:
+        super().__init__(processor)
+        self._top_k = top_k
+
+    def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
+        top_p = tensor_arg[: len(scores), None].view(torch.float32)
+        ranked = scores.sort(-1, descending=True).values
+        is_kept = torch.arange(scores.shape[-1], device=scores.device) < self._top_k.values
+        shares = ranked.masked_fill(~is_kept, -torch.inf).softmax(-1)
+        is_kept &= (shares.cumsum(-1) - shares < top_p) | (top_p >= 1)  # the share of those before it
+        last = (is_kept.sum(-1, keepdim=True) - 1).clamp(min=0)
+        return scores.masked_fill(scores < ranked.gather(-1, last), -torch.inf)
+
+
 BATCHED = {"do_sample", "temperature", "top_p", "top_k", "max_new_tokens", "eos_token_id"}
 """Fields of a request's ``generation_config`` that continuous batching has."""
 
@@ -236,7 +263,10 @@ class Batched(Engine):
         # Any values except the neutral ones create the processors. Requests then set their own values.
         config = GenerationConfig(do_sample=True, temperature=0.5, top_p=0.5, top_k=1, eos_token_id=eos)
         self._manager = model.init_continuous_batching(generation_config=config, continuous_batching_config=batches)
-        self._manager.logit_processor.logits_processor.insert(0, _BreakTies())
+        processors = self._manager.logit_processor.logits_processor
+        temperature, top_k, top_p = processors
+        top_k = _TopK(top_k)
+        processors[:] = _BreakTies(), temperature, top_k, _TopP(top_p, top_k)
         self._names = (f"request-{number}" for number in count())
         self._manager.warmup()  # otherwise the first requests would wait for captured graphs and compilers
         self._manager.start()

@@ -32,9 +32,9 @@ from sampling import sampled
 from transformers.cli.serving.utils import ReasoningText
 
 from dma_hf import DMAConfig
-from dma_hf.integrations.serving import DirectStreamer
+from dma_hf.integrations.serving import BatchTopK, BatchTopP, DirectStreamer
 from dma_hf.serving import Engine, Sequential, make_app
-from dma_hf.serving.engines import Answer
+from dma_hf.serving.engines import Answer, _TopK, _TopP
 from dma_hf.serving.gate import Gate
 from dma_hf.serving.requests import ApiError
 
@@ -612,6 +612,18 @@ def test_the_end_of_an_answer():
     answer.fail(error)
     answer.fail(ApiError("again"))
     assert (_shown(answer), answer.error, answer.is_cancelled) == ([None], error, True)
+
+
+def test_one_sort_keeps_the_tokens_that_two_keep():
+    given = SimpleNamespace(top_k=1, top_p=0.5, filter_value=-torch.inf, min_tokens_to_keep=1)
+    limits = [(k, p) for k in (1, 2, 4, 5, 99) for p in (0.0, 0.35, 0.6, 0.8, 0.99, 1.0)]
+    top_k = torch.tensor([k for k, _ in limits], dtype=torch.int32)
+    top_p = torch.tensor([p for _, p in limits]).view(torch.int32)
+    scores = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15]).log().expand(len(limits), -1)
+    twice = BatchTopP(given)(BatchTopK(given)(scores, top_k), top_p)
+    mine = _TopK(given)
+    assert _TopP(given, mine)(mine(scores, top_k), top_p).equal(twice)
+    assert len({*(twice > -torch.inf).sum(-1).tolist()}) == 5
 
 
 def test_batches_that_do_not_compile_are_an_error(monkeypatch):
