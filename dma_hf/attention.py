@@ -140,16 +140,13 @@ def _attend_plain(
     if settings.config.cache is not None and geometry.is_causal and geometry.q_len == 1 < geometry.kv_len:
         note_other_cache(module, settings.config.cache)
     recipe = settings.cross_recipe if geometry.two_sequences else settings.recipe
-    seen: dict[str, Any] = {"is_causal": geometry.is_causal, "window": geometry.window}
-    seen |= {"q_offset": geometry.q_offset, "kv_offset": geometry.kv_offset}
     counts = tile_counts_of(module, states[0], recipe)
     if may_repeat and counts is None:
-        compute = prompt(call, *states, recipe, **seen)
+        compute = prompt(call, *states, recipe, geometry)
         if compute is not None:
             return compute(module, None, None, *states, call.sinks), compute
-    hidden = {"kv_range": geometry.kv_range, "mask": geometry.pattern, "tile_counts": counts}
-    named = seen | hidden | call.options
-    out, _ = counted(module, settings.name, "none", attention, *states, recipe, **named)
+    options = geometry.arguments | call.options
+    out, _ = counted(module, settings.name, "none", attention, *states, recipe, tile_counts=counts, **options)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -157,15 +154,13 @@ def _attend_cached(
     module: nn.Module, call: Call, query: Tensor, update: Update, geometry: MaskGeometry, may_repeat: bool
 ) -> tuple[Tensor, Compute | None]:
     """Compute a call over a cache layer. Returns ``[B, T, Hq, Dv]``, and what repeats the call, if anything."""
-    (layer, step), recipe, window = update, call.settings.recipe, geometry.window
+    (layer, step), recipe = update, call.settings.recipe
     layer.pending = None  # also if the call fails
     counts = tile_counts_of(module, query, recipe)
     may_repeat = may_repeat and counts is None
     if may_repeat and step.is_first and not step.is_stored and layer.owner.prompt_length is None:
-        offset, states = geometry.kv_offset, (query, step.key, step.value)
-        compute = prompt(
-            call, *states, recipe, is_causal=geometry.is_causal, window=window, q_offset=offset, kv_offset=offset
-        )
+        states = query, step.key, step.value
+        compute = prompt(call, *states, recipe, _of_prompt(geometry, step))
         if compute is not None:
             return compute(module, layer, step, *states, call.sinks), compute
     stored = (layer, step, query, geometry, recipe, counts)
@@ -173,7 +168,7 @@ def _attend_cached(
     repeated = None
     # A later chunk of a prompt may wait for the device.
     if may_repeat and not step.is_first and step.key.shape[2] <= DECODED_AT_ONCE:
-        repeated = cached_step(call, kernel, query, window or layer.window)
+        repeated = cached_step(call, kernel, query, geometry.window or layer.window)
     return out.transpose(1, 2).contiguous(), repeated
 
 
@@ -231,26 +226,8 @@ def attend(
     if new.is_first and prompt is not None and prompt < query.shape[2]:
         return _attend_with_candidates(layer, new, prompt, query, geometry, recipe, tile_counts, **options)
     if new.is_first and (not new.is_stored or query.shape[2] > TILE or prompt is not None):
-        pattern = geometry.pattern
-        length = new.key.shape[2]
-        if pattern is not None and pattern.shape[3] > 1:
-            pattern = pattern[..., :length]
-        # The mask of a static cache also hides unused slots, which new.key does not have.
-        is_seen = geometry.is_unpadded and length <= geometry.q_len
-        out: Tensor = attention(
-            query,
-            new.key,
-            new.value,
-            recipe,
-            is_causal=geometry.is_causal,
-            window=geometry.window,
-            q_offset=geometry.kv_offset,
-            kv_offset=geometry.kv_offset,
-            kv_range=None if is_seen else geometry.kv_range,
-            mask=pattern,
-            tile_counts=tile_counts,
-            **options,
-        )
+        options |= _of_prompt(geometry, new).arguments
+        out: Tensor = attention(query, new.key, new.value, recipe, tile_counts=tile_counts, **options)
         if not new.is_stored:
             layer.settle(new, geometry)
             (layer.store_later if prompt is None else layer.store)(new)  # candidates follow in the same call
@@ -278,6 +255,16 @@ def attend(
     if not new.is_stored:
         layer.count(new)
     return out
+
+
+def _of_prompt(geometry: MaskGeometry, new: Step) -> MaskGeometry:
+    """Return the geometry of a prompt without the unused slots of a static cache, which its mask covers."""
+    pattern, length = geometry.pattern, new.key.shape[2]
+    if pattern is not None and pattern.shape[3] > 1:
+        pattern = pattern[..., :length]
+    is_seen = geometry.is_unpadded and length <= geometry.q_len
+    kv_range = None if is_seen else geometry.kv_range
+    return replace(geometry, kv_len=length, q_offset=geometry.kv_offset, kv_range=kv_range, pattern=pattern)
 
 
 def _attend_with_candidates(

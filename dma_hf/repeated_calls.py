@@ -160,10 +160,12 @@ def cached_step(call: Call, kernel: str, query: Tensor, window: int | None) -> C
     return compute
 
 
-def prompt(call: Call, query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, **options: Any) -> Compute | None:
+def prompt(
+    call: Call, query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, geometry: MaskGeometry
+) -> Compute | None:
     """Return what computes a call over plain keys, or a prompt, or ``None`` if it must be seen as one operation."""
     settings = call.settings
-    prepared = PreparedAttention.of(query, key, value, recipe, **options, **call.options)
+    prepared = PreparedAttention.of(query, key, value, recipe, **geometry.arguments, **call.options)
     if prepared is None:
         return None
     kernel, plain = prepared.kernel, Use(prepared.kernel, settings.name, "none")

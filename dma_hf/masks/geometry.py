@@ -82,6 +82,12 @@ class MaskGeometry:
         """The shape of the mask with one head."""
         return self.batch, 1, self.q_len, self.kv_len
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The corresponding arguments of :func:`dma_kernels.attention`."""
+        names = ("is_causal", "window", "q_offset", "kv_offset", "kv_range")
+        return {name: getattr(self, name) for name in names} | {"mask": self.pattern}
+
     def adapted(self, device: torch.device, batch: int, two_sequences: bool) -> MaskGeometry:
         """Return the geometry on ``device``, with ``batch`` rows and ``two_sequences``.
 

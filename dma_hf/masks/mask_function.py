@@ -41,19 +41,18 @@ class _Kind(NamedTuple):
 
 
 class _Padding(NamedTuple):
-    """Summary of a 2-D padding mask, with integers ``[B]``.
+    """Summary of a 2-D padding mask.
 
     Attributes:
-        origin: Absolute position of the first visible key of a row, an int if it is the same in all rows.
-        first: Index of the first visible key that is still in the cache.
-        end: Index after the last visible key.
-        pattern: Boolean ``[B, 1, 1, Tk]`` if there are, or may be, hidden keys between ``first`` and ``end``.
+        origin: Absolute position of the first visible key of a row: an int if it is the same in all rows, else integer
+            ``[B]``.
+        kv_range: As in :class:`MaskGeometry`, for the keys that are still in the cache.
+        pattern: Boolean ``[B, 1, 1, Tk]`` if there are, or may be, hidden keys within ``kv_range``.
         unpadded: Number of keys at the start that are known to be visible in all rows.
     """
 
     origin: int | Tensor
-    first: Tensor
-    end: Tensor
+    kv_range: Tensor | None
     pattern: Tensor | None
     unpadded: int = 0
 
@@ -133,18 +132,14 @@ def dma_mask(
         step = MaskGeometry(batch_size, q_length, kv_length, is_causal=True, window=kind.window, q_offset=q_offset)
         return CompactMask.of(step, device)
     padding = _read_padding(attention_mask, kv_length, kv_offset)
-    pattern = None if padding is None else padding.pattern
+    pattern, kv_range = padding.pattern, padding.kv_range
     if kind.needs_pattern:
         pattern = sdpa_mask(**asked, allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
-    origin = 0 if padding is None else padding.origin
-    kv_range, frontier = None, q_offset + (q_length - kv_offset) if kind.is_causal else kv_length
-    is_clipped = isinstance(frontier, Tensor) or frontier < kv_length  # slots after it in a static cache are unused
-    if padding is not None or is_clipped:
-        first = torch.zeros(batch_size, dtype=torch.int64, device=device) if padding is None else padding.first
-        end = torch.full_like(first, kv_length) if padding is None else padding.end
-        if is_clipped:
-            end = torch.minimum(end, frontier) if isinstance(frontier, Tensor) else end.clamp(max=frontier)
-        kv_range = torch.stack((first, end), dim=-1)
+    frontier = q_offset + (q_length - kv_offset) if kind.is_causal else kv_length
+    if isinstance(frontier, Tensor) or frontier < kv_length:  # slots after it in a static cache are unused
+        if kv_range is None:
+            kv_range = _first_keys(batch_size, kv_length, device)
+        kv_range = kv_range.clamp(max=frontier)
     two_sequences = False
     if not (kind.is_causal or kind.needs_pattern or isinstance(q_offset, Tensor)):
         two_sequences = q_length != kv_length and q_offset == 0 and kv_offset == 0  # and no cache has earlier keys
@@ -155,10 +150,10 @@ def dma_mask(
         kv_len=kv_length,
         is_causal=kind.is_causal,
         window=kind.window,
-        q_offset=q_offset - origin,
-        kv_offset=kv_offset - origin,
+        q_offset=q_offset - padding.origin,
+        kv_offset=kv_offset - padding.origin,
         kv_range=kv_range,
-        is_unpadded=padding is None or padding.unpadded >= q_length,
+        is_unpadded=padding.unpadded >= q_length,
         pattern=pattern,
         two_sequences=two_sequences,
         documents=documents,
@@ -198,27 +193,35 @@ def _recognise(
     return unknown
 
 
-def _read_padding(attention_mask: Tensor | None, kv_length: int, kv_offset: int) -> _Padding | None:
-    """Summarize a padding mask, or return ``None`` if it hides nothing. Only here are values copied to the host."""
+def _first_keys(batch: int, count: int, device: torch.device | str) -> Tensor:
+    """Return the range ``[B, 2]`` of the first ``count`` keys of each row."""
+    kv_range = torch.zeros((batch, 2), dtype=torch.int64, device=device)
+    kv_range[:, 1] = count
+    return kv_range
+
+
+def _read_padding(attention_mask: Tensor | None, kv_length: int, kv_offset: int) -> _Padding:
+    """Summarize a padding mask. Only here are values copied to the host."""
+    hides_nothing = _Padding(0, None, None, unpadded=kv_length)
     if attention_mask is None or kv_length == 0 or attention_mask.shape[0] == 0:
-        return None
+        return hides_nothing
     mask = attention_mask.bool()
     is_readable = not has_no_values(mask)
     missing = kv_offset + kv_length - mask.shape[1]
     if is_readable and bool(mask.all()):
         if missing <= 0:
-            return None
-        first = torch.zeros(mask.shape[0], dtype=torch.int64, device=mask.device)
+            return hides_nothing
         length = max(kv_length - missing, 0)
-        return _Padding(0, first, torch.full_like(first, length), None, unpadded=length)
+        return _Padding(0, _first_keys(len(mask), length, mask.device), None, unpadded=length)
     mask = torch.nn.functional.pad(mask, (0, max(missing, 0)), value=False)
     seen = mask[:, kv_offset : kv_offset + kv_length]
     pattern = seen[:, None, None, :]
     count, first, origin = seen.sum(-1), seen.byte().argmax(-1), mask.byte().argmax(-1)
     end = torch.where(count > 0, kv_length - seen.flip(-1).byte().argmax(-1), 0)
+    kv_range = torch.stack((first, end), dim=-1)
     if not is_readable:
-        return _Padding(origin, first, end, pattern)
+        return _Padding(origin, kv_range, pattern)
     origins, firsts, ends, counts = torch.stack((origin, first, end, count)).tolist()
     has_holes = any(n != b - a for a, b, n in zip(firsts, ends, counts, strict=True))
     common = origins[0] if len(set(origins)) == 1 else origin
-    return _Padding(common, first, end, pattern if has_holes else None)
+    return _Padding(common, kv_range, pattern if has_holes else None)
