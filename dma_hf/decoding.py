@@ -91,7 +91,7 @@ class DecodingSteps:
         self.model, self.otherwise = model, otherwise
         self.steps = 0
         self.is_eager = False
-        self.checked: DecodingGraph | None = None  # the graph that was compared with the state of the model
+        self.graph: DecodingGraph | None = None  # for the state that the model has in this call of generate
 
     def __call__(self, **arguments: Any) -> Any:
         """Call the model with the arguments of its ``forward``."""
@@ -102,42 +102,34 @@ class DecodingSteps:
         if tokens is None or tokens.shape[1] != 1 or self.is_eager:
             return self.model(**arguments)
         owner, layers = cache.owner, packed_layers(cache)
+        mask = arguments.get(MASK)
         unmasked = arguments | {MASK: None} if MASK in arguments else arguments
         inputs = inputs_of(unmasked)
         signature = signature_of(inputs)
-        graph: DecodingGraph | None = owner.graph if owner.graph is self.checked else None
-        if graph is not None and graph.computes(signature, layers):
-            return self._replay(graph, cache, layers, arguments, inputs)
-        self.steps += 1
-        for layer in layers:
-            layer.flush()
-        if self.steps == 1:
-            reason = _why_eager(self.model, cache, layers, arguments)
-            if reason is not None:
-                return self._eagerly(reason, arguments)
-            if owner.graph is not None and owner.graph.model == state_of_model(self.model):
-                graph = self.checked = owner.graph
-        for layer in layers:
-            layer.make_room(1)
-        if graph is not None and graph.computes(signature, layers):
-            return self._replay(graph, cache, layers, arguments, inputs)
-        is_warm = graph is not None and graph.signature == signature  # the cache has grown
-        if self.steps <= EAGER_STEPS and not is_warm:
-            return self.model(**arguments)
-        graph = owner.graph = self.checked = None  # frees its memory first
-        if signature is None:
-            return self._eagerly("the arguments of a step are not tensors, numbers or names", arguments)
-        try:
-            graph = owner.graph = self.checked = _captured(self.model, signature, cache, layers, unmasked, inputs)
-        except RuntimeError as error:
-            return self._eagerly(failure(error), arguments)
-        return self._replay(graph, cache, layers, arguments, inputs)
-
-    def _replay(
-        self, graph: DecodingGraph, cache: DMACache, layers: list[DMALayer], arguments: dict[str, Any], inputs: Inputs
-    ) -> ModelOutput:
-        output = graph.run(self.model, inputs, cache, layers)
-        mask = arguments.get(MASK)
+        if self.graph is None or not self.graph.computes(signature, layers):
+            self.steps += 1
+            for layer in layers:
+                layer.flush()
+            if self.steps == 1:
+                reason = _why_eager(self.model, cache, layers, arguments)
+                if reason is not None:
+                    return self._eagerly(reason, arguments)
+                if owner.graph is not None and owner.graph.model == state_of_model(self.model):
+                    self.graph = owner.graph
+            for layer in layers:
+                layer.make_room(1)
+            if self.graph is None or not self.graph.computes(signature, layers):
+                has_grown = self.graph is not None and self.graph.signature == signature
+                if self.steps <= EAGER_STEPS and not has_grown:
+                    return self.model(**arguments)
+                if signature is None:
+                    return self._eagerly("the arguments of a step are not tensors, numbers or names", arguments)
+                self.graph = owner.graph = None  # frees its memory first
+                try:
+                    self.graph = owner.graph = _captured(self.model, signature, cache, layers, unmasked, inputs)
+                except RuntimeError as error:
+                    return self._eagerly(failure(error), arguments)
+        output = self.graph.run(self.model, inputs, cache, layers)
         if mask is not None:
             torch._assert_async(_has_all_keys(mask, layers[0], 0), "the attention mask of generate hides cached keys")
         return output
