@@ -88,7 +88,7 @@ def dma_attention_forward(
         query, key, value = (tensor.expand(batch, -1, -1, -1) for tensor in (query, key, value))
     geometry, bias = layer_geometry(module, query, key, attention_mask, is_causal, sliding_window)
     if indices is not None:
-        geometry, bias = select_keys(geometry, bias, indices, query, key)
+        geometry, bias = select_keys(geometry, bias, indices)
     is_users_mask = attention_mask is not None and not hasattr(attention_mask, GEOMETRY)
     geometry = separate_documents(
         module, geometry, call.others, is_cached=update is not None, is_users_mask=is_users_mask
@@ -142,7 +142,7 @@ def _attend_plain(
     recipe = settings.cross_recipe if geometry.two_sequences else settings.recipe
     counts = tile_counts_of(module, states[0], recipe)
     if may_repeat and counts is None:
-        compute = prompt(call, *states, recipe, geometry)
+        compute = prompt(call, *states, geometry)
         if compute is not None:
             return compute(module, None, None, *states, call.sinks), compute
     options = geometry.arguments | call.options
@@ -160,7 +160,7 @@ def _attend_cached(
     may_repeat = may_repeat and counts is None
     if may_repeat and step.is_first and not step.is_stored and layer.owner.prompt_length is None:
         states = query, step.key, step.value
-        compute = prompt(call, *states, recipe, _of_prompt(geometry, step))
+        compute = prompt(call, *states, _of_prompt(geometry, step))
         if compute is not None:
             return compute(module, layer, step, *states, call.sinks), compute
     stored = (layer, step, query, geometry, recipe, counts)

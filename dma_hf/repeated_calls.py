@@ -10,11 +10,9 @@ Only masks that are causal, perhaps with a sliding window, are kept. Padding and
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from dma_kernels import Recipe
 from dma_kernels.api import PreparedAttention
 from dma_kernels.cache.api import cache_options, repeat_attention
 from torch import Tensor, nn
@@ -32,43 +30,45 @@ Compute = Callable[[nn.Module, DMALayer | None, Step | None, Tensor, Tensor, Ten
 """Takes a module, its cache layer and update, queries, keys, values and sink logits. Returns ``[B, T, Hq, Dv]``."""
 
 
-@dataclass(frozen=True, eq=False)
-class RepeatedCall:
+class RepeatedCall(NamedTuple):
     """A call that other layers may repeat.
 
     Attributes:
-        config: Configuration of the layer's model.
+        common: The result of :func:`_common`.
         high_layers: The setting :attr:`dma_hf.DMAConfig.high_layers`.
-        is_high: Whether the layer is one of them.
-        kind: The result of :func:`_kind_of`.
-        names: Names of all keyword arguments of the call.
-        arguments: Names and values of those that may change its result, except sink logits.
         compute: Computes a call like it.
         first: The first layer of the forward pass. Its next call begins another one, maybe with other settings.
     """
 
-    config: Any
+    common: tuple[Any, ...]
     high_layers: tuple[int, ...]
-    is_high: bool
-    kind: tuple[Any, ...]
-    names: tuple[str, ...]
-    arguments: tuple[tuple[str, Any], ...]
     compute: Compute
     first: nn.Module
 
 
-def _kind_of(
-    query: Tensor, key: Tensor, value: Tensor, update: Update | None, is_causal: bool | None, sinks: Tensor | None
+def _common(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    update: Update | None,
+    is_causal: bool | None,
+    arguments: Mapping[str, Any],
+    high_layers: tuple[int, ...],
 ) -> tuple[Any, ...]:
-    """Return what repeated calls have in common: layouts, up to strides, and the argument ``is_causal``.
+    """Return what repeated calls have in common: the configuration, arguments, and layouts up to strides.
 
     A cache compares its keys and values itself.
     """
-    asked = is_causal, query.shape, query.dtype, query.device
+    is_high = bool(high_layers) and getattr(module, "layer_idx", None) in high_layers
+    others = [each for each in arguments.items() if each[0] not in _OTHERWISE_COMPARED]
+    sinks = arguments.get("s_aux")
     logits = None if sinks is None else (sinks.shape, sinks.dtype, sinks.device)
+    layer = id(module.config), is_high, is_causal, tuple(arguments), others
+    asked = *layer, logits, query.shape, query.dtype, query.device
     if update is not None:
-        return *asked, update[1].kv_len, logits
-    return *asked, key.shape, key.dtype, key.device, value.shape, value.dtype, value.device, logits
+        return *asked, update[1].kv_len
+    return *asked, key.shape, key.dtype, key.device, value.shape, value.dtype, value.device
 
 
 def repeat(
@@ -86,16 +86,7 @@ def repeat(
     repeated: RepeatedCall | None = mask.dma_calls.get((sliding_window, update is None))
     if repeated is None or repeated.first is module or torch.is_grad_enabled() or torch.compiler.is_dynamo_compiling():
         return None
-    if module.config is not repeated.config or tuple(arguments) != repeated.names:
-        return None
-    if repeated.high_layers and (getattr(module, "layer_idx", None) in repeated.high_layers) is not repeated.is_high:
-        return None
-    for name, known in repeated.arguments:
-        other = arguments[name]
-        if other is not known and not (isinstance(other, (int, float)) and other == known):
-            return None
-    sinks: Tensor | None = arguments.get("s_aux")
-    if _kind_of(query, key, value, update, is_causal, sinks) != repeated.kind:
+    if repeated.common != _common(module, query, key, value, update, is_causal, arguments, repeated.high_layers):
         return None
     layer = step = None
     if update is not None:
@@ -103,6 +94,7 @@ def repeat(
         if step.is_stored or not (layer.is_settled or step.is_first):
             return None
         key, value = step.key, step.value
+    sinks: Tensor | None = arguments.get("s_aux")
     return repeated.compute(module, layer, step, query, key, value, None if sinks is None else sinks.reshape(-1))
 
 
@@ -129,18 +121,11 @@ def let_repeat(
     compute: Compute,
 ) -> None:
     """Let the next layers with the same mask, see :func:`is_repeatable`, repeat a call."""
-    sinks = arguments.get("s_aux")
-    others = tuple((name, value) for name, value in arguments.items() if name not in _OTHERWISE_COMPARED)
-    if any(isinstance(known, Tensor) for _, known in others):
-        return
-    kind = _kind_of(query, key, value, update, is_causal, sinks)
     high_layers = call.settings.config.high_layers
-    is_high = getattr(module, "layer_idx", None) in high_layers
+    common = _common(module, query, key, value, update, is_causal, arguments, high_layers)
     which = sliding_window, update is None
     first = mask.dma_calls[which].first if which in mask.dma_calls else module
-    mask.dma_calls[which] = RepeatedCall(
-        module.config, high_layers, is_high, kind, tuple(arguments), others, compute, first
-    )
+    mask.dma_calls[which] = RepeatedCall(common, high_layers, compute, first)
 
 
 def cached_step(call: Call, kernel: str, query: Tensor, window: int | None) -> Compute:
@@ -160,12 +145,10 @@ def cached_step(call: Call, kernel: str, query: Tensor, window: int | None) -> C
     return compute
 
 
-def prompt(
-    call: Call, query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, geometry: MaskGeometry
-) -> Compute | None:
+def prompt(call: Call, query: Tensor, key: Tensor, value: Tensor, geometry: MaskGeometry) -> Compute | None:
     """Return what computes a call over plain keys, or a prompt, or ``None`` if it must be seen as one operation."""
     settings = call.settings
-    prepared = PreparedAttention.of(query, key, value, recipe, **geometry.arguments, **call.options)
+    prepared = PreparedAttention.of(query, key, value, settings.recipe, **geometry.arguments, **call.options)
     if prepared is None:
         return None
     kernel, plain = prepared.kernel, Use(prepared.kernel, settings.name, "none")

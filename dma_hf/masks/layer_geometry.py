@@ -78,16 +78,14 @@ def _adopt(geometry: MaskGeometry, module: nn.Module, query: Tensor, kv_len: int
     return geometry.adapted(query.device, batch, two_sequences=geometry.two_sequences or is_cross)
 
 
-def select_keys(
-    geometry: MaskGeometry, bias: Tensor | None, indices: Tensor, query: Tensor, key: Tensor
-) -> tuple[MaskGeometry, Tensor | None]:
+def select_keys(geometry: MaskGeometry, bias: Tensor | None, indices: Tensor) -> tuple[MaskGeometry, Tensor | None]:
     """Return the result of :func:`layer_geometry` without the keys that a sparse-attention indexer left out."""
-    batch, q_len, kv_len = query.shape[0], query.shape[2], key.shape[2]
+    batch, _, q_len, kv_len = geometry.shape
     if indices.ndim != 3 or indices.shape[:2] != (batch, q_len):
         raise ValueError(f"indices must be [{batch}, {q_len}, k], got {list(indices.shape)}")
     if indices.shape[-1] >= kv_len:  # all of them
         return geometry, bias
-    chosen = torch.zeros((batch, q_len, kv_len), dtype=torch.bool, device=query.device)
+    chosen = torch.zeros((batch, q_len, kv_len), dtype=torch.bool, device=indices.device)
     chosen = chosen.scatter(-1, indices.long(), True)[:, None]
     if geometry.pattern is not None:
         chosen = chosen & geometry.pattern
