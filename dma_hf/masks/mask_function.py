@@ -20,12 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.masking_utils import (
-    bidirectional_mask_function,
-    causal_mask_function,
-    eager_mask,
-    sdpa_mask,
-)
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, eager_mask, sdpa_mask
 
 from ..integrations.internals import is_causal_window, split_packed
 from ..support import ADDS_THE_MASK, refuse_model
@@ -105,19 +100,10 @@ def dma_mask(
         raise ValueError(
             f"attention_mask must be [{batch_size}, kv_len] (padding) or 4-D, got {list(attention_mask.shape)}"
         )
-    asked: dict[str, Any] = {
-        "batch_size": batch_size,
-        "q_length": q_length,
-        "kv_length": kv_length,
-        "q_offset": q_offset,
-        "kv_offset": kv_offset,
-        "mask_function": mask_function,
-        "attention_mask": attention_mask,
-        "use_vmap": use_vmap,
-        "device": device,
-    }
+    asked = batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask
     if config is not None and config.model_type in ADDS_THE_MASK:
-        additive: Tensor = eager_mask(**asked, dtype=kwargs.get("dtype", torch.float32))
+        dtype = kwargs.get("dtype", torch.float32)
+        additive: Tensor = eager_mask(*asked, dtype=dtype, use_vmap=use_vmap, device=device)
         return additive
     pattern_function, documents = mask_function, None
     packed = None if torch.compiler.is_dynamo_compiling() else split_packed(mask_function)
@@ -134,7 +120,7 @@ def dma_mask(
     padding = _read_padding(attention_mask, kv_length, kv_offset)
     pattern, kv_range = padding.pattern, padding.kv_range
     if kind.needs_pattern:
-        pattern = sdpa_mask(**asked, allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+        pattern = sdpa_mask(*asked, allow_is_causal_skip=False, use_vmap=use_vmap, device=device)
     frontier = q_offset + (q_length - kv_offset) if kind.is_causal else kv_length
     if isinstance(frontier, Tensor) or frontier < kv_length:  # slots after it in a static cache are unused
         if kv_range is None:
