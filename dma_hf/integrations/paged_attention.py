@@ -17,7 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from dma_kernels import attention
@@ -146,18 +146,19 @@ def dma_paged_attention_forward(
     options = {"window": sliding_window, "is_causal": True, **call.options}
     if cache is not None:
         key, value = _update(cache, module, key, value, kwargs)
+    requests: Any
     if hasattr(pages, "attend"):  # packed pages
-        offsets = batch["block_table"], batch["cu_seq_lens_q"], batch["position_ids"]
-        packed = (module, call, query, key, value, offsets)
-        format = str(call.settings.config.cache)
-        return counted(module, call.settings.name, format, lambda: pages.attend(*packed, **options))[0], None
-    if query.is_cuda and torch.cuda.is_current_stream_capturing():
+        attend, format = pages.attend, str(call.settings.config.cache)
+        requests = batch["block_table"], batch["cu_seq_lens_q"], batch["position_ids"]
+    elif query.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "dma_mxfp attention over 16-bit pages reads the lengths of the requests on the host, which a CUDA graph "
             "does not allow; pass continuous_batching_config=ContinuousBatchingConfig(use_cuda_graph=False)"
         )
-    requests = (module, call, (query, key, value), _requests_of(module, batch), options)
-    return counted(module, call.settings.name, "pages", _attend_requests, *requests)[0], None
+    else:
+        attend, format, requests = _attend_requests, "pages", _requests_of(module, batch)
+    states = query, key, value
+    return counted(module, call.settings.name, format, attend, module, call, states, requests, **options)[0], None
 
 
 def _window_of(module: nn.Module, config: PreTrainedConfig) -> int | None:
@@ -179,23 +180,18 @@ def _kind_of(module: nn.Module, pages: Any, kinds: list[str]) -> str:
     return kind
 
 
-@dataclass(frozen=True, eq=False)
-class _Requests:
+class _Requests(NamedTuple):
     """The requests of a forward pass over 16-bit pages.
 
     Attributes:
         keys: Number of keys of all requests.
-        alone: Requests that are computed one by one: their tokens, their keys, and positions of the first of both.
-        rows: Tokens of those that are computed together, integer ``[requests]``, each with one new token.
-        chosen: Keys of these, integer ``[requests, keys]``, of which ``seen`` hides some.
-        seen: The arguments of :func:`dma_kernels.attention` that say which keys they see.
+        groups: Requests that are computed in one call: their new tokens, their keys, and the arguments of
+            :func:`dma_kernels.attention` that say which keys they see. Tokens and keys are a slice of one request, or
+            integer ``[requests, tokens]``.
     """
 
     keys: int
-    alone: list[tuple[slice, slice, int, int]]
-    rows: Tensor | None = None
-    chosen: Tensor | None = None
-    seen: dict[str, Any] = field(default_factory=dict)
+    groups: list[tuple[slice | Tensor, slice | Tensor, dict[str, Any]]]
 
 
 def _requests_of(module: nn.Module, batch: dict[str, Any]) -> _Requests:
@@ -216,51 +212,45 @@ def _read_requests(query_starts: Tensor, key_starts: Tensor, position_ids: Tenso
     table = torch.stack((query_starts[:-1], query_starts[1:], key_starts[:-1], key_starts[1:], ends)).T.tolist()
     decoding = [request for request in table if request[1] - request[0] == 1]
     fewest = 1 if len(decoding) == 1 else 2  # new tokens of a request that is computed alone; padding has none
-    alone = [
-        (slice(start, stop), slice(key_start, key_stop), end - (stop - start), end - (key_stop - key_start))
-        for start, stop, key_start, key_stop, end in table
-        if stop - start >= fewest
-    ]
+    groups: list[Any] = []
+    for start, stop, key_start, key_stop, end in table:
+        if stop - start >= fewest:
+            seen = {"q_offset": end - (stop - start), "kv_offset": end - (key_stop - key_start)}
+            groups.append((slice(start, stop), slice(key_start, key_stop), seen))
     total = table[-1][3]
-    if len(decoding) < 2:
-        return _Requests(total, alone)
-    rows, _, key_start, key_stop, end = torch.tensor(decoding, device=query_starts.device).unbind(-1)
-    lengths = key_stop - key_start
-    index = torch.arange(max(stop - start for _, _, start, stop, _ in decoding), device=rows.device)
-    chosen = (key_start[:, None] + index).clamp(max=total - 1)  # any key, where a request has no more
-    kv_range = torch.stack((torch.zeros_like(lengths), lengths), dim=-1)
-    seen = {"q_offset": end - 1, "kv_offset": end - lengths, "kv_range": kv_range}
-    return _Requests(total, alone, rows, chosen, seen)
+    if len(decoding) > 1:
+        rows, _, key_starts, key_stops, ends = torch.tensor(decoding, device=query_starts.device).unbind(-1)
+        lengths = key_stops - key_starts
+        index = torch.arange(max(stop - start for _, _, start, stop, _ in decoding), device=rows.device)
+        chosen = (key_starts[:, None] + index).clamp(max=total - 1)  # any key, where a request has no more
+        kv_range = torch.stack((torch.zeros_like(lengths), lengths), dim=-1)
+        offsets = {"q_offset": ends - 1, "kv_offset": ends - lengths, "kv_range": kv_range}
+        groups.append((rows[:, None], chosen, offsets))
+    return _Requests(total, groups)
 
 
 def _attend_requests(
-    module: nn.Module,
-    call: Call,
-    states: tuple[Tensor, Tensor, Tensor],
-    requests: _Requests,
-    options: dict[str, Any],
+    module: nn.Module, call: Call, states: tuple[Tensor, Tensor, Tensor], requests: _Requests, **options: Any
 ) -> Tensor:
     """Compute the attention of every request, ``[1, tokens, Hq, Dv]``, over unpacked keys."""
     query, key, value = states
-    recipe = call.settings.recipe
     if key.shape[2] < requests.keys:
         raise ValueError(
             f"the requests have {requests.keys} keys, but attention got {key.shape[2]}; this layer does not attend "
             "to what the paged cache returned, so generate_batch cannot run this model"
         )
     out = query.new_zeros((1, query.shape[2], query.shape[1], value.shape[-1]))
-    for new, seen, q_offset, kv_offset in requests.alone:
-        request = query[:, :, new], key[:, :, seen], value[:, :, seen]
-        if kv_offset == 0:
-            check_first_prompt(module, call, *request[:2])
-        part = attention(*request, recipe, q_offset=q_offset, kv_offset=kv_offset, **options)
-        out[:, new] = part.transpose(1, 2)
-    if requests.rows is not None:
-        queries = query[0, :, requests.rows].transpose(0, 1)[:, :, None]
-        keys, values = (states[0, :, requests.chosen].transpose(0, 1) for states in (key, value))
-        part = attention(queries, keys, values, recipe, **requests.seen, **options)
-        out[0, requests.rows] = part[:, :, 0]
+    for tokens, keys, seen in requests.groups:
+        group = _of_group(query, tokens), _of_group(key, keys), _of_group(value, keys)
+        if isinstance(tokens, slice) and seen["kv_offset"] == 0:
+            check_first_prompt(module, call, *group[:2])
+        out[0, tokens] = attention(*group, call.settings.recipe, **seen | options).transpose(1, 2)
     return out
+
+
+def _of_group(x: Tensor, tokens: slice | Tensor) -> Tensor:
+    """Return the tokens of a group in ``[1, H, tokens, D]``, as ``[requests, H, tokens, D]``."""
+    return x[:, :, tokens] if isinstance(tokens, slice) else x[0, :, tokens].transpose(0, 1)
 
 
 @functools.cache

@@ -305,17 +305,18 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
         return key, value
 
     def attend(
-        self, module: nn.Module, call: Call, query: Tensor, key: Tensor, value: Tensor, batch: Batch, **options: Any
+        self, module: nn.Module, call: Call, states: tuple[Tensor, Tensor, Tensor], batch: Batch, **options: Any
     ) -> Tensor:
         """Compute the attention of the new tokens of a batch, and store their keys and values.
 
-        Queries, keys and values are ``[1, H, tokens, D]``, the latter two as :meth:`update` returned them. The result
-        is ``[1, tokens, Hq, D]``.
+        ``states`` are queries, keys and values, ``[1, H, tokens, D]``, the latter two as :meth:`update` returned them.
+        The result is ``[1, tokens, Hq, D]``.
 
         Raises:
             ValueError: The layer did not update the cache, has attended to it before, or has changed keys or values.
         """
         layer: int = module.layer_idx  # type: ignore[assignment]
+        query, key, value = states
         updated = self._updates.pop(layer, (None, None))
         if key is not updated[0] or value is not updated[1]:
             raise ValueError(
@@ -326,14 +327,14 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
         groups, order = self._groups_of(*batch, query.shape[2])
         parts = []
         for group in groups:
-            states = group.of(query), group.of(key), group.of(value)
+            own = group.of(query), group.of(key), group.of(value)
             storage = self._storage_of(layer, group)
             if group.is_first:
-                check_first_prompt(module, call, *states[:2])
-                part = attention(*states, call.settings.recipe, **options | group.padding)
-                append(storage, *states[1:])
+                check_first_prompt(module, call, *own[:2])
+                part = attention(*own, call.settings.recipe, **options | group.padding)
+                append(storage, *own[1:])
             else:
-                part = cached_attention(*states, storage, **options)
+                part = cached_attention(*own, storage, **options)
             parts.append(part.transpose(1, 2).flatten(0, 1))
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return (out if order is None else out[order])[None]

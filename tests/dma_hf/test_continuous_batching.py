@@ -76,8 +76,9 @@ def test_padding_of_a_batch_is_no_request(decoding, alone):
     tokens = torch.tensor([0, 3, *range(4, 4 + decoding), 3 + decoding, 3 + decoding])
     keys = torch.tensor([0, 3, *range(13, 13 + 10 * decoding, 10), 3 + 10 * decoding, 3 + 10 * decoding])
     read = paged_attention._read_requests(tokens, keys, torch.tensor([0, 1, 2, *[9] * decoding, 0, 0]))
-    assert [(new.start, new.stop) for new, *_ in read.alone] == alone
-    assert (read.rows is None) == (decoding == 1)
+    slices = [new for new, *_ in read.groups if isinstance(new, slice)]
+    assert [(new.start, new.stop) for new in slices] == alone
+    assert len(read.groups) == 2
     assert read.keys == 3 + 10 * decoding
 
 
