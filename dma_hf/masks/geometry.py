@@ -238,7 +238,7 @@ class CompactMask(Deferred):
                 geometry = args[0].dma_geometry
                 return cls.of(geometry.adapted(device, geometry.batch, geometry.two_sequences), device)
         elif func is Tensor.__getitem__:
-            if isinstance(args[0], CompactMask) and _takes_all(args[1], args[0].shape):
+            if isinstance(args[0], CompactMask) and _takes_all(*args):
                 return args[0]
         elif func in _WRITES and isinstance(args[0], CompactMask):
             raise RuntimeError(
@@ -263,16 +263,10 @@ _SUMS = frozenset(
 )
 
 
-def _takes_all(index: Any, shape: tuple[int, ...]) -> bool:
+def _takes_all(mask: CompactMask, index: Any) -> bool:
     """Return whether ``mask[index]`` is the whole mask."""
     parts = index if isinstance(index, tuple) else (index,)
-    if len(parts) > len(shape):
+    if not all(part is Ellipsis or isinstance(part, slice) for part in parts):
         return False
-    for part, size in zip(parts, shape, strict=False):
-        if part is Ellipsis and len(parts) == 1:
-            return True
-        if not isinstance(part, slice) or part.start not in (None, 0) or part.step not in (None, 1):
-            return False
-        if part.stop is not None and not (isinstance(part.stop, int) and part.stop >= size):
-            return False
-    return True
+    with torch._C.DisableTorchFunctionSubclass():
+        return mask[index].shape == mask.shape
