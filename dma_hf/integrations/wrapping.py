@@ -109,12 +109,10 @@ def prepare_cache(
     if not is_ours(model):
         return method(model, *given)
     cache, is_configured = _cache_in(model_kwargs), cache_of(model) is not None
-    is_new = cache is None and is_configured
-    is_new = is_new and generation_config.use_cache is not False and generation_config.cache_implementation in OPEN
-    if is_new:
-        cache = _new_cache(model, generation_config, max_cache_length)
-        is_new = cache is not None
-    packed = packed_cache(cache)
+    is_open = generation_config.use_cache is not False and generation_config.cache_implementation in OPEN
+    may_be_new = cache is None and is_configured and is_open
+    new = _new_cache(model, generation_config, max_cache_length) if may_be_new else None
+    packed = packed_cache(cache if new is None else new)
     if is_configured:
         expect_other_cache(model, packed is None)
     if packed is not None:
@@ -134,17 +132,17 @@ def prepare_cache(
             count_eager_decoding(model, "the model is an encoder-decoder")
         elif generation_config.disable_compile:
             count_eager_decoding(model, "disable_compile is set")
-    if not is_new:
+    if new is None:
         result = method(model, *given)
         made = _cache_in(model_kwargs)
         if cache is None and type(made) is StaticCache:
             _lend(model, made, generation_config, generation_mode, batch_size)
         return result
-    model_kwargs[CACHE_ARGUMENT] = cache
+    model_kwargs[CACHE_ARGUMENT] = new
     if generation_config.is_assistant:  # Transformers rolls back its cache
-        cache.activate_past_recording()
-    elif isinstance(cache, DMACache):
-        _lend(model, cache, generation_config, generation_mode, batch_size)
+        new.activate_past_recording()
+    elif isinstance(new, DMACache):
+        _lend(model, new, generation_config, generation_mode, batch_size)
     return None
 
 
