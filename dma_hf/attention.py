@@ -21,7 +21,7 @@ from transformers import AttentionInterface
 from .cache_layers import DECODED_AT_ONCE, DMALayer
 from .cached_states import Step, Update, update_of
 from .logit_check import check_first_prompt
-from .masks.geometry import GEOMETRY, CompactMask, MaskGeometry, keys_in
+from .masks.geometry import GEOMETRY, CompactMask, MaskGeometry, keys_in, read_once
 from .masks.layer_geometry import layer_geometry, select_keys, separate_documents
 from .repeated_calls import Compute, cached_step, is_repeatable, let_repeat, prompt, repeat
 from .stats import count_fallback, counted, tile_counts_of
@@ -313,26 +313,27 @@ def _is_plain(layer: DMALayer, new: Step, visible: Tensor) -> bool:
     The check waits for the device, so the layers of a step share its result. In decoding steps of a static cache it
     does not wait: the first layer asserts on the device.
     """
-    is_static = isinstance(layer.tokens, Tensor)
-    length = new.key.shape[2]
-    is_awaited = not (torch.compiler.is_compiling() or (is_static and visible.is_cuda and length <= DECODED_AT_ONCE))
-    known = None if is_static else layer.owner.plain
-    if known is not None and known[0] is visible:
-        return known[1]
-    if not is_awaited and not layer.checks_steps:
+    is_static, length = isinstance(layer.tokens, Tensor), new.key.shape[2]
+    if torch.compiler.is_compiling() or (is_static and visible.is_cuda and length <= DECODED_AT_ONCE):
+        if layer.checks_steps:
+            torch._assert_async(_has_all_keys(layer, new, visible), _CHANGED)
         return True
+
+    def read() -> bool:
+        is_plain = bool(_has_all_keys(layer, new, visible))
+        if not is_plain:
+            _refuse_shown_padding(layer, new, torch.where(visible[:, 0] < visible[:, 1], visible[:, 0], new.kv_len))
+        return is_plain
+
+    return read_once(visible, new, read)
+
+
+def _has_all_keys(layer: DMALayer, new: Step, visible: Tensor) -> Tensor:
+    """Return whether each range of visible keys has all keys of its row, boolean ``[]``."""
     start = layer.position_of(new)
-    end = layer.tokens + (0 if new.is_stored else length) - new.kv_offset
-    is_whole = (visible[:, 0] == (-start).clamp(min=0)) & (visible[:, 1] == end)
-    is_whole = (is_whole | (start + end <= 0)).all()
-    if not is_awaited:
-        torch._assert_async(is_whole, _CHANGED)
-        return True
-    is_plain = bool(is_whole)
-    if not is_plain:
-        _refuse_shown_padding(layer, new, torch.where(visible[:, 0] < visible[:, 1], visible[:, 0], new.kv_len))
-    layer.owner.plain = visible, is_plain
-    return is_plain
+    end = layer.tokens + (0 if new.is_stored else new.key.shape[2]) - new.kv_offset
+    has_all: Tensor = (visible[:, 0] == (-start).clamp(min=0)) & (visible[:, 1] == end) | (start + end <= 0)
+    return has_all.all()
 
 
 def _refuse_shown_padding(layer: DMALayer, new: Step, first: int | Tensor) -> None:

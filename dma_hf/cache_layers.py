@@ -70,12 +70,10 @@ class Owner:
         cache: The format as users call it, ``int8`` or ``int4``, or one for each layer.
         diagonal_tiles: Tiles before that of a query that are kept in 16 bits.
         sink_tiles: Tiles at the start that are kept in 16 bits.
-        plain: The last range of visible keys that was checked, and whether it had all keys of each row.
-        prompt_length: Tokens of the prompt if the first call may also have candidates of speculative decoding, else
-            ``None``. Candidates are decoding steps.
+        prompt_length: Tokens of the prompt during speculative decoding, else ``None``. The first call may also have
+            candidates, which are decoding steps.
         expected_tokens: Tokens that ``generate`` may store, or ``None`` if it is not known.
         capture: State of a capture, or ``None`` outside of one.
-        graph: The captured decoding step (:class:`dma_hf.decoding.DecodingGraph`), if there is one.
         repeated: The last update of the first layer, if it was a decoding step or a later chunk.
     """
 
@@ -83,11 +81,9 @@ class Owner:
     cache: str | tuple[str, ...]
     diagonal_tiles: int
     sink_tiles: int
-    plain: tuple[Tensor, bool] | None = None
     prompt_length: int | None = None
     expected_tokens: int | None = None
     capture: Capture | None = None
-    graph: Any = None
     repeated: RepeatedUpdate | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Owner:
@@ -107,7 +103,7 @@ class Owner:
         return is_dma(attention_name(self.config))
 
 
-_OF_A_STEP: dict[str, Any] = dict.fromkeys(("plain", "capture", "graph", "repeated"))
+_OF_A_STEP: dict[str, Any] = dict.fromkeys(("prompt_length", "capture", "repeated"))
 """Fields of an :class:`Owner` that copies of the cache start without."""
 
 
@@ -195,8 +191,6 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
             new = Step(key_states, value_states, repeated.kv_len, repeated.kv_offset, self.is_empty)
             self.pending = new
             return CachedStates.of(self, new, *repeated.states)
-        if not self.is_empty and self.owner.prompt_length is not None:
-            self.owner.prompt_length = None
         dtype = autocast_dtype(key_states)
         if dtype is not None:
             dtype = self.storage.key_residual.dtype if self.is_initialized else dtype
@@ -341,7 +335,7 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Remove all tokens, and forget the batch size."""
-        self.storage = self.pending = self.owner.prompt_length = None  # type: ignore[assignment]
+        self.storage = self.pending = None  # type: ignore[assignment]
         self.tokens = 0
         self.is_empty, self.is_initialized, self.is_settled = True, False, False
 
@@ -388,12 +382,11 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
         self.storage.lengths.zero_()
 
     def _reset_counters(self) -> None:
-        """Reset the counters, the padding of the rows and the length of the prompt, but not the storage's lengths."""
+        """Reset the counters and the padding of the rows, but not the storage's lengths."""
         if isinstance(self.tokens, Tensor):
             self.tokens.zero_()
         else:
             self.tokens = 0
-        self.owner.prompt_length = None
         self.storage.appended = 0
         self.is_empty, self.is_settled = True, False
 

@@ -46,6 +46,9 @@ if TYPE_CHECKING:
 EAGER_STEPS = 3
 """Eager steps before the first replay. Short answers need no graph, and these steps compile and tune kernels."""
 
+_graphs: weakref.WeakKeyDictionary[CacheLayerMixin, Any] = weakref.WeakKeyDictionary()
+"""Captured graphs by the first layer of their cache. Later calls of ``generate`` over these layers replay them."""
+
 
 # ---- caches that grow
 
@@ -101,8 +104,7 @@ class DecodingSteps:
             return self.otherwise(**arguments)
         if tokens is None or tokens.shape[1] != 1 or self.is_eager:
             return self.model(**arguments)
-        owner, layers = cache.owner, packed_layers(cache)
-        mask = arguments.get(MASK)
+        layers, mask = packed_layers(cache), arguments.get(MASK)
         unmasked = arguments | {MASK: None} if MASK in arguments else arguments
         inputs = inputs_of(unmasked)
         signature = signature_of(inputs)
@@ -114,8 +116,9 @@ class DecodingSteps:
                 reason = _why_eager(self.model, cache, layers, arguments)
                 if reason is not None:
                     return self._eagerly(reason, arguments)
-                if owner.graph is not None and owner.graph.model == state_of_model(self.model):
-                    self.graph = owner.graph
+                self.graph = _graphs.get(cache.layers[0])
+                if self.graph is not None and self.graph.model != state_of_model(self.model):
+                    self.graph = None
             for layer in layers:
                 layer.make_room(1)
             if self.graph is None or not self.graph.computes(signature, layers):
@@ -124,11 +127,13 @@ class DecodingSteps:
                     return self.model(**arguments)
                 if signature is None:
                     return self._eagerly("the arguments of a step are not tensors, numbers or names", arguments)
-                self.graph = owner.graph = None  # frees its memory first
+                self.graph = None
+                _graphs.pop(cache.layers[0], None)  # frees its memory first
                 try:
-                    self.graph = owner.graph = _captured(self.model, signature, cache, layers, unmasked, inputs)
+                    self.graph = _captured(self.model, signature, cache, layers, unmasked, inputs)
                 except RuntimeError as error:
                     return self._eagerly(failure(error), arguments)
+                _graphs[cache.layers[0]] = self.graph
         output = self.graph.run(self.model, inputs, cache, layers)
         if mask is not None:
             torch._assert_async(_has_all_keys(mask, layers[0], 0), "the attention mask of generate hides cached keys")
@@ -224,9 +229,6 @@ def _tables_of(layers: list[DMALayer]) -> list[Tensor]:
 WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 """The modes of ``torch.compile`` that replay CUDA graphs, and the same modes without them."""
 
-_graphs: weakref.WeakKeyDictionary[CacheLayerMixin, StepGraph] = weakref.WeakKeyDictionary()
-"""Captured graphs by the first layer of their cache. Later calls of ``generate`` over these layers replay them."""
-
 
 class StaticSteps:
     """The model as a call of ``generate`` runs its decoding steps over a cache that Transformers compiles.
@@ -265,9 +267,24 @@ class StaticSteps:
                 return self.graph.replay(self.model, inputs, cache)
             self.graph = self.state = None  # for this call of generate
         self.steps += 1
-        if self.state is None or signature is None or self.steps < EAGER_STEPS:
-            return self.forward(**arguments)
-        return self._run_and_capture(self.forward, self.state, signature, arguments, inputs)
+        forward, state = self.forward, self.state
+        if state is None or signature is None or self.steps < EAGER_STEPS:
+            return forward(**arguments)
+        # With the tensors that a graph will read, so that its capture, which follows, compiles nothing.
+        arguments, copies = with_copies(arguments, inputs)
+        before = _state_of(cache)
+        output = forward(**arguments)
+        after = _state_of(cache)
+        gc.collect()  # the compiler leaves cycles of objects, which would keep the cache
+        self.state = None  # no second attempt
+        if are_same(before, after):
+            try:
+                self.graph = _graphs[cache.layers[0]] = StepGraph.of(
+                    lambda: forward(**arguments), signature=signature, model=state, cache=after, inputs=copies
+                )
+            except RuntimeError as error:
+                count_eager_decoding(self.model, failure(error))
+        return output
 
     def _begin(self, cache: Any, arguments: dict[str, Any], signature: tuple[Any, ...] | None) -> Callable[..., Any]:
         """Return the compiled model, and look for a graph of an earlier call."""
@@ -280,31 +297,6 @@ class StaticSteps:
         if graph is not None and graph.model == self.state and graph.fits(signature, _state_of(cache)):
             self.graph = graph
         return self.compiled(config)
-
-    def _run_and_capture(
-        self,
-        forward: Callable[..., Any],
-        state: tuple[Any, ...],
-        signature: tuple[Any, ...],
-        arguments: dict[str, Any],
-        inputs: Inputs,
-    ) -> Any:
-        """Run a step with the tensors that a graph will read, so that its capture, which follows, compiles nothing."""
-        cache: Any = arguments[CACHE_ARGUMENT]
-        arguments, copies = with_copies(arguments, inputs)
-        before = _state_of(cache)
-        output = forward(**arguments)
-        after = _state_of(cache)
-        gc.collect()  # the compiler leaves cycles of objects, which would keep the cache
-        self.state = None  # unless it can be captured
-        if are_same(before, after):
-            try:
-                self.graph = _graphs[cache.layers[0]] = StepGraph.of(
-                    lambda: forward(**arguments), signature=signature, model=state, cache=after, inputs=copies
-                )
-            except RuntimeError as error:
-                count_eager_decoding(self.model, failure(error))
-        return output
 
 
 def _without_graphs(config: CompileConfig) -> CompileConfig | None:

@@ -39,7 +39,6 @@ def lend(model: PreTrainedModel, cache: Cache, batch: int) -> None:
                 torch._foreach_zero_([layer.storage.lengths for layer in used])  # one launch for all layers
             cache.layers = layers
             if owner is not None:
-                owner.plain = owner.prompt_length = None
                 cache.owner = own = owner
     weakref.finalize(cache, _return, weakref.ref(model), own, cache.layers).atexit = False
 
