@@ -26,6 +26,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from ..config import NAME, PAGED_NAME, is_dma
 from ..logit_check import check_first_prompt
+from ..masks.geometry import read_once
 from ..stats import counted
 from ..support import WAY_OUT, Call, Refusal, find_unsupported
 from .internals import attention_name, decoder_attention, rename, restore_names
@@ -37,15 +38,8 @@ _OF_THE_BATCH = frozenset(
 """Arguments that describe the batch. They are read from the forward pass of the model."""
 
 
-class _Running(threading.local):
-    """The arguments of the forward pass that this thread computes, and its requests by kind of layer."""
-
-    def __init__(self) -> None:
-        self.batch: dict[str, Any] = {}
-        self.requests: dict[str, _Requests] = {}
-
-
-_running = _Running()
+_running = threading.local()
+"""Its ``batch`` has the arguments of the forward pass that this thread computes."""
 
 
 def _note_batch(model: PreTrainedModel, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -56,7 +50,7 @@ def _note_batch(model: PreTrainedModel, arguments: tuple[Any, ...], options: dic
             f"the attention of {type(model).__name__} was changed to {name!r} while a manager of {NAME} runs it; stop "
             "the manager first"
         )
-    _running.batch, _running.requests = options, {}
+    _running.batch = options
 
 
 def name_for_batching(name: Any) -> Any:
@@ -127,7 +121,7 @@ def dma_paged_attention_forward(
     Raises:
         RuntimeError: It is called outside continuous batching, or a CUDA graph is being captured over 16-bit pages.
     """
-    batch = _running.batch
+    batch = getattr(_running, "batch", {})
     if "read_index" not in batch:
         raise RuntimeError(
             f"attn_implementation={PAGED_NAME!r} is for generate_batch only; call generate and forward after the "
@@ -196,14 +190,10 @@ class _Requests(NamedTuple):
 
 def _requests_of(module: nn.Module, batch: dict[str, Any]) -> _Requests:
     """Return the requests as a layer sees them. The first layer of its kind reads them from the device."""
-    starts, kind = batch["cu_seq_lens_k"], ""
+    starts = batch["cu_seq_lens_k"]
     if isinstance(starts, dict):
-        kind = _kind_of(module, batch["cache"], list(starts))
-        starts = starts[kind]
-    found = _running.requests.get(kind)
-    if found is None:
-        found = _running.requests[kind] = _read_requests(batch["cu_seq_lens_q"], starts, batch["position_ids"])
-    return found
+        starts = starts[_kind_of(module, batch["cache"], list(starts))]
+    return read_once(starts, module, lambda: _read_requests(batch["cu_seq_lens_q"], starts, batch["position_ids"]))
 
 
 def _read_requests(query_starts: Tensor, key_starts: Tensor, position_ids: Tensor) -> _Requests:
