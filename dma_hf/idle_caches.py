@@ -38,7 +38,8 @@ def lend(model: PreTrainedModel, cache: Cache, batch: int) -> None:
             if used:
                 torch._foreach_zero_([layer.storage.lengths for layer in used])  # one launch for all layers
             cache.layers = layers
-            if owner is not None:
+            if owner is not None and own is not None:
+                owner.expected_tokens = own.expected_tokens
                 cache.owner = own = owner
     weakref.finalize(cache, _return, weakref.ref(model), own, cache.layers).atexit = False
 

@@ -274,6 +274,14 @@ def test_copies_of_a_cache_have_no_graph(build, token_ids):
         assert torch.equal(_tokens(model, more, 20, **{CACHE_ARGUMENT: each}), expected)
 
 
+def test_an_idle_cache_makes_room_for_the_tokens_of_the_next_call(build, token_ids, captured):
+    model = build()
+    for new in (NEW, 400):
+        captured.clear()
+        _tokens(model, token_ids(1, PROMPT), new)
+    assert len(captured) == 1  # it has grown once
+
+
 @pytest.mark.parametrize("event", ["the model is dropped", "configure", "another device", "a returned cache"])
 def test_an_idle_cache_is_freed(event, build, token_ids, monkeypatch):
     if not torch.cuda.is_available():  # the stand-in keeps the model alive
