@@ -162,18 +162,6 @@ def _window_of(module: nn.Module, config: PreTrainedConfig) -> int | None:
     return window if window is None or kinds is None or kinds[module.layer_idx] == "sliding_attention" else None
 
 
-def _kind_of(module: nn.Module, pages: Any, kinds: list[str]) -> str:
-    """Return the kind of a layer, full or sliding, of which the keys of its requests have their lengths.
-
-    Layers that share the keys of another one (Gemma 3n) have a kind too, although they do not update the cache.
-    """
-    if len(kinds) == 1:
-        return kinds[0]
-    allocator = pages.layer_to_allocator[module.layer_idx]
-    kind: str = next(kind for kind, each in pages.cache_allocators.items() if each is allocator)
-    return kind
-
-
 class _Requests(NamedTuple):
     """The requests of a forward pass over 16-bit pages.
 
@@ -189,10 +177,15 @@ class _Requests(NamedTuple):
 
 
 def _requests_of(module: nn.Module, batch: dict[str, Any]) -> _Requests:
-    """Return the requests as a layer sees them. The first layer of its kind reads them from the device."""
+    """Return the requests as a layer sees them. The first layer of its kind reads them from the device.
+
+    Layers that share the keys of another one (Gemma 3n) have a kind too, although they do not update the cache.
+    """
     starts = batch["cu_seq_lens_k"]
     if isinstance(starts, dict):
-        starts = starts[_kind_of(module, batch["cache"], list(starts))]
+        kinds = list(starts)
+        kind = kinds[0] if len(kinds) == 1 else batch["cache"].config.layer_types[module.layer_idx]
+        starts = starts[kind]
     return read_once(starts, module, lambda: _read_requests(batch["cu_seq_lens_q"], starts, batch["position_ids"]))
 
 
