@@ -6,7 +6,7 @@ import operator
 import weakref
 from collections.abc import Mapping, Sequence
 from copy import copy
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from dma_kernels.cache.storage import LayerStorage
@@ -194,32 +194,26 @@ class DMACache(DynamicCache):  # type: ignore[misc]
                 torch.cuda.synchronize(device)
 
 
-class _GrowingLayers(NamedTuple):
-    """The layers of Transformers' growing cache for a decoder's configuration. They hold nothing."""
-
-    config: weakref.ref[PreTrainedConfig]
-    fields: dict[str, Any]  # of the configuration then
-    layers: list[CacheLayerMixin]
-
-
-_last: _GrowingLayers | None = None
-"""Those of the last configuration."""
+_last: tuple[weakref.ref[PreTrainedConfig], dict[str, Any], list[CacheLayerMixin]] | None = None
+"""The last decoder's configuration, its fields then, and the layers that :func:`_growing_layers` made for it."""
 
 
 def _growing_layers(config: PreTrainedConfig, decoder: PreTrainedConfig) -> list[CacheLayerMixin]:
-    """Return the layers of Transformers' growing cache. Making them takes up to a millisecond, so they are remembered.
+    """Return the empty layers of Transformers' growing cache.
 
-    The layers of hybrid models, which hold states, are made anew.
+    Making them takes up to a millisecond, so they are remembered. Those of hybrid models, which hold states, are not.
     """
     global _last
     last = _last  # another thread may replace it
-    if last is not None and last.config() is decoder and last.fields == vars(decoder):
-        return last.layers
+    if last is not None:
+        known, fields, kept = last
+        if known() is decoder and fields == vars(decoder):
+            return kept
     layers: list[CacheLayerMixin] = DynamicCache(config=config).layers
     if all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers):
         values = vars(decoder).items()
         fields = {name: copy(value) if isinstance(value, list | dict) else value for name, value in values}
-        _last = _GrowingLayers(weakref.ref(decoder), fields, layers)
+        _last = weakref.ref(decoder), fields, layers
     return layers
 
 
