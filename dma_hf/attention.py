@@ -23,7 +23,7 @@ from .cached_states import Step, Update, update_of
 from .logit_check import check_first_prompt
 from .masks.geometry import GEOMETRY, CompactMask, MaskGeometry, keys_in, read_once
 from .masks.layer_geometry import layer_geometry, select_keys, separate_documents
-from .repeated_calls import Compute, cached_step, is_repeatable, let_repeat, prompt, repeat
+from .repeated_calls import Compute, LayerCall, cached_step, is_repeatable, let_repeat, prompt, repeat
 from .stats import count_fallback, counted, tile_counts_of
 from .support import Call, Refusal, autocast_dtype, find_unsupported, note_other_cache
 
@@ -75,7 +75,8 @@ def dma_attention_forward(
     """
     update = update_of(key, value)
     if type(attention_mask) is CompactMask and attention_mask.dma_calls and indices is None:
-        again = repeat(module, query, key, value, update, attention_mask, is_causal, sliding_window, kwargs)
+        asked = LayerCall(module, query, key, value, update, is_causal, sliding_window, kwargs)
+        again = repeat(asked, attention_mask)
         if again is not None:
             return again, None
     call = Call.of(module, **kwargs)
@@ -111,7 +112,8 @@ def dma_attention_forward(
     else:
         out, compute = _attend_cached(module, call, query, update, geometry, may_repeat)
     if compute is not None:
-        let_repeat(module, call, *states, update, attention_mask, is_causal, sliding_window, kwargs, compute)
+        asked = LayerCall(module, *states, update, is_causal, sliding_window, kwargs)
+        let_repeat(asked, attention_mask, call.settings.config.high_layers, compute)
     return out, None
 
 

@@ -34,7 +34,7 @@ class RepeatedCall(NamedTuple):
     """A call that other layers may repeat.
 
     Attributes:
-        common: The result of :func:`_common`.
+        common: The result of :meth:`LayerCall.common`.
         high_layers: The setting :attr:`dma_hf.DMAConfig.high_layers`.
         compute: Computes a call like it.
         first: The first layer of the forward pass. Its next call begins another one, maybe with other settings.
@@ -46,47 +46,47 @@ class RepeatedCall(NamedTuple):
     first: nn.Module
 
 
-def _common(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    update: Update | None,
-    is_causal: bool | None,
-    arguments: Mapping[str, Any],
-    high_layers: tuple[int, ...],
-) -> tuple[Any, ...]:
-    """Return what repeated calls have in common: the configuration, arguments, and layouts up to strides.
+class LayerCall(NamedTuple):
+    """Arguments of :func:`dma_hf.attention.dma_attention_forward`, and where keys and values come from."""
 
-    A cache compares its keys and values itself.
-    """
-    is_high = bool(high_layers) and getattr(module, "layer_idx", None) in high_layers
-    others = [each for each in arguments.items() if each[0] not in _OTHERWISE_COMPARED]
-    sinks = arguments.get("s_aux")
-    logits = None if sinks is None else (sinks.shape, sinks.dtype, sinks.device)
-    layer = id(module.config), is_high, is_causal, tuple(arguments), others
-    asked = *layer, logits, query.shape, query.dtype, query.device
-    if update is not None:
-        return *asked, update[1].kv_len
-    return *asked, key.shape, key.dtype, key.device, value.shape, value.dtype, value.device
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    update: Update | None
+    is_causal: bool | None
+    sliding_window: int | None
+    arguments: Mapping[str, Any]
+
+    @property
+    def kind(self) -> tuple[int | None, bool]:
+        """The kind of layer. A mask keeps one call of each."""
+        return self.sliding_window, self.update is None
+
+    def common(self, high_layers: tuple[int, ...]) -> tuple[Any, ...]:
+        """Return what repeated calls have in common: the configuration, arguments, and layouts up to strides.
+
+        A cache compares its keys and values itself.
+        """
+        module, query, key, value, update, is_causal, _, arguments = self
+        is_high = bool(high_layers) and getattr(module, "layer_idx", None) in high_layers
+        others = [each for each in arguments.items() if each[0] not in _OTHERWISE_COMPARED]
+        sinks = arguments.get("s_aux")
+        logits = None if sinks is None else (sinks.shape, sinks.dtype, sinks.device)
+        layer = id(module.config), is_high, is_causal, tuple(arguments), others
+        asked = *layer, logits, query.shape, query.dtype, query.device
+        if update is not None:
+            return *asked, update[1].kv_len
+        return *asked, key.shape, key.dtype, key.device, value.shape, value.dtype, value.device
 
 
-def repeat(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    update: Update | None,
-    mask: CompactMask,
-    is_causal: bool | None,
-    sliding_window: int | None,
-    arguments: Mapping[str, Any],
-) -> Tensor | None:
+def repeat(asked: LayerCall, mask: CompactMask) -> Tensor | None:
     """Compute a call like that of an earlier layer, ``[B, T, Hq, Dv]``. Returns ``None`` if it is not like one."""
-    repeated: RepeatedCall | None = mask.dma_calls.get((sliding_window, update is None))
+    repeated: RepeatedCall | None = mask.dma_calls.get(asked.kind)
+    module, query, key, value, update, *_, arguments = asked
     if repeated is None or repeated.first is module or torch.is_grad_enabled() or torch.compiler.is_dynamo_compiling():
         return None
-    if repeated.common != _common(module, query, key, value, update, is_causal, arguments, repeated.high_layers):
+    if repeated.common != asked.common(repeated.high_layers):
         return None
     layer = step = None
     if update is not None:
@@ -107,25 +107,11 @@ def is_repeatable(mask: Any) -> bool:
     return geometry.is_causal and is_plain and not geometry.two_sequences
 
 
-def let_repeat(
-    module: nn.Module,
-    call: Call,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    update: Update | None,
-    mask: Any,
-    is_causal: bool | None,
-    sliding_window: int | None,
-    arguments: Mapping[str, Any],
-    compute: Compute,
-) -> None:
+def let_repeat(asked: LayerCall, mask: Any, high_layers: tuple[int, ...], compute: Compute) -> None:
     """Let the next layers with the same mask, see :func:`is_repeatable`, repeat a call."""
-    high_layers = call.settings.config.high_layers
-    common = _common(module, query, key, value, update, is_causal, arguments, high_layers)
-    which = sliding_window, update is None
-    first = mask.dma_calls[which].first if which in mask.dma_calls else module
-    mask.dma_calls[which] = RepeatedCall(common, high_layers, compute, first)
+    last: RepeatedCall | None = mask.dma_calls.get(asked.kind)
+    first = asked.module if last is None else last.first
+    mask.dma_calls[asked.kind] = RepeatedCall(asked.common(high_layers), high_layers, compute, first)
 
 
 def cached_step(call: Call, kernel: str, query: Tensor, window: int | None) -> Compute:
