@@ -5,21 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from dma_kernels.numerics.call import AttentionCall
+from dma_kernels.numerics.geometry import AttentionGeometry
 from dma_kernels.prefill import config, plan
 
 
 def use_kernel(monkeypatch: pytest.MonkeyPatch, kernel: type[Any]) -> None:
     """Run every call on the kernel with a class of configurations; an unsupported call is an error."""
 
-    def select_config(shape: config.PrefillShape, path: config.ComputePath) -> Any:
+    def select_config(call: AttentionCall, geometry: AttentionGeometry, path: config.ComputePath, arch: int) -> Any:
         configure = {
             config.WarpSpecializedConfig: config.configure_warp_specialized,
             config.MultiCTAConfig: config.configure_multi_cta,
             config.PortableConfig: lambda *_: config.portable_config(
-                shape.arch, path, shape.query.shape[3], shape.value.shape[3], has_softcap=shape.has_softcap
+                arch, path, call.query.shape[3], call.value.shape[3], has_softcap=call.softcap is not None
             ),
         }[kernel]
-        found = configure(shape, path)
+        found = configure(call, geometry, path, arch)
         assert found is not None, f"the {kernel.kernel} kernel cannot compute the call"
         return found
 

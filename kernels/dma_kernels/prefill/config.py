@@ -13,9 +13,10 @@ import functools
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from ..numerics.call import AttentionCall
 from ..numerics.formats import MXFP4, MXFP8, NVFP4, TILE, UNQUANTIZED, SharedScale, padded_channels
 from ..numerics.geometry import AttentionGeometry
-from ..numerics.layout import TensorLayout, is_describable
+from ..numerics.layout import is_describable
 from ..numerics.recipe import Recipe
 from ..runtime import chip
 from ..runtime.chip import MAX_CTAS, TENSOR_MEMORY_ARCHS, has_block_scaled_mma
@@ -59,18 +60,6 @@ class ComputePath:
     def is_block_scaled(self) -> bool:
         """Whether keys are multiplied on block-scaled tensor cores."""
         return Scale.BLOCK in (self.key.scale, (self.low_key or self.key).scale)
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillShape:
-    """Inputs of the kernel selection."""
-
-    query: TensorLayout  # layout of ``[B, Hq, Tq, D]``
-    key: TensorLayout  # layout of ``[B, Hkv, Tk, D]``
-    value: TensorLayout  # layout of ``[B, Hkv, Tk, Dv]``
-    geometry: AttentionGeometry  # positions and visibility; layouts stand for its tensors
-    arch: int  # compute capability of the device, major version times ten plus minor
-    has_softcap: bool = False  # whether scores are capped
 
 
 @dataclass(frozen=True)
@@ -148,41 +137,47 @@ def select_compute_path(recipe: Recipe, arch: int, channels: int = 128) -> Compu
     return ComputePath(key, low_key, low_value)
 
 
-def select_config(shape: PrefillShape, path: ComputePath) -> WarpSpecializedConfig | MultiCTAConfig | PortableConfig:
+def select_config(
+    call: AttentionCall, geometry: AttentionGeometry, path: ComputePath, arch: int
+) -> WarpSpecializedConfig | MultiCTAConfig | PortableConfig:
     """Return the configuration of the fastest kernel that computes a call. The interpreter runs no Gluon."""
     if not chip.is_interpreted():
-        warp_specialized, multi_cta = configure_warp_specialized(shape, path), configure_multi_cta(shape, path)
-        if warp_specialized is not None and _is_fastest(warp_specialized, multi_cta, shape):
+        multi_cta = configure_multi_cta(call, geometry, path, arch)
+        warp_specialized = configure_warp_specialized(call, geometry, path, arch)
+        if warp_specialized is not None and _is_fastest(warp_specialized, multi_cta, call, geometry):
             return warp_specialized
         if multi_cta is not None:
             return multi_cta
-    return portable_config(shape.arch, path, shape.query.shape[3], shape.value.shape[3], has_softcap=shape.has_softcap)
+    return portable_config(arch, path, call.query.shape[3], call.value.shape[3], has_softcap=call.softcap is not None)
 
 
-def configure_warp_specialized(shape: PrefillShape, path: ComputePath) -> WarpSpecializedConfig | None:
+def configure_warp_specialized(
+    call: AttentionCall, geometry: AttentionGeometry, path: ComputePath, arch: int
+) -> WarpSpecializedConfig | None:
     """Return the configuration of the warp-specialized kernel for a call; ``None`` if it cannot compute it.
 
     Head dimensions are multiples of 32 from 64 to 256. Keys of low tiles are in 8 bits with a scale per tile, or
     dequantized; values of low tiles are E4M3 or 16-bit.
     """
-    config = warp_specialized_config(shape.arch, path, shape.query.shape[3])
+    config = warp_specialized_config(arch, path, call.query.shape[3])
     # Four warpgroups lack registers for both ends of a window (H200: 1.17x the time of the multi-CTA kernel), and for a
     # mask (compiled, not timed).
-    is_plain = shape.geometry.window is None and shape.geometry.mask is None
-    is_supported = config is not None and (is_plain or config.consumer_warpgroups < 4) and _is_loadable(shape, path)
+    is_plain = geometry.window is None and geometry.mask is None
+    is_supported = config is not None and (is_plain or config.consumer_warpgroups < 4) and _is_loadable(call, path)
     return config if is_supported else None
 
 
-def _is_fastest(config: WarpSpecializedConfig, multi_cta: MultiCTAConfig | None, shape: PrefillShape) -> bool:
+def _is_fastest(
+    config: WarpSpecializedConfig, multi_cta: MultiCTAConfig | None, call: AttentionCall, geometry: AttentionGeometry
+) -> bool:
     """Whether a call is long enough for the warp-specialized kernel, so that the multi-CTA kernel is not faster."""
-    geometry = shape.geometry
-    batch, heads, q_len, _ = shape.query.shape
+    batch, heads, q_len, _ = call.query.shape
     seen = geometry.kv_len if geometry.window is None else min(geometry.kv_len, geometry.window)
     if seen < config.min_keys or batch * heads * q_len < config.min_rows:
         return False
     # The instructions of a softcap or a mask outweigh the gain of warp specialization (H200, 12K with a mask: 3,151 us,
     # multi-CTA kernel 1,947 us).
-    is_plain = not shape.has_softcap and geometry.mask is None
+    is_plain = call.softcap is None and geometry.mask is None
     if multi_cta is None or not is_plain:
         return multi_cta is None
     # The mean number of keys that a query attends to, if the last one attends to all.
@@ -193,17 +188,19 @@ def _is_fastest(config: WarpSpecializedConfig, multi_cta: MultiCTAConfig | None,
     return mean_keys > multi_cta.max_mean_keys
 
 
-def configure_multi_cta(shape: PrefillShape, path: ComputePath) -> MultiCTAConfig | None:
+def configure_multi_cta(
+    call: AttentionCall, geometry: AttentionGeometry, path: ComputePath, arch: int
+) -> MultiCTAConfig | None:
     """Return the configuration of the multi-CTA kernel for a call; ``None`` if it cannot compute it.
 
     Head dimensions are 64, 96 or 128; values of low tiles are E4M3 or the caller's own.
     """
     is_supported = (
         path.low_value in (E4M3_VALUES, RAW)
-        and shape.geometry.query_blocks(shape.query.shape[2], ROWS, ROWS) <= MAX_CTAS
-        and _is_loadable(shape, path)
+        and geometry.query_blocks(call.query.shape[2], ROWS, ROWS) <= MAX_CTAS
+        and _is_loadable(call, path)
     )
-    return multi_cta_config(shape.arch, path, shape.query.shape[3]) if is_supported else None
+    return multi_cta_config(arch, path, call.query.shape[3]) if is_supported else None
 
 
 def is_dense_causal(geometry: AttentionGeometry, q_len: int) -> bool:
@@ -213,13 +210,13 @@ def is_dense_causal(geometry: AttentionGeometry, q_len: int) -> bool:
     return geometry.is_causal and is_covered and is_aligned and geometry.window is None and geometry.seq_info is None
 
 
-def _is_loadable(shape: PrefillShape, path: ComputePath) -> bool:
+def _is_loadable(call: AttentionCall, path: ComputePath) -> bool:
     """Whether TMA can load the operands of both kernels."""
-    loaded = [shape.query, shape.value] + ([shape.key] if path.key is RAW else [])
+    loaded = [call.query, call.value] + ([call.key] if path.key is RAW else [])
     return (
         not path.is_block_scaled
-        and shape.query.shape[3] == shape.value.shape[3]
-        and shape.key.numel() > 0
+        and call.query.shape[3] == call.value.shape[3]
+        and call.key.numel() > 0
         and all(map(is_describable, loaded))
     )
 

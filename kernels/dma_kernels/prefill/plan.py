@@ -27,7 +27,6 @@ from .config import (
     ComputePath,
     MultiCTAConfig,
     PortableConfig,
-    PrefillShape,
     select_compute_path,
     select_config,
     select_swizzle_group,
@@ -125,8 +124,7 @@ def _plan_prefill(call: AttentionCall) -> AttentionPlan:
         recipe = recipe.of_high_tiles
     arch = chip.device_arch(device)
     path = select_compute_path(recipe, arch, max(call.query.shape[3], call.value.shape[3]))
-    shape = PrefillShape(call.query, call.key, call.value, geometry, arch, call.softcap is not None)
-    config = select_config(shape, path)
+    config = select_config(call, geometry, path, arch)
 
     def launch(query: Any, key: Any, value: Any, sinks: Any, mask: Any, seq_info: Any, tile_counts: Any) -> Any:
         placed = replace(geometry, mask=mask, seq_info=seq_info)

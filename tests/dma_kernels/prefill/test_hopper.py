@@ -18,7 +18,6 @@ from dma_kernels import Recipe, api, attention, key_mean
 from dma_kernels.numerics.call import AttentionCall
 from dma_kernels.numerics.formats import TILE
 from dma_kernels.numerics.geometry import LOG2_E, AttentionGeometry
-from dma_kernels.numerics.layout import TensorLayout
 from dma_kernels.numerics.quantize import e8m0_to_float, quantize
 from dma_kernels.numerics.transforms import hadamard_rotate
 from dma_kernels.prefill import config as configs
@@ -27,7 +26,6 @@ from dma_kernels.prefill.config import (
     ComputePath,
     MultiCTAConfig,
     PortableConfig,
-    PrefillShape,
     WarpSpecializedConfig,
     configure_multi_cta,
     configure_warp_specialized,
@@ -76,31 +74,25 @@ def misaligned(tensor: Tensor) -> Tensor:
     return memory[1:].view(tensor.shape).copy_(tensor)
 
 
-def shape_of(
-    head_dim: int = 128,
-    *,
-    softcap: bool = False,
-    change: Callable[[Tensor], Tensor] = lambda key: key,
-    length: int = LENGTH,
-    **changes: Any,
-) -> PrefillShape:
-    query, key, value = inputs(head_dim, length)
-    geometry = AttentionGeometry(length, 0, 0, None, is_causal=True, window=None, mask=None)
-    layouts = map(TensorLayout.of, (query, change(key), value))
-    return PrefillShape(*layouts, replace(geometry, **changes), 90, has_softcap=softcap)
+def choice_of(
+    recipe: str, head_dim: int = 128, *, change: Callable[[Tensor], Tensor] = lambda key: key, **options: Any
+) -> tuple[AttentionCall, AttentionGeometry, ComputePath, int]:
+    """Return what decides the kernel of a call on Hopper."""
+    query, key, value = inputs(head_dim)
+    call = AttentionCall(query, change(key), value, RECIPES[recipe], **options)
+    return call, AttentionGeometry.of(call), select_compute_path(RECIPES[recipe], 90), 90
 
 
 def test_the_interpreter_always_selects_the_portable_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = select_compute_path(RECIPES["int8"], 90)
-    assert isinstance(select_config(shape_of(), path), PortableConfig)
+    assert isinstance(select_config(*choice_of("int8")), PortableConfig)
     monkeypatch.setattr(chip, "is_interpreted", lambda: False)
-    assert isinstance(select_config(shape_of(), path), MultiCTAConfig)
+    assert isinstance(select_config(*choice_of("int8")), MultiCTAConfig)
 
 
 @pytest.mark.parametrize(("limits", "call", "kernel"), [
     ({"max_mean_keys": LENGTH}, {}, MultiCTAConfig),
     ({}, {}, WarpSpecializedConfig),
-    ({}, {"softcap": True}, MultiCTAConfig),
+    ({}, {"softcap": 30.0}, MultiCTAConfig),
     ({}, {"mask": MASK}, MultiCTAConfig),
     ({"min_rows": 2 * LENGTH}, {}, WarpSpecializedConfig),
     ({"min_rows": 2 * LENGTH + 1}, {}, MultiCTAConfig),
@@ -131,7 +123,7 @@ def test_the_fastest_kernel_that_supports_a_call_is_selected(
     ):
         configure, changes = getattr(configs, name), {field: limits[field] for field in fields}
         monkeypatch.setattr(configs, name, lambda *a, f=configure, c=changes: (found := f(*a)) and replace(found, **c))
-    assert isinstance(select_config(shape_of(**call), select_compute_path(RECIPES["balanced"], 90)), kernel)
+    assert isinstance(select_config(*choice_of("balanced", **call)), kernel)
 
 
 @pytest.mark.parametrize(("arch", "head_dim", "recipe", "is_warp_specialized", "is_multi_cta"), [
@@ -164,7 +156,7 @@ def test_multi_cta_kernel_rejects_more_blocks_than_a_grid_has(monkeypatch: pytes
     taken = []
     for most in (-(-LENGTH // ROWS), -(-LENGTH // ROWS) - 1):
         monkeypatch.setattr(configs, "MAX_CTAS", most)
-        taken.append(configure_multi_cta(shape_of(), select_compute_path(RECIPES["balanced"], 90)) is not None)
+        taken.append(configure_multi_cta(*choice_of("balanced")) is not None)
     assert taken == [True, False]
 
 
@@ -306,9 +298,7 @@ def emulated(is_short: bool, monkeypatch: pytest.MonkeyPatch) -> None:
                 low_tiles=geometry.low_tiles(query.shape[2], recipe),
             )  # fmt: skip
             made = replace(made, query_global_scale=query_global_scale(query, recipe))
-            layouts = map(TensorLayout.of, (query, key, value))
-            shape = PrefillShape(*layouts, geometry, 90, has_softcap=call.softcap is not None)
-            config = (configure_multi_cta if is_short else configure_warp_specialized)(shape, path)
+            config = (configure_multi_cta if is_short else configure_warp_specialized)(call, geometry, path, 90)
             assert config is not None
             out, lse = new_results(query, value)
             sinks = None if call.sinks is None else call.sinks.contiguous()
