@@ -17,8 +17,8 @@ from ..numerics.formats import TILE
 from ..numerics.geometry import AttentionGeometry
 from ..numerics.recipe import Recipe
 from ..prefill.config import ComputePath, portable_config
-from ..prefill.operands import DEQUANTIZED, RAW, Operands, TileOperands
-from ..prefill.plan import launch_attention, new_results
+from ..prefill.operands import DEQUANTIZED, RAW, Operands, TileOperands, new_results
+from ..prefill.plan import launch_attention
 from ..runtime import chip
 from ..runtime.plan import Planned
 from ..runtime.reports import report

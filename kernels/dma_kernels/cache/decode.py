@@ -17,7 +17,7 @@ from torch import Tensor
 from ..numerics.formats import padded_channels
 from ..numerics.geometry import LOG2_E
 from ..numerics.layout import layout_of
-from ..prefill.plan import new_results
+from ..prefill.operands import new_results
 from ..runtime import chip
 from ..runtime.launch import launch_kernel
 from ..runtime.plan import LaunchPlan, Planned, numbers_of

@@ -162,3 +162,10 @@ class AttentionInputs:
     skip_threshold: float | None
     sinks: Tensor | None  # sink logits ``[Hq]``, contiguous, or ``None``
     tile_counts: Tensor | None  # int64 ``[Hq, 2]``, where skipped and examined tiles are added, or ``None``
+
+
+def new_results(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Allocate the output ``[B, Hq, Tq, Dv]`` and the log-sum-exp, fp32 ``[B, Hq, Tq]``."""
+    batch, heads, q_len, _ = query.shape
+    out = query.new_empty((batch, q_len, heads, value.shape[3])).transpose(1, 2)
+    return out, query.new_empty((batch, heads, q_len), dtype=torch.float32)

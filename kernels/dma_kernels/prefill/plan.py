@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from ..numerics.call import AttentionCall, ShortKey, check_call
 from ..numerics.formats import UNQUANTIZED
 from ..numerics.geometry import LOG2_E, AttentionGeometry
-from ..numerics.layout import Strided, TensorLayout, broadcast_strides
+from ..numerics.layout import TensorLayout, broadcast_strides
 from ..numerics.recipe import Recipe
 from ..numerics.saturation import warn_if_saturated
 from ..reference.attention import attention_reference
@@ -31,7 +31,7 @@ from .config import (
     select_config,
     select_swizzle_group,
 )
-from .operands import AttentionInputs, Operands
+from .operands import AttentionInputs, Operands, new_results
 
 if TYPE_CHECKING:
     from ..runtime.plan import LaunchPlan
@@ -214,26 +214,17 @@ def _suits_sdpa(call: AttentionCall) -> bool:
 def _plan_short(call: AttentionCall) -> AttentionPlan:
     """Plan a short call on the split-KV kernels. They read positions from the caller; the plan has no lengths."""
     from ..runtime.plan import NUMBER, make_plan
-    from .split_kv import launch
+    from .split_kv import attend
 
-    window, kv_heads, has_mask = AttentionGeometry.of(call).window, call.key.shape[1], call.mask is not None
-
-    def launch_both(
-        query: Any, key: Any, value: Any, mask: Any, sinks: Any, q_offset: Any, kv_offset: Any, kv_range: Any,
-        lead: Any, kv_len: Any, *strides: Any,
-    ) -> Any:  # fmt: skip
-        out, lse = new_results(query, call.value)
-        if lse.numel():
-            launch(
-                query, Strided(key, *strides[:4]), Strided(value, *strides[4:8]),
-                Strided(mask.view(torch.uint8), *strides[8:]) if has_mask else Strided.of(None),
-                out, lse, sinks, q_offset, kv_offset, kv_range, kv_heads=kv_heads, kv_len=kv_len, lead=lead,
-                window=window, softcap=call.softcap, scale=call.score_scale,
-            )  # fmt: skip
-        return (out, lse) if call.needs_lse else (out,)
-
+    has_mask = call.mask is not None
     layouts = (call.query, call.key, call.value, call.mask, call.sinks, *call.row_tensors)
-    launches = make_plan(launch_both, (*layouts, *(NUMBER,) * (14 if has_mask else 10)), call.query.device)
+    launches = make_plan(
+        functools.partial(
+            attend, window=AttentionGeometry.of(call).window, softcap=call.softcap, scale=call.score_scale,
+            needs_lse=call.needs_lse,
+        ),
+        (*layouts, *(NUMBER,) * (14 if has_mask else 10)), call.query.device,
+    )  # fmt: skip
 
     def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         report("split-KV")
@@ -266,10 +257,3 @@ def quantize_operands(
     )
     global_scale = query_global_scale(query, recipe)
     return operands if global_scale is None else replace(operands, query_global_scale=global_scale)
-
-
-def new_results(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Allocate the output ``[B, Hq, Tq, Dv]`` and the log-sum-exp, fp32 ``[B, Hq, Tq]``."""
-    batch, heads, q_len, _ = query.shape
-    out = query.new_empty((batch, q_len, heads, value.shape[3])).transpose(1, 2)
-    return out, query.new_empty((batch, heads, q_len), dtype=torch.float32)

@@ -17,35 +17,38 @@ from ..runtime import chip
 from ..runtime.launch import launch_kernel
 from .config import split_kv_config
 from .constants import SplitKVConstants
+from .operands import new_results
 from .split_kv_kernel import PerRow, Splits, combine_splits_kernel, split_kv_kernel
 
 
-def launch(
-    query: Any, key: Strided, value: Strided, mask: Strided, out: Any, lse: Any, sinks: Any, q_offset: Any,
-    kv_offset: Any, kv_range: Any, *, kv_heads: int, kv_len: Any, lead: Any, window: int | None,
-    softcap: float | None, scale: float,
-) -> None:  # fmt: skip
-    """Launch both kernels, for exact causal attention; the first starts after all earlier work.
+def attend(
+    query: Any, key: Any, value: Any, mask: Any, sinks: Any, q_offset: Any, kv_offset: Any, kv_range: Any,
+    lead: Any, kv_len: Any, *strides: Any, window: int | None, softcap: float | None, scale: float, needs_lse: bool,
+) -> Any:  # fmt: skip
+    """Launch both kernels for a short call of :func:`dma_kernels.attention`; the first starts after all earlier work.
 
     Args:
-        query: ``[B, Hq, Tq, D]``, 16-bit, any strides.
-        key: ``[B, Hkv, Tk, D]``, likewise.
-        value: ``[B, Hkv, Tk, Dv]``, likewise.
-        mask: Bytes with strides that broadcast to ``[B, Hq, Tq, Tk]``; may be missing.
-        out: Output, ``[B, Hq, Tq, Dv]``, unit stride of channels.
-        lse: Log of the softmax denominator, fp32 ``[B, Hq, Tq]``, contiguous.
-        sinks: Sink logits ``[Hq]``, contiguous, or ``None``.
-        q_offset: Positions of query 0, integer ``[B]``, ``[1]`` or ``[]``, or ``None`` if ``lead`` has them.
-        kv_offset: Positions of key 0, likewise.
-        kv_range: Visible keys, integer ``[B, 2]``, or ``None`` for all.
-        kv_heads: ``Hkv``.
-        kv_len: ``Tk``.
+        query: As for the call, in 16 bits, like the arguments that are not listed.
+        key: Any number of keys.
+        value: Likewise.
+        mask: Up to four dimensions.
+        sinks: Contiguous.
+        q_offset: ``None`` if ``lead`` has the positions, as for ``kv_offset``.
+        kv_offset: See ``q_offset``.
+        kv_range: Visible keys, or ``None`` for all.
         lead: Position of query 0 minus that of key 0, with 0 for those in tensors.
+        kv_len: ``Tk``.
+        strides: Four strides each of ``key``, of ``value`` and, if there is one, of ``mask``, which broadcast.
         window: Sliding window.
         softcap: Softcap of the scores.
         scale: Scale of the scores.
+        needs_lse: Whether to return the log-sum-exp, too.
     """
-    (batch, q_heads, q_len, head_dim), value_dim = query.shape, out.shape[3]
+    out, lse = new_results(query, value)
+    results = (out, lse) if needs_lse else (out,)
+    if not lse.numel():
+        return results
+    (batch, q_heads, q_len, head_dim), kv_heads, value_dim = query.shape, key.shape[1], value.shape[3]
     rows = q_heads // kv_heads * q_len
     config = split_kv_config(chip.device_arch(query.device), head_dim, value_dim, rows)
     constants = SplitKVConstants(
@@ -62,7 +65,8 @@ def launch(
     )
     launch_kernel(
         split_kv_kernel, {"CONFIG": constants}, (ctas, 1, 1),
-        Strided.of(query), key, value, mask, splits,
+        Strided.of(query), Strided(key, *strides[:4]), Strided(value, *strides[4:8]),
+        Strided.of(None) if mask is None else Strided(mask.view(torch.uint8), *strides[8:]), splits,
         PerRow.of(q_offset), PerRow.of(kv_offset), PerRow.of(kv_range), lead, q_len, kv_len, window, batch, m_blocks,
         None if softcap is None else softcap * LOG2_E, scale * LOG2_E,
         num_warps=config.num_warps, num_stages=config.num_stages,
@@ -71,3 +75,4 @@ def launch(
         combine_splits_kernel, {"CONFIG": constants}, (batch * q_heads * q_len, 1, 1),
         splits, sinks, Strided.of(out), lse, q_len, m_blocks, num_warps=4, launch_pdl=constants.use_pdl,
     )  # fmt: skip
+    return results

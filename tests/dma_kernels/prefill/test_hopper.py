@@ -37,8 +37,8 @@ from dma_kernels.prefill.config import (
 from dma_kernels.prefill.hopper import host as hopper
 from dma_kernels.prefill.hopper import quantize_q as query_quantizer
 from dma_kernels.prefill.hopper.quantize_q import QuantizedQueries, quantize_q
-from dma_kernels.prefill.operands import DEQUANTIZED, E4M3, INT8, RAW, OperandFormat, Operands
-from dma_kernels.prefill.plan import launch_attention, new_results, plan
+from dma_kernels.prefill.operands import DEQUANTIZED, E4M3, INT8, RAW, OperandFormat, Operands, new_results
+from dma_kernels.prefill.plan import launch_attention, plan
 from dma_kernels.prefill.quantizer import query_global_scale
 from dma_kernels.runtime import chip
 from dma_kernels.testing import assert_bits_equal, random_qkv
