@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from .numerics.call import AttentionCall, check_call, check_options, is_int, of_four_dimensions
-from .numerics.formats import MAX_POSITION
 from .numerics.layout import ALIGNMENT
 from .numerics.recipe import Recipe
-from .operators import SETTINGS, needs_operator, read_settings, register, settings_of
+from .operators import needs_operator, register
 from .prefill.plan import plan, sdpa
 from .reference.attention import EXACT, attention_gradient
 from .runtime.chip import check_backend
@@ -147,7 +146,8 @@ class PreparedAttention:
         Returns:
             ``None`` if a compiler, autograd or a tensor mode must see each call as one operation.
         """
-        call = _checked(AttentionCall(query, key, value, recipe, **options, needs_lse=False))
+        call = AttentionCall(query, key, value, recipe, **options, needs_lse=False)
+        check_settings(call)
         return None if needs_operator(_tensors_of(call)) else cls(call)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
@@ -178,37 +178,32 @@ def _tensors_of(call: AttentionCall) -> list[Any]:
     return given
 
 
-def _checked(call: AttentionCall) -> AttentionCall:
-    """Check the options of a call, and return the call. Its plan checks the tensors."""
+def check_settings(call: AttentionCall) -> None:
+    """Check what is not a tensor in the arguments of a call, except offsets."""
     if not isinstance(call.recipe, Recipe):
         raise TypeError(f"recipe must be a dma_kernels.Recipe, got {type(call.recipe).__name__}")
     check_backend(call.backend)
     check_options(is_causal=call.is_causal, window=call.window, scale=call.scale, softcap=call.softcap)
-    return call
 
 
 def _compute(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-    """Check the options, then run the plan, directly or through the operator."""
-    if needs_operator(_tensors_of(_checked(call))):
-        return _call_operator(call)
+    """Check the settings, then run the plan, which checks the tensors, directly or through the operator."""
+    check_settings(call)
+    if not needs_operator(_tensors_of(call)):
+        return _run(call)
+    check_call(call)
+    (q_offset, q_rows), (kv_offset, kv_rows) = map(_split_offset, (call.q_offset, call.kv_offset))
+    out, lse = _attention(
+        call, call.query, call.key, call.value, q_offset, kv_offset or 0, q_rows, kv_rows, call.kv_range,
+        of_four_dimensions(call.mask), call.sinks,
+    )  # fmt: skip
+    return out, lse
+
+
+def _run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     if call.sinks is not None:
         call = call._replace(sinks=call.sinks.contiguous())
     return plan(call.layouts()).run(call)
-
-
-def _call_operator(call: AttentionCall) -> tuple[Tensor, Tensor]:
-    check_call(call)
-    (q_offset, q_rows), (kv_offset, kv_rows) = map(_split_offset, (call.q_offset, call.kv_offset))
-    window = None if call.window is None else min(call.window, 4 * MAX_POSITION)  # the operator takes int64
-    out, lse, counts = _attention(
-        call.query, call.key, call.value, q_offset, kv_offset or 0, q_rows, kv_rows, call.kv_range,
-        of_four_dimensions(call.mask), call.sinks, call.is_causal, window, call.score_scale,
-        None if call.softcap is None else float(call.softcap),
-        *settings_of(call.recipe, call.backend, call.tile_counts is not None),
-    )  # fmt: skip
-    if call.tile_counts is not None:
-        call.tile_counts.add_(counts)
-    return out, lse
 
 
 def _split_offset(offset: Any) -> tuple[Any, Tensor | None]:
@@ -216,41 +211,27 @@ def _split_offset(offset: Any) -> tuple[Any, Tensor | None]:
     return (offset, None) if offset is None or is_int(offset) else (None, offset)
 
 
-_ARGUMENTS = (
-    "Tensor query, Tensor key, Tensor value, SymInt? q_offset, SymInt kv_offset, Tensor? q_offset_rows, "
-    "Tensor? kv_offset_rows, Tensor? kv_range, Tensor? mask, Tensor? sinks, bool is_causal, SymInt? window, "
-    "float scale, float? softcap"
-)
-"""Schema of the tensors and options of a call."""
-
-
 def _call_of(arguments: Sequence[Any], recipe: Recipe, backend: str, tile_counts: Tensor | None) -> AttentionCall:
-    """Rebuild the call from an operator's arguments."""
+    """Rebuild the call from an operator's arguments and options."""
     query, key, value, q_offset, kv_offset, q_rows, kv_rows, kv_range, mask, sinks, *options = arguments
     is_causal, window, scale, softcap = options
     return AttentionCall(
         query, key, value, recipe, is_causal, scale, q_offset if q_rows is None else q_rows,
-        kv_offset if kv_rows is None else kv_rows, kv_range, window, softcap,
-        None if sinks is None else sinks.contiguous(), mask, tile_counts, backend,
+        kv_offset if kv_rows is None else kv_rows, kv_range, window, softcap, sinks, mask, tile_counts, backend,
     )  # fmt: skip
 
 
-def _run(query: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the output, the log-sum-exp, and the tile counts, which are empty unless requested."""
-    recipe, backend, counts_tiles = read_settings(others[-SETTINGS:])
-    counts = query.new_zeros((query.shape[1] if counts_tiles else 0, 2), dtype=torch.int64)
-    call = _call_of((query, *others[:-SETTINGS]), recipe, backend, counts if counts_tiles else None)
-    out, lse = plan(call.layouts()).run(call)
+def _run_operator(*arguments: Any) -> tuple[Tensor, ...]:
+    *given, recipe, backend, tile_counts = arguments
+    out, lse = _run(_call_of(given, recipe, backend, tile_counts))
     assert lse is not None
-    return out, lse, counts
+    return out, lse
 
 
-def _run_fake(query: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    (batch, q_heads, q_len, _), value = query.shape, others[1]
+def _run_fake(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    batch, q_heads, q_len, _ = query.shape
     out = query.new_empty((batch, q_len, q_heads, value.shape[-1])).transpose(1, 2)
-    lse = query.new_empty((batch, q_heads, q_len), dtype=torch.promote_types(query.dtype, torch.float32))
-    _, counts_tiles, *_ = others[-SETTINGS:]
-    return out, lse, query.new_empty((q_heads if counts_tiles else 0, 2), dtype=torch.int64)
+    return out, query.new_empty((batch, q_heads, q_len), dtype=torch.promote_types(query.dtype, torch.float32))
 
 
 def _run_gradient(grad_out: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -258,5 +239,8 @@ def _run_gradient(grad_out: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Te
 
 
 _attention = register(
-    "dma_kernels::attention", _ARGUMENTS, "Tensor, Tensor, Tensor", _run, _run_fake, _run_gradient, has_vmap=True
-)
+    "dma_kernels::attention",
+    "Tensor query, Tensor key, Tensor value, SymInt? q_offset, SymInt kv_offset, Tensor? q_offset_rows, "
+    "Tensor? kv_offset_rows, Tensor? kv_range, Tensor? mask, Tensor? sinks",
+    _run_operator, _run_fake, _run_gradient, results=2, has_vmap=True,
+)  # fmt: skip

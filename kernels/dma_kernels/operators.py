@@ -14,26 +14,26 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from .numerics.call import AttentionCall
+from .numerics.formats import MAX_POSITION
 from .numerics.recipe import RECIPE_FIELDS, Recipe
 
 _SCHEMA_TYPES = {"int": "SymInt", "str | None": "str?", "float | None": "float?"}
 _SCHEMA_TYPES |= {name: name for name in ("bool", "float", "str")}
+_OPTIONS = "bool is_causal, SymInt? window, float scale, float? softcap"
+"""Last arguments of the gradient; in forward operators, the settings follow."""
 _SETTINGS = "str backend, bool counts_tiles, " + ", ".join(
     f"{_SCHEMA_TYPES[str(field.type)]} {field.name}" for field in fields(Recipe)
 )
-"""Arguments of forward operators after those that the gradient takes too."""
-SETTINGS = len(_SETTINGS.split(", "))
+_SETTINGS_COUNT = len(_SETTINGS.split(", "))
 
 
-def settings_of(recipe: Recipe, backend: str, counts_tiles: bool) -> tuple[Any, ...]:
-    """Return the last arguments of a forward operator."""
-    return (backend, counts_tiles, *(getattr(recipe, name) for name in RECIPE_FIELDS))
-
-
-def read_settings(settings: tuple[Any, ...]) -> tuple[Recipe, str, bool]:
-    """Return the arguments of :func:`settings_of`."""
-    backend, counts_tiles, *numerics = settings
-    return Recipe(**dict(zip(RECIPE_FIELDS, numerics, strict=True))), backend, counts_tiles
+def _options_and_settings(call: AttentionCall) -> tuple[Any, ...]:
+    """Return the last arguments of a forward operator, of a checked call."""
+    window = None if call.window is None else min(call.window, 4 * MAX_POSITION)  # the operator takes int64
+    softcap = None if call.softcap is None else float(call.softcap)
+    settings = call.backend, call.tile_counts is not None, *(getattr(call.recipe, name) for name in RECIPE_FIELDS)
+    return call.is_causal, window, call.score_scale, softcap, *settings
 
 
 def needs_operator(given: list[Any]) -> bool:
@@ -78,27 +78,43 @@ def _is_transformed() -> bool:
 def register(
     name: str,
     arguments: str,
-    returns: str,
-    forward: Callable[..., Any],
-    fake: Callable[..., Any],
+    forward: Callable[..., tuple[Tensor, ...]],
+    fake: Callable[..., tuple[Tensor, ...]],
     gradient: Callable[..., Any],
     *,
+    results: int,
     has_vmap: bool,
-) -> Callable[..., Any]:
+) -> Callable[..., list[Tensor]]:
     """Register an operator and its gradient, and return a function that calls the operator.
+
+    The function takes a checked call, and the arguments of the operator before the options. It returns the results.
 
     Args:
         name: The operator's name; that of its gradient ends in ``_backward``.
-        arguments: Schema of the arguments of both. The first are ``query``, ``key`` and ``value``; one is ``sinks``.
-        returns: Schema of the results. Only the first is differentiable.
-        forward: Takes these arguments and :func:`settings_of` a call.
-        fake: The same for fake tensors.
-        gradient: Takes the gradient of the first result and these arguments. It returns the gradients of query, key,
-            value and sinks, ``None`` without sinks.
+        arguments: Schema of the arguments of both before the options. The first are ``query``, ``key`` and ``value``;
+            one is ``sinks``.
+        forward: Takes these arguments, the options, the recipe, the backend and ``tile_counts``. Returns the results.
+        fake: The same for fake tensors, without the last three.
+        gradient: Takes the gradient of the first result, these arguments and the options. It returns the gradients of
+            query, key, value and sinks, ``None`` without sinks.
+        results: Number of results. Only the first is differentiable.
         has_vmap: Whether ``torch.func.vmap`` applies.
     """
+    arguments += f", {_OPTIONS}"
     names = [argument.split()[1] for argument in arguments.split(", ")]
     at_sinks = names.index("sinks")
+
+    def run(query: Tensor, *others: Any) -> tuple[Tensor, ...]:
+        backend, counts_tiles, *numerics = others[-_SETTINGS_COUNT:]
+        recipe = Recipe(**dict(zip(RECIPE_FIELDS, numerics, strict=True)))
+        counts = query.new_zeros((query.shape[1] if counts_tiles else 0, 2), dtype=torch.int64)
+        made = forward(query, *others[:-_SETTINGS_COUNT], recipe, backend, counts if counts_tiles else None)
+        return *made, counts
+
+    def run_fake(query: Tensor, *others: Any) -> tuple[Tensor, ...]:
+        _, counts_tiles, *_ = others[-_SETTINGS_COUNT:]
+        counts = query.new_empty((query.shape[1] if counts_tiles else 0, 2), dtype=torch.int64)
+        return *fake(query, *others[:-_SETTINGS_COUNT]), counts
 
     def run_gradient(grad_out: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         grad_q, grad_k, grad_v, grad_sinks = gradient(grad_out, *inputs)
@@ -130,15 +146,24 @@ def register(
     def refuse(ctx: Any, *gradients: Tensor | None) -> Any:
         raise RuntimeError("attention has no second derivative; differentiate once")
 
-    schema = f"({arguments}, {_SETTINGS}) -> ({returns})"
-    op = torch.library.custom_op(name, forward, mutates_args=(), schema=schema)
-    op.register_fake(fake)
+    schema = f"({arguments}, {_SETTINGS}) -> ({', '.join(['Tensor'] * (results + 1))})"
+    op = torch.library.custom_op(name, run, mutates_args=(), schema=schema)
+    op.register_fake(run_fake)
     op.register_autograd(backward, setup_context=save)
     schema = f"(Tensor grad_out, {arguments}) -> (Tensor, Tensor, Tensor, Tensor)"
     backward_op = torch.library.custom_op(f"{name}_backward", run_gradient, mutates_args=(), schema=schema)
     backward_op.register_fake(fake_gradient)
     run_backward = _unless_transformed(backward_op, save_nothing, refuse, has_vmap)
-    return _unless_transformed(op, save, backward, has_vmap)
+    run_forward = _unless_transformed(op, save, backward, has_vmap)
+
+    def call_operator(call: AttentionCall, *inputs: Any) -> list[Tensor]:
+        made: list[Tensor]
+        *made, counts = run_forward(*inputs, *_options_and_settings(call))
+        if call.tile_counts is not None:
+            call.tile_counts.add_(counts)
+        return made
+
+    return call_operator
 
 
 def _unless_transformed(op: Any, save: Any, backward: Any, has_vmap: bool) -> Callable[..., Any]:

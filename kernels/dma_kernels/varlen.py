@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .api import attention
-from .numerics.call import AttentionCall, check_call, check_kind, check_options, is_int, is_integer
-from .numerics.formats import MAX_POSITION, TILE
+from .api import attention, check_settings
+from .numerics.call import AttentionCall, check_call, check_kind, is_int, is_integer
+from .numerics.formats import TILE
 from .numerics.geometry import SKIP_BLOCK
 from .numerics.recipe import Recipe
-from .operators import SETTINGS, needs_operator, read_settings, register, settings_of
+from .operators import needs_operator, register
 from .reference.attention import EXACT, attention_gradient
-from .runtime.chip import check_backend, resolve_backend
+from .runtime.chip import resolve_backend
 
 CALL_COST = 4096
 """Pairs of query tile and key tile, over all heads, in whose place a call may be launched. Estimated, not timed: an
@@ -85,32 +85,23 @@ def attention_varlen(
         RuntimeError: The backend cannot run on this device, or a CUDA graph is captured with lengths on the device.
         NotImplementedError: A forward-mode derivative is requested.
     """
-    if not isinstance(recipe, Recipe):
-        raise TypeError(f"recipe must be a dma_kernels.Recipe, got {type(recipe).__name__}")
-    check_backend(backend)
-    check_options(is_causal=is_causal, window=window, scale=scale, softcap=softcap)
+    call = AttentionCall(
+        query, key, value, recipe, is_causal, scale, window=window, softcap=softcap, sinks=sinks,
+        tile_counts=tile_counts, backend=backend,
+    )  # fmt: skip
+    check_settings(call)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_kind(name, tensor, query)
         if tensor.ndim != 3:
             raise ValueError(f"{name} must be [tokens, heads, head_dim], got shape {list(tensor.shape)}")
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
-    call = AttentionCall(
-        q, k, v, recipe, is_causal, scale, window=window, softcap=softcap, sinks=sinks, tile_counts=tile_counts
-    )
+    call = call._replace(query=q, key=k, value=v)
     check_call(call)
     _check_lengths(query, (cu_seqlens_q, max_seqlen_q), (cu_seqlens_k, max_seqlen_k))
-    given = [query, key, value, cu_seqlens_q, cu_seqlens_k, *(x for x in (sinks, tile_counts) if x is not None)]
-    run = _attention_varlen if needs_operator(given) else _run
-    out: Tensor
-    out, counts = run(
-        query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, sinks, is_causal,
-        None if window is None else min(window, 4 * MAX_POSITION),  # the operator takes int64
-        call.score_scale, None if softcap is None else float(softcap),
-        *settings_of(recipe, backend, tile_counts is not None),
-    )  # fmt: skip
-    if tile_counts is not None:
-        tile_counts.add_(counts)
-    return out
+    packed = query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, sinks
+    if needs_operator([x for x in (*packed, tile_counts) if isinstance(x, Tensor)]):
+        return _attention_varlen(call, *packed)[0]
+    return _run(*packed, is_causal, window, scale, softcap, recipe, backend, tile_counts)[0]
 
 
 class _Spans(NamedTuple):
@@ -254,12 +245,9 @@ def _calls(
 
 def _run(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-    max_seqlen_k: int, sinks: Tensor | None, is_causal: bool, window: int | None, scale: float, softcap: float | None,
-    *settings: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the output, and the tile counts, which are empty unless requested."""
-    recipe, backend, counts_tiles = read_settings(settings)
-    counts = query.new_zeros((query.shape[1] if counts_tiles else 0, 2), dtype=torch.int64)
+    max_seqlen_k: int, sinks: Tensor | None, is_causal: bool, window: int | None, scale: float | None,
+    softcap: float | None, recipe: Recipe, backend: str, tile_counts: Tensor | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     q_ends = _read_ends("q", cu_seqlens_q, query.shape[0], max_seqlen_q)
     k_ends = _read_ends("k", cu_seqlens_k, key.shape[0], max_seqlen_k)
     # Padding would complete blocks of queries, which may then skip tiles. The reference computes padding at full cost.
@@ -267,19 +255,17 @@ def _run(
     batches = _batches(q_ends, k_ends, query.shape[1], CALL_COST if pads else 0)
     calls = _calls(
         (query, key, value), batches, recipe=recipe, is_causal=is_causal, window=window, scale=scale, softcap=softcap,
-        sinks=sinks, tile_counts=counts if counts_tiles else None, backend=backend,
+        sinks=sinks, tile_counts=tile_counts, backend=backend,
     )  # fmt: skip
     out = query.new_empty((*query.shape[:2], value.shape[2]))
     with torch.no_grad():
         for q, _, call in calls:
             q.put(out, attention(**call))
-    return out, counts
+    return (out,)
 
 
-def _run_fake(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    _, counts_tiles, *_ = others[-SETTINGS:]
-    out = query.new_empty((*query.shape[:2], value.shape[2]))
-    return out, query.new_empty((query.shape[1] if counts_tiles else 0, 2), dtype=torch.int64)
+def _run_fake(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    return (query.new_empty((*query.shape[:2], value.shape[2])),)
 
 
 def _run_gradient(
@@ -316,6 +302,6 @@ def _run_gradient(
 _attention_varlen = register(
     "dma_kernels::attention_varlen",
     "Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, "
-    "SymInt max_seqlen_k, Tensor? sinks, bool is_causal, SymInt? window, float scale, float? softcap",
-    "Tensor, Tensor", _run, _run_fake, _run_gradient, has_vmap=False,
+    "SymInt max_seqlen_k, Tensor? sinks",
+    _run, _run_fake, _run_gradient, results=1, has_vmap=False,
 )  # fmt: skip
