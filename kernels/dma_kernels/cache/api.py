@@ -82,7 +82,7 @@ def cached_attention(
     )  # fmt: skip
     if torch.compiler.is_compiling():
         out: Tensor = _cached_attention(query, key, value, *_op_arguments(storage), *options, backend)
-        storage.count_in_compiled_code(key.shape[2])
+        storage.count_appended(key.shape[2])
         return out
     with torch.no_grad():
         out = _attend(query, key, value, storage, options, backend)
@@ -148,7 +148,7 @@ def append(storage: LayerStorage, key: Tensor, value: Tensor) -> None:
     check_fits(storage, key, value)
     if torch.compiler.is_compiling():
         _append(key, value, *_op_arguments(storage))
-        storage.count_in_compiled_code(key.shape[2])
+        storage.count_appended(key.shape[2])
     else:
         with torch.no_grad():
             _store(storage, key, value)

@@ -81,11 +81,7 @@ def _run(
     """Return the output and the log-sum-exp of :func:`decode_attention`; store new keys and values if there are any."""
     if query.numel() == 0:
         return new_results(query, storage.value_residual)
-    sinks = None if options.sinks is None else options.sinks.contiguous()
-    report("decode")
-    given = (query, key, value, sinks)
-    numbers = (options.scale, options.window, options.softcap)
-    signature = (tuple(map(layout_of, given)), numbers)
+    given, signature = _given_and_signature(query, key, value, options)
     step: RepeatedStep | None = storage.repeated_step
     if step is None or step.signature != signature or not step.is_over(storage):
         cache = CacheInputs.of(storage)
@@ -96,8 +92,15 @@ def _run(
         addresses = tuple(numbers_of(cache))
         step = RepeatedStep(signature, plan, cache, addresses, storage.room, _tensors_of(storage))
         storage.repeated_step = step
-    out, lse = step.plan.run((*given, *step.cache), (*numbers_of(given), *step.addresses))
-    return out, lse
+    return step.run(given)
+
+
+def _given_and_signature(
+    query: Tensor, key: Tensor | None, value: Tensor | None, options: CacheOptions
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return the tensors of a step that are not the cache's, and what its plan depends on besides the cache."""
+    given = query, key, value, None if options.sinks is None else options.sinks.contiguous()
+    return given, (tuple(map(layout_of, given)), (options.scale, options.window, options.softcap))
 
 
 class RepeatedStep(NamedTuple):
@@ -113,6 +116,12 @@ class RepeatedStep(NamedTuple):
     def is_over(self, storage: LayerStorage) -> bool:
         """Return whether the tensors of the storage are still those of the step."""
         return all(map(operator.is_, _tensors_of(storage), self.stored))
+
+    def run(self, given: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+        """Do the step with other tensors that are not the cache's."""
+        report("decode")
+        out, lse = self.plan.run((*given, *self.cache), (*numbers_of(given), *self.addresses))
+        return out, lse
 
 
 _tensors_of = operator.attrgetter(*CacheInputs._fields)
@@ -130,12 +139,10 @@ def repeat_step(
     count = key.shape[2]
     if step is None or storage.appended + count > step.room or not step.is_over(storage):
         return None
-    given = (query, key, value, None if options.sinks is None else options.sinks.contiguous())
-    numbers = (options.scale, options.window, options.softcap)
-    if (tuple(map(layout_of, given)), numbers) != step.signature:
+    given, signature = _given_and_signature(query, key, value, options)
+    if signature != step.signature:
         return None
-    report("decode")
-    out, _ = step.plan.run((*given, *step.cache), (*numbers_of(given), *step.addresses))
+    out, _ = step.run(given)
     storage.count_appended(count)
     return out
 

@@ -21,14 +21,12 @@ from typing import Any, NamedTuple
 import triton.language as tl
 
 from ..device.gluon import barrier, constexpr_function, gl, jit
-from ..numerics.formats import TILE
+from ..device.tiles import TILE, TILE_SHIFT
 from .decode_mainloop import attend_high, attend_low
 from .decode_mma import axis_layout, inverse_hadamard, load_queries, load_rotated_queries, mma_layout, scores_layout
 from .formats import VALUE_GROUP
 from .kernel_args import PageConfig
 
-_TILE = tl.constexpr(TILE)
-_TILE_SHIFT = tl.constexpr(TILE.bit_length() - 1)
 _LOW_ITEMS = tl.constexpr(2)
 """Work items of a step over low tiles (one tile per warp); a step over high tiles (16 keys per warp) has one. With 8
 bits a low step reads 4.2 times the bytes of a high one, but high tiles are loaded without pipelining."""
@@ -96,13 +94,13 @@ def _head_work(stored, sizes, CONFIG: tl.constexpr, HAS_NEW: tl.constexpr):
     first_pos = stored if HAS_NEW else stored - sizes.q_len
     visible_tile = first_pos * 0
     if CONFIG.HAS_WINDOW:
-        visible_tile = gl.maximum(first_pos - sizes.window + 1, 0) >> _TILE_SHIFT
-    last_tile = (stored - 1) >> _TILE_SHIFT
-    band_tile = gl.maximum((gl.maximum(first_pos, 0) >> _TILE_SHIFT) - sizes.diagonal_tiles, visible_tile)
+        visible_tile = gl.maximum(first_pos - sizes.window + 1, 0) >> TILE_SHIFT
+    last_tile = (stored - 1) >> TILE_SHIFT
+    band_tile = gl.maximum((gl.maximum(first_pos, 0) >> TILE_SHIFT) - sizes.diagonal_tiles, visible_tile)
     sinks = gl.maximum(gl.minimum(sizes.sink_tiles, band_tile) - visible_tile, 0)
-    high_steps = (sinks + gl.maximum(last_tile + 1 - band_tile, 0)) * (_TILE // (16 * W)) + (1 if HAS_NEW else 0)
+    high_steps = (sinks + gl.maximum(last_tile + 1 - band_tile, 0)) * (TILE // (16 * W)) + (1 if HAS_NEW else 0)
     low_first = gl.maximum(visible_tile, sizes.sink_tiles)
-    last_band = (gl.maximum(first_pos + sizes.q_len - 1, 0) >> _TILE_SHIFT) - sizes.diagonal_tiles
+    last_band = (gl.maximum(first_pos + sizes.q_len - 1, 0) >> TILE_SHIFT) - sizes.diagonal_tiles
     low_end = gl.maximum(last_band, low_first)
     items = gl.maximum(high_steps + (low_end - low_first + W - 1) // W * _LOW_ITEMS, 1)
     return HeadWork(first_pos, visible_tile, band_tile, sinks, high_steps, low_first, low_end, items)

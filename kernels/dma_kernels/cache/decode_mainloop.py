@@ -22,7 +22,7 @@ import triton.language as tl
 
 from ..device.arithmetic import apply_softcap as _apply_softcap_triton
 from ..device.gluon import async_load, commit_group, constexpr_function, gl, jit, mma, view, wait_group
-from ..numerics.formats import TILE
+from ..device.tiles import TILE, TILE_SHIFT
 from .decode_mma import (
     MAX_INT16,
     axis_layout,
@@ -51,8 +51,6 @@ from .decode_mma import (
     value_scales_layout,
 )
 
-_TILE = tl.constexpr(TILE)
-_TILE_SHIFT = tl.constexpr(TILE.bit_length() - 1)
 _MAX_INT16 = tl.constexpr(MAX_INT16)
 _SMALLEST_SCALE = tl.constexpr(2.0**-100)
 
@@ -63,7 +61,7 @@ apply_softcap = jit(_apply_softcap_triton.fn)
 @jit
 def _band_start(q_pos, diagonal_tiles):
     """Return the first tile of each query's band; negative if the band begins before the sequence."""
-    return (gl.maximum(q_pos, 0) >> _TILE_SHIFT) - diagonal_tiles
+    return (gl.maximum(q_pos, 0) >> TILE_SHIFT) - diagonal_tiles
 
 
 @jit
@@ -102,7 +100,7 @@ def attend_high(
     MMA: tl.constexpr = mma_layout(W)
     KEYS: tl.constexpr = unquantized_keys_layout(W, BLOCK_D)
     VALUES: tl.constexpr = unquantized_values_layout(W, 64 * G)
-    STEPS: tl.constexpr = _TILE // (16 * W)
+    STEPS: tl.constexpr = TILE // (16 * W)
     k_token = _step_tokens(W, KEYS)
     v_token = _step_tokens(W, VALUES)
     token = _step_tokens(W, MMA)
@@ -112,19 +110,19 @@ def attend_high(
     l_i = gl.full([W, 8, 8], 0.0, gl.float32, MMA)
     acc = gl.full([G * W, 64, 8], 0.0, gl.float32, MMA)
     zero = gl.full([W, 16, 8], 0.0, gl.float32, MMA)
-    residual = i_kv * sizes.residual_tiles * _TILE
-    sink = i_kv * sizes.sink_tiles * _TILE
+    residual = i_kv * sizes.residual_tiles * TILE
+    sink = i_kv * sizes.sink_tiles * TILE
     key_residual = cache.key.residual + (row * cache.key.stride_residual + residual * D)
     value_residual = cache.value.residual + (row * cache.value.stride_residual + residual * DV)
     key_sink = cache.key.sink + (row * cache.key.stride_sink + sink * D)
     value_sink = cache.value.sink + (row * cache.value.stride_sink + sink * DV)
-    q_band = _band_start(q_pos, sizes.diagonal_tiles) * _TILE
+    q_band = _band_start(q_pos, sizes.diagonal_tiles) * TILE
     for step in range(first, last):
         index = step // STEPS
         inside = (step - index * STEPS) * (16 * W)
         tile = gl.where(index < work.sinks, work.visible_tile + index, work.band_tile + index - work.sinks)
-        slot = (tile % sizes.residual_tiles) * _TILE + inside
-        here = tile * _TILE + inside
+        slot = (tile % sizes.residual_tiles) * TILE + inside
+        here = tile * TILE + inside
         end = stored
         k_base = key_residual + slot * D
         v_base = value_residual + slot * DV
@@ -150,7 +148,7 @@ def attend_high(
             s = apply_softcap(s, softcap)
         k_pos = here + token
         visible = (k_pos <= q_pos) & (k_pos >= 0) & (k_pos < end)
-        visible = visible & ((k_pos >= q_band) | (k_pos < sizes.sink_tiles * _TILE))
+        visible = visible & ((k_pos >= q_band) | (k_pos < sizes.sink_tiles * TILE))
         if CONFIG.HAS_WINDOW:
             visible = visible & (k_pos > q_pos - sizes.window)
         s = gl.where(visible, s, float("-inf"))
@@ -226,9 +224,9 @@ def _quantize_queries(
 def _value_scales(words, G: tl.constexpr, W: tl.constexpr, C: tl.constexpr):
     """Unpack words into scales and zero points of values, fp32 ``[G * W, 128, C]``."""
     words = words.to(gl.uint32, bitcast=True)
-    words = rearrange(words, "GWNgiC -> GW Nig C", [G, W, _TILE // 32, 4])
+    words = rearrange(words, "GWNgiC -> GW Nig C", [G, W, TILE // 32, 4])
     if C == 8:
-        words = gl.reshape(gl.permute(gl.join(words, words), [0, 1, 3, 2]), [G * W, _TILE, 8])
+        words = gl.reshape(gl.permute(gl.join(words, words), [0, 1, 3, 2]), [G * W, TILE, 8])
     words = gl.convert_layout(words, scores_layout(W), assert_trivial=True)
     return (words << 16).to(gl.float32, bitcast=True), (words & 0xFFFF0000).to(gl.float32, bitcast=True)
 
@@ -363,7 +361,7 @@ def attend_low(q, cache, page_table, i_kv, first, last, q_pos, sizes, softcap, l
     BITS: tl.constexpr = CONFIG.LAYOUT.format.bits
     STAGES: tl.constexpr = CONFIG.STAGES
     STEPS: tl.constexpr = CONFIG.STEPS
-    STEP: tl.constexpr = _TILE // STEPS
+    STEP: tl.constexpr = TILE // STEPS
     IS_ROTATED: tl.constexpr = CONFIG.LAYOUT.key_hadamard > 1
     MMA: tl.constexpr = mma_layout(W)
     SUMS: tl.constexpr = scores_layout(W)
@@ -377,9 +375,9 @@ def attend_low(q, cache, page_table, i_kv, first, last, q_pos, sizes, softcap, l
     STORED: tl.constexpr = (D + 31) // 32 * 32
     VALUE_STORED: tl.constexpr = (DV + 31) // 32 * 32
     GROUPS: tl.constexpr = (DV + 63) // 64
-    KEY_SCALES: tl.constexpr = _TILE * STORED * BITS // 32
+    KEY_SCALES: tl.constexpr = TILE * STORED * BITS // 32
     VALUE_CODES: tl.constexpr = CONFIG.KEY_WORDS
-    VALUE_SCALES: tl.constexpr = VALUE_CODES + _TILE * VALUE_STORED * BITS // 32
+    VALUE_SCALES: tl.constexpr = VALUE_CODES + TILE * VALUE_STORED * BITS // 32
     K_STEP: tl.constexpr = STEP * STORED * BITS // 32
     V_STEP: tl.constexpr = STEP * VALUE_STORED * BITS // 32
     pages = cache.kv_pages + i_kv * CONFIG.PAGE_WORDS
@@ -400,7 +398,7 @@ def attend_low(q, cache, page_table, i_kv, first, last, q_pos, sizes, softcap, l
     v_offsets = VALUE_CODES + v_offsets * 128 + o_v
     TOKENS: tl.constexpr = value_scales_layout(W)
     i_g = gl.arange(0, G, layout=axis_layout(TOKENS, 4, 0))[:, None, None, None]
-    i_r = gl.arange(0, _TILE // 32, layout=axis_layout(TOKENS, 4, 2))[None, None, :, None]
+    i_r = gl.arange(0, TILE // 32, layout=axis_layout(TOKENS, 4, 2))[None, None, :, None]
     o_w = gl.arange(0, 32, layout=axis_layout(TOKENS, 4, 3))[None, None, None, :]
     pair_offsets = VALUE_SCALES + (i_r * GROUPS + gl.minimum(i_g, GROUPS - 1)) * 32 + o_w
     m_i = gl.full([W, C], -1.0e30, gl.float32, gl.SliceLayout(1, SUMS))
@@ -421,7 +419,7 @@ def attend_low(q, cache, page_table, i_kv, first, last, q_pos, sizes, softcap, l
         k_buffers = _buffers(STAGES, [W, STEP * BLOCK_D // (32 * CO), 128])
         v_buffers = _view_buffers(k_buffers, [G, W, 2 * STEP // CO, 128])
     scale_buffers = _buffers(2, [W, BLOCK_D // 32, 16])
-    pair_buffers = _buffers(1, [G, W, _TILE // 32, 32])
+    pair_buffers = _buffers(1, [G, W, TILE // 32, 32])
     key_copies = AsyncCopies(k_buffers, scale_buffers, k_offsets, scale_offsets)
     value_copies = AsyncCopies(v_buffers, pair_buffers, v_offsets, pair_offsets)
     block = _page_blocks(pages, page_table, gl.minimum(first + o_w, last - 1), cache, sizes)
@@ -455,7 +453,7 @@ def attend_low(q, cache, page_table, i_kv, first, last, q_pos, sizes, softcap, l
             if CONFIG.HAS_SOFTCAP:
                 s = gl.where(is_tile, apply_softcap(s, softcap), float("-inf"))
             if CONFIG.HAS_WINDOW:
-                k_pos = (start + s_warp) * _TILE + i_step * STEP + s_row
+                k_pos = (start + s_warp) * TILE + i_step * STEP + s_row
                 s = gl.where(k_pos > q_pos - sizes.window, s, float("-inf"))
             scores += (s,)  # type: ignore[assignment]
         # ---- probabilities, relative to the maximum of the tile

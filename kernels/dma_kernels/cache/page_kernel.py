@@ -6,11 +6,10 @@ import triton
 import triton.language as tl
 
 from ..device.arithmetic import round_to_bfloat16
-from ..numerics.formats import TILE
+from ..device.tiles import TILE
 from .formats import VALUE_GROUP
 from .page_layout import ROWS
 
-_TILE = tl.constexpr(TILE)
 _ROWS = tl.constexpr(ROWS)
 _GROUP = tl.constexpr(VALUE_GROUP)
 _BLOCK_WORDS = tl.constexpr(128)
@@ -65,12 +64,12 @@ def quantize_key_tile(x, page_ptr, first_channel, D: tl.constexpr, BITS: tl.cons
     )
     codes = _quantize(x, scale[None, :], zero_point[None, :], MAX_CODE)
 
-    fields = tl.reshape(codes, [_TILE, BLOCK // COLUMNS, EIGHTH, 4, 2])  # [token, block, j, t, e]
+    fields = tl.reshape(codes, [TILE, BLOCK // COLUMNS, EIGHTH, 4, 2])  # [token, block, j, t, e]
     o_j = tl.arange(0, EIGHTH)[None, None, :, None, None]
     o_e = tl.arange(0, 2)[None, None, None, None, :]
     words = tl.sum(tl.sum(fields << (BITS * (o_j + EIGHTH * o_e)).to(tl.uint32), 4), 2)  # [token, block, t]
     words ^= _signs(BITS)
-    o_n = tl.arange(0, _TILE)[:, None, None]
+    o_n = tl.arange(0, TILE)[:, None, None]
     o_c = first_channel // COLUMNS + tl.arange(0, BLOCK // COLUMNS)[None, :, None]
     o_t = tl.arange(0, 4)[None, None, :]
     block = o_n // _ROWS * (STORED // COLUMNS) + o_c
@@ -78,8 +77,8 @@ def quantize_key_tile(x, page_ptr, first_channel, D: tl.constexpr, BITS: tl.cons
     m_c = (o_c < STORED // COLUMNS) & (o_n >= 0) & (o_t >= 0)
     tl.store(page_ptr + word, words.to(tl.int32, bitcast=True), mask=m_c)
 
-    _store_channels(page_ptr + _TILE * STORED * BITS // 32, scale_bits, first_channel, STORED)
-    _store_channels(page_ptr + _TILE * STORED * BITS // 32 + STORED // 2, zero_bits, first_channel, STORED)
+    _store_channels(page_ptr + TILE * STORED * BITS // 32, scale_bits, first_channel, STORED)
+    _store_channels(page_ptr + TILE * STORED * BITS // 32 + STORED // 2, zero_bits, first_channel, STORED)
 
 
 @triton.jit
@@ -136,7 +135,7 @@ def quantize_value_tile(x, page_ptr, first_token, D: tl.constexpr, BITS: tl.cons
     o_g = tl.arange(0, BLOCK // WIDTH)[None, :]
     pair = ((o_n // _ROWS * GROUPS + o_g) * 8 + o_n % 8) * 4 + o_n // 8 % 4
     pairs = (scale_bits.to(tl.uint32) | (zero_bits << 16)).to(tl.int32, bitcast=True)
-    tl.store(page_ptr + _TILE * STORED * BITS // 32 + pair, pairs, mask=(o_g < GROUPS) & (o_n >= 0))
+    tl.store(page_ptr + TILE * STORED * BITS // 32 + pair, pairs, mask=(o_g < GROUPS) & (o_n >= 0))
 
 
 @triton.jit
@@ -201,7 +200,7 @@ def dequantize_rows(
     mask = m_token[:, None] & (o_d < D)[None, :]
     codes = tl.load(page_ptr[:, None] + block * _BLOCK_WORDS + word, mask=mask, other=0).to(tl.uint32, bitcast=True)
     codes = (((codes ^ _signs(BITS)) >> bit.to(tl.uint32)) & ((1 << BITS) - 1)).to(tl.float32)
-    scales_ptr = page_ptr + _TILE * STORED * BITS // 32
+    scales_ptr = page_ptr + TILE * STORED * BITS // 32
     if ARE_KEYS:
         offset = (o_d // _ROWS * 16 + o_d // 2 % 4 * 4 + o_d // 8 % 4)[None, :]
         is_odd = (o_d % 2 == 1)[None, :]

@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from ..device.arithmetic import narrow
 from ..device.softmax import LOG2_E, combined_log_sum_exp
-from ..numerics.formats import TILE
+from ..device.tiles import TILE, TILE_SHIFT
 from ..runtime.launch import ASSERTS, launch_kernel
 from .append import MAX_REGISTERS, PIECES, append_head, append_warps
 from .decode_kernel import Splits
@@ -33,8 +33,6 @@ SPLIT_ELEMENTS = {1: 8192, BLOCK_Q: 2048}
 """Elements of splits that a CTA holds in registers, by its number of queries. Several queries also need registers for
 pointers."""
 
-_TILE = tl.constexpr(TILE)
-_TILE_SHIFT = tl.constexpr(TILE.bit_length() - 1)
 _QUERIES = tl.constexpr(QUERIES)
 _PIECES = tl.constexpr(PIECES)
 
@@ -63,9 +61,9 @@ class CombineConfig(PageConfig):
 def _store_tokens(x, unquantized, row, i_kv, position, mask, sizes, D: tl.constexpr, BLOCK: tl.constexpr):
     """Store tokens ``[N, D]`` in the residual KV and, at sink positions, in the sink KV."""
     o_d = tl.arange(0, BLOCK)[None, :]
-    tile = position >> _TILE_SHIFT
-    residual = ((i_kv * sizes.residual_tiles + tile % sizes.residual_tiles) * _TILE + (position & (_TILE - 1))) * D
-    sink = (i_kv * sizes.sink_tiles * _TILE + position) * D
+    tile = position >> TILE_SHIFT
+    residual = ((i_kv * sizes.residual_tiles + tile % sizes.residual_tiles) * TILE + (position & (TILE - 1))) * D
+    sink = (i_kv * sizes.sink_tiles * TILE + position) * D
     residual = (row * unquantized.stride_residual + residual)[:, None] + o_d
     tl.store(unquantized.residual + residual, x, mask=mask[:, None] & (o_d < D))
     mask = mask & (tile < sizes.sink_tiles)
@@ -172,7 +170,7 @@ def _quantize_tiles(ctas, i_cta, splits, key, value, cache, heads, new_len, size
     stored = tl.load(splits.heads + task % heads * 3 + 2, mask=is_task, other=0)
     is_first = (task < heads) & (task % CONFIG.KV_HEADS == 0)
     tl.store(cache.lengths + task // CONFIG.KV_HEADS, stored + new_len, mask=is_first)
-    is_complete = is_task & (((tl.maximum(stored, 0) >> _TILE_SHIFT) + 1) * _TILE <= stored + new_len)
+    is_complete = is_task & (((tl.maximum(stored, 0) >> TILE_SHIFT) + 1) * TILE <= stored + new_len)
     if tl.max(is_complete.to(tl.int32), 0) > 0:
         for i in range(CONFIG.BLOCK_E):
             i_task = i_cta + i * ctas

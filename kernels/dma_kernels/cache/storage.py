@@ -290,16 +290,11 @@ class LayerStorage:
 
     def count_appended(self, count: int) -> None:
         """Update the host's counters after ``count`` tokens were stored in every row."""
-        is_captured = self.lengths.is_cuda and torch.cuda.is_current_stream_capturing()
-        self.appended = UNKNOWN if is_captured else self.appended + count
-        self._overwrite_rolled_back(count)
-
-    def count_in_compiled_code(self, count: int) -> None:
-        """Update the host's counters in compiled code, without a counter that would change in each step."""
-        self.appended = UNKNOWN
-        self._overwrite_rolled_back(count)
-
-    def _overwrite_rolled_back(self, count: int) -> None:
+        # In compiled code, without a counter that would change in each step.
+        is_unknown = torch.compiler.is_compiling() or (
+            self.lengths.is_cuda and torch.cuda.is_current_stream_capturing()
+        )
+        self.appended = UNKNOWN if is_unknown else self.appended + count
         self.rolled_back = max(0, self.rolled_back - count)
 
     def incomplete_tile(self, length: int, key: Tensor, value: Tensor) -> tuple[int, Tensor, Tensor]:
