@@ -120,7 +120,6 @@ def attention_with_lse(
         tile_counts, backend,
     )  # fmt: skip
     out, lse = _compute(call)
-    assert lse is not None
     return out, lse
 
 
@@ -186,21 +185,20 @@ def check_settings(call: AttentionCall) -> None:
     check_options(is_causal=call.is_causal, window=call.window, scale=call.scale, softcap=call.softcap)
 
 
-def _compute(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+def _compute(call: AttentionCall) -> Sequence[Tensor]:
     """Check the settings, then run the plan, which checks the tensors, directly or through the operator."""
     check_settings(call)
     if not needs_operator(_tensors_of(call)):
         return _run(call)
     check_call(call)
     (q_offset, q_rows), (kv_offset, kv_rows) = map(_split_offset, (call.q_offset, call.kv_offset))
-    out, lse = _attention(
+    return _attention(
         call, call.query, call.key, call.value, q_offset, kv_offset or 0, q_rows, kv_rows, call.kv_range,
         of_four_dimensions(call.mask), call.sinks,
     )  # fmt: skip
-    return out, lse
 
 
-def _run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+def _run(call: AttentionCall) -> Sequence[Tensor]:
     if call.sinks is not None:
         call = call._replace(sinks=call.sinks.contiguous())
     return plan(call.layouts()).run(call)
@@ -223,9 +221,7 @@ def _call_of(arguments: Sequence[Any], recipe: Recipe, backend: str, tile_counts
 
 def _run_operator(*arguments: Any) -> tuple[Tensor, ...]:
     *given, recipe, backend, tile_counts = arguments
-    out, lse = _run(_call_of(given, recipe, backend, tile_counts))
-    assert lse is not None
-    return out, lse
+    return tuple(_run(_call_of(given, recipe, backend, tile_counts)))
 
 
 def _run_fake(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, ...]:

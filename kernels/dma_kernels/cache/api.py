@@ -93,26 +93,15 @@ def cached_attention(
 
 
 def cache_options(
-    query: Tensor,
-    *,
-    is_causal: bool = True,
-    window: int | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    mask: Tensor | None = None,
-    mask_position: Tensor | None = None,
+    query: Tensor, *, scale: float | None = None, window: int | None = None, softcap: float | None = None, **others: Any
 ) -> CacheOptions:
     """Return the options of a call of :func:`cached_attention` with valid arguments."""
     return CacheOptions(
         scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
-        is_causal=is_causal,
         # A window that covers every position is none, and kernels compute in int32.
         window=None if window is not None and window >= MAX_POSITION else window,
         softcap=None if softcap is None else float(softcap),
-        sinks=sinks,
-        mask=mask,
-        mask_position=mask_position,
+        **others,
     )
 
 

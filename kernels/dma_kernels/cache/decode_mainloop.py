@@ -353,7 +353,6 @@ def attend_low(q, cache, page_table, i_kv, first, last, q_pos, sizes, softcap, l
     Returns:
         As :func:`attend_high`, for ``C`` queries, with channels in order.
     """
-    D: tl.constexpr = CONFIG.D
     DV: tl.constexpr = CONFIG.DV
     BLOCK_D: tl.constexpr = CONFIG.BLOCK_D
     G: tl.constexpr = CONFIG.GROUPS
@@ -362,7 +361,6 @@ def attend_low(q, cache, page_table, i_kv, first, last, q_pos, sizes, softcap, l
     STAGES: tl.constexpr = CONFIG.STAGES
     STEPS: tl.constexpr = CONFIG.STEPS
     STEP: tl.constexpr = TILE // STEPS
-    IS_ROTATED: tl.constexpr = CONFIG.LAYOUT.key_hadamard > 1
     MMA: tl.constexpr = mma_layout(W)
     SUMS: tl.constexpr = scores_layout(W)
     KEYS: tl.constexpr = codes_layout(W, 3)
@@ -372,7 +370,7 @@ def attend_low(q, cache, page_table, i_kv, first, last, q_pos, sizes, softcap, l
     N: tl.constexpr = q.shape[-1]
     C: tl.constexpr = N // 2
     # ---- sizes and offsets in a page block, in words
-    STORED: tl.constexpr = (D + 31) // 32 * 32
+    STORED: tl.constexpr = (CONFIG.D + 31) // 32 * 32
     VALUE_STORED: tl.constexpr = (DV + 31) // 32 * 32
     GROUPS: tl.constexpr = (DV + 63) // 64
     KEY_SCALES: tl.constexpr = TILE * STORED * BITS // 32
@@ -437,7 +435,7 @@ def attend_low(q, cache, page_table, i_kv, first, last, q_pos, sizes, softcap, l
             if i_step == 0:
                 operand, descale, offset = _quantize_queries(
                     load_key_scales(scale_buffers[0]), load_key_scales(scale_buffers[1]), q, logit_scale,
-                    BITS, W, BLOCK_D, IS_ROTATED,
+                    BITS, W, BLOCK_D, CONFIG.LAYOUT.key_hadamard > 1,
                 )  # fmt: skip
                 if not CONFIG.HAS_SOFTCAP:
                     offset = gl.where(is_tile, offset, float("-inf"))

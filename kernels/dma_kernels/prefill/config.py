@@ -9,7 +9,6 @@ Rejected variants, with timings: ``benchmarks/prefill-portable.md``, ``benchmark
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -282,7 +281,6 @@ def portable_config(
     return PortableConfig(64, 32, num_warps=num_warps, num_stages=1, high_block_n=32, stage_queries=num_warps == 8)
 
 
-@functools.cache
 def split_kv_config(arch: int, head_dim: int, value_dim: int, rows: int) -> SplitKVConfig:
     """Return the configuration of the split-KV kernel for ``rows`` pairs of query head and position of a kv head."""
     widest = padded_channels(max(head_dim, value_dim))
@@ -298,7 +296,6 @@ def split_kv_config(arch: int, head_dim: int, value_dim: int, rows: int) -> Spli
     )
 
 
-@functools.cache
 def multi_cta_config(arch: int, path: ComputePath, head_dim: int) -> MultiCTAConfig | None:
     """Return the configuration of the multi-CTA kernel; ``None`` if there is none."""
     if arch != 90 or head_dim not in MULTI_CTA_HEAD_DIMS or path.low_key is None:
@@ -311,7 +308,6 @@ def multi_cta_config(arch: int, path: ComputePath, head_dim: int) -> MultiCTACon
     return MultiCTAConfig(key_stages=2, value_stages=1, registers=168, max_mean_keys=max_mean_keys)
 
 
-@functools.cache
 def warp_specialized_config(arch: int, path: ComputePath, head_dim: int) -> WarpSpecializedConfig | None:
     """Return the configuration of the warp-specialized kernel; ``None`` if there is none."""
     if arch != 90 or head_dim not in WARP_SPECIALIZED_HEAD_DIMS or path.low_key is None:

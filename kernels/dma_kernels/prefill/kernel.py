@@ -100,9 +100,7 @@ def _attend_to_high(
 ):  # fmt: skip
     """Attend to the high tiles: the sinks, then the band; all tiles if the recipe has one precision."""
     D: tl.constexpr = CONFIG.head_dim
-    DV: tl.constexpr = CONFIG.value_dim
     BLOCK_D: tl.constexpr = CONFIG.block_d
-    BLOCK_DV: tl.constexpr = CONFIG.block_dv
     BLOCK_H: tl.constexpr = CONFIG.tuning.high_block_n
     FORM: tl.constexpr = CONFIG.high_form
     FORMAT: tl.constexpr = CONFIG.high_format
@@ -129,7 +127,10 @@ def _attend_to_high(
             BIAS_IN_LOGITS and FORM != "raw",
         )  # fmt: skip
         v_row = storage_row(position, block.k_start, block.aligned_start, "raw")
-        v = load_unquantized(v_desc, v_rows, i_b, i_kv, v_row, kv_len, True, CONFIG.use_raw_tma, DV, BLOCK_DV, BLOCK_H)
+        v = load_unquantized(
+            v_desc, v_rows, i_b, i_kv, v_row, kv_len, True, CONFIG.use_raw_tma, CONFIG.value_dim, CONFIG.block_dv,
+            BLOCK_H,
+        )  # fmt: skip
         if HAS_SEQ_INFO:
             v = _hide_invisible(v, position + o_h, block.visibility)
         acc, m_i, l_i = attend(acc, m_i, l_i, s, row_scale, v, True, "raw", CONFIG.is_pv_fp8)
@@ -143,12 +144,9 @@ def _attend_to_low(
     HAS_SEQ_INFO: tl.constexpr, BIAS_IN_LOGITS: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Attend to the low tiles: masked ones, then full ones."""
-    D: tl.constexpr = CONFIG.head_dim
     DV: tl.constexpr = CONFIG.value_dim
     BLOCK_M: tl.constexpr = CONFIG.tuning.block_m
     BLOCK_N: tl.constexpr = CONFIG.tuning.block_n
-    BLOCK_D: tl.constexpr = CONFIG.block_d
-    BLOCK_DV: tl.constexpr = CONFIG.block_dv
     N_SHIFT: tl.constexpr = BLOCK_N.bit_length() - 1
     FORM: tl.constexpr = CONFIG.low_form
     Q_FORMAT: tl.constexpr = CONFIG.low_q_format
@@ -189,7 +187,7 @@ def _attend_to_low(
             k_row = storage_row(position, block.k_start, block.aligned_start, FORM)
             k, k_scale = load_keys(
                 k_low_desc, k_low_ptr, k_low_scale_ptr, i_head * storage_len, k_row, storage_len,
-                FORM, K_FORMAT, False, CONFIG.use_tma, D, BLOCK_D, BLOCK_N,
+                FORM, K_FORMAT, False, CONFIG.use_tma, CONFIG.head_dim, CONFIG.block_d, BLOCK_N,
             )  # fmt: skip
             s = score(q, q_scale, k, k_scale, FORM, Q_FORMAT, K_FORMAT)
             tile_scale = row_scale
@@ -234,7 +232,7 @@ def _attend_to_low(
             MAY_BE_INVISIBLE: tl.constexpr = VALUE_FORM == "raw" and not IS_FULL
             v = load_values(
                 v_low_desc, v_rows, head_tile * DV, block.i_b, block.i_kv, v_row, v_low_len, VALUE_FORM,
-                MAY_BE_INVISIBLE, CONFIG.use_tma, CONFIG.use_raw_tma, DV, BLOCK_DV, BLOCK_N,
+                MAY_BE_INVISIBLE, CONFIG.use_tma, CONFIG.use_raw_tma, DV, CONFIG.block_dv, BLOCK_N,
             )  # fmt: skip
             if HAS_SEQ_INFO and MAY_BE_INVISIBLE:
                 v = _hide_invisible(v, position + o_n, visibility)
@@ -256,20 +254,17 @@ def _tile_maximum(
     BIAS_IN_LOGITS: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Return the largest logit of each query in a low tile, fp32 ``[BLOCK_M]``."""
-    BLOCK_M: tl.constexpr = CONFIG.tuning.block_m
     BLOCK_N: tl.constexpr = CONFIG.tuning.block_n
-    D: tl.constexpr = CONFIG.head_dim
-    BLOCK_D: tl.constexpr = CONFIG.block_d
     FORM: tl.constexpr = CONFIG.low_form
     Q_FORMAT: tl.constexpr = CONFIG.low_q_format
     K_FORMAT: tl.constexpr = CONFIG.low_k_format
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_max = tl.full([CONFIG.tuning.block_m], float("-inf"), tl.float32)
     for i_block in tl.range(0, TILE // BLOCK_N, num_stages=1):
         position = i_tile * TILE + i_block * BLOCK_N
         k, k_scale = load_keys(
             k_low_ptr, k_low_ptr, k_low_scale_ptr, block.i_head * storage_len,
             storage_row(position, block.k_start, block.aligned_start, FORM), storage_len,
-            FORM, K_FORMAT, True, False, D, BLOCK_D, BLOCK_N,
+            FORM, K_FORMAT, True, False, CONFIG.head_dim, CONFIG.block_d, BLOCK_N,
         )  # fmt: skip
         s = logits(
             score(q, q_scale, k, k_scale, FORM, Q_FORMAT, K_FORMAT), tile_scale, qk_bias, softcap, block.q_pos,
@@ -329,31 +324,24 @@ def prefill_kernel(
 ):  # fmt: skip
     """Compute attention for a block of ``BLOCK_M`` query positions of one head.
 
-    Pointers and descriptors are ``None`` or unused where an operand is missing.
+    Pointers and descriptors are ``None`` or unused where an operand is missing. :class:`~.operands.TileOperands` and
+    :class:`~.operands.Operands` describe the operands, :class:`~.operands.AttentionInputs` other arguments.
 
-    - ``query``, ``key``, ``value``, ``out``: 16-bit :class:`~dma_kernels.numerics.layout.Strided` queries
-      ``[B, Hq, Tq, D]``, keys and values of high tiles ``[B, Hkv, T, D]``, and output. The caller's, except quantized
-      keys, which are contiguous. ``mask``: uint8 ``[B, Hq, Tq, Tk]``.
+    - ``query``, ``key``, ``value``, ``out``: 16-bit :class:`~dma_kernels.numerics.layout.Strided` queries, keys and
+      values of high tiles, and output. ``mask``: uint8 ``[B, Hq, Tq, Tk]``.
     - ``k_low_ptr``, ``v_low_ptr``: keys and values of low tiles, contiguous; the caller's values if unquantized.
-    - ``k_scale_ptr``, ``k_low_scale_ptr``: block scales of packed keys of high and of low tiles.
-    - ``k_descale_ptr``: descale of the keys of high tiles, fp32 ``[B, Hkv]``; ``k_low_descale_ptr``: of low tiles, fp32
-      ``[B, Hkv]`` or ``[B, Hkv, tiles]``; ``v_descale_ptr``: of E4M3 values, fp32 ``[B, Hkv, Dv]``.
-    - ``q_global_scale_ptr``: NVFP4 global scale of queries, fp32 ``[B, Hq]``; ``mean_ptr``: mean key that smoothing
-      subtracted, fp32 ``[B, Hkv, D]``.
+    - ``k_scale_ptr``, ``k_low_scale_ptr``, ``k_descale_ptr``, ``k_low_descale_ptr``: scales and descales of the keys of
+      high and of low tiles. ``v_descale_ptr``, ``q_global_scale_ptr``, ``mean_ptr``: as in the operands.
     - ``k_desc``, ``v_desc``: ``key`` and ``value`` in blocks ``[1, 1, BLOCK_H, D]``; ``k_low_desc``: low keys as a
       matrix in blocks ``[BLOCK_N, BLOCK_D]``; ``v_low_desc``: like ``v_desc``, or E4M3 values as a matrix in blocks
       ``[BLOCK_DV, BLOCK_N]``.
-    - ``lse_ptr``: fp32 ``[B, Hq, Tq]``; ``sinks_ptr``: sink logits ``[Hq]``; ``tile_counts_ptr``: int64 ``[Hq, 2]``.
     - ``seq_info_ptr``: int32 ``[B, 4]``, which replaces ``q_offset`` and ``kv_offset``, the positions of query 0 and
       key 0 (:class:`~dma_kernels.numerics.geometry.AttentionGeometry`).
     - ``v_low_len``, ``storage_len``: rows of low values, and of tile-padded storage.
     - ``exact_tiles``: query tiles at the start of the sequence that have no low tiles.
-    - ``blocks``: CTAs per query head; ``swizzle_group``, ``kv_rows``: kv heads per L2 swizzle group, and of all rows.
-    - ``softcap``, ``logit_scale``, ``skip_threshold``: in base 2, or ``None``.
+    - ``blocks``: CTAs per query head.
     - ``CONFIG``: :class:`~.constants.PortableConstants`.
     """
-    Q_HEADS: tl.constexpr = CONFIG.q_heads
-    KV_HEADS: tl.constexpr = CONFIG.kv_heads
     D: tl.constexpr = CONFIG.head_dim
     DV: tl.constexpr = CONFIG.value_dim
     BLOCK_M: tl.constexpr = CONFIG.tuning.block_m
@@ -364,29 +352,25 @@ def prefill_kernel(
     HIGH_FORMAT: tl.constexpr = CONFIG.high_format
     ROUNDING: tl.constexpr = CONFIG.rounding
     LOW_FORM: tl.constexpr = CONFIG.low_form
-    LOW_Q_FORMAT: tl.constexpr = CONFIG.low_q_format
-    LOW_K_FORMAT: tl.constexpr = CONFIG.low_k_format
     LOW_VALUE_FORM: tl.constexpr = CONFIG.low_value_form
-    HADAMARD_SIZE: tl.constexpr = CONFIG.hadamard_size
-    NORM: tl.constexpr = CONFIG.norm
     IS_CAUSAL: tl.constexpr = CONFIG.is_causal
     HAS_SEQ_INFO: tl.constexpr = seq_info_ptr is not None
     HAS_SOFTCAP: tl.constexpr = softcap is not None
     HAS_MASK: tl.constexpr = mask.ptr is not None
     HAS_MEAN: tl.constexpr = mean_ptr is not None
-    GROUP: tl.constexpr = Q_HEADS // KV_HEADS
+    GROUP: tl.constexpr = CONFIG.q_heads // CONFIG.kv_heads
     # Smoothing subtracts the same bias from all logits of a row. A plain softmax is invariant to that, so the bias is
     # added to the log of the denominator alone. A softcap is not, so it is added to the logits of smoothed keys.
     BIAS_IN_LSE: tl.constexpr = HAS_MEAN and not HAS_SOFTCAP
     BIAS_IN_LOGITS: tl.constexpr = HAS_MEAN and HAS_SOFTCAP
     # The model's own 16-bit dtype is kept if a side is unquantized (operands.dequantized_dtype).
-    IS_LOW_UNQUANTIZED: tl.constexpr = LOW_Q_FORMAT == "bf16" or LOW_K_FORMAT == "bf16"
+    IS_LOW_UNQUANTIZED: tl.constexpr = CONFIG.low_q_format == "bf16" or CONFIG.low_k_format == "bf16"
     LOW_DTYPE: tl.constexpr = query.ptr.dtype.element_ty if IS_LOW_UNQUANTIZED else tl.bfloat16
     k_len = kv_len if HIGH_FORM == "raw" else storage_len  # rows of ``key``
     i_head, i_group, i_block = schedule(blocks, kv_rows, swizzle_group, GROUP, IS_CAUSAL)
     i_head = i_head.to(tl.int64)  # the kv head, counted over all batch rows
-    i_b = i_head // KV_HEADS
-    i_kv = i_head % KV_HEADS
+    i_b = i_head // CONFIG.kv_heads
+    i_kv = i_head % CONFIG.kv_heads
     i_h = i_kv * GROUP + i_group
 
     # ---- the queries and the keys they attend to
@@ -431,9 +415,9 @@ def prefill_kernel(
     q = load_in_range(q_rows, queries, 0, q_len, D, BLOCK_D)
     global_scale = 1.0
     if q_global_scale_ptr is not None:
-        global_scale = tl.load(q_global_scale_ptr + i_b * Q_HEADS + i_h)
+        global_scale = tl.load(q_global_scale_ptr + i_b * CONFIG.q_heads + i_h)
     m_q = (queries >= 0) & (queries < q_len)
-    lse_rows = lse_ptr + (i_b * Q_HEADS + i_h) * q_len + queries
+    lse_rows = lse_ptr + (i_b * CONFIG.q_heads + i_h) * q_len + queries
     bias = tl.zeros([BLOCK_M], tl.float32)
     if HAS_MEAN:
         bias = smoothing_bias(q, mean_ptr + i_head * D, D)
@@ -459,7 +443,7 @@ def prefill_kernel(
         q_scale = q
         row_scale = tl.full([BLOCK_M], 1.0, tl.float32)
     else:
-        x = hadamard(q.to(tl.float32), HADAMARD_SIZE, NORM)
+        x = hadamard(q.to(tl.float32), CONFIG.hadamard_size, CONFIG.norm)
         q, q_scale, row_scale = prepare_queries(x, global_scale, HIGH_FORM, HIGH_FORMAT, "block", ROUNDING, tl.bfloat16)
     row_scale *= logit_scale
     k_rows = Rows(key.ptr + (i_b * key.stride_b + i_kv * key.stride_h), key.stride_t, key.stride_d)

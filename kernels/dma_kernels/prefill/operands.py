@@ -59,11 +59,7 @@ class OperandFormat:
 
     def stored_channels(self, channels: int) -> int:
         """Return the number of elements that store ``channels``."""
-        return self.padded(channels) // self.packing
-
-    def padded(self, channels: int) -> int:
-        """Return the number of channels with padding."""
-        return -(-channels // self.padding) * self.padding
+        return -(-channels // self.padding) * self.padding // self.packing
 
 
 RAW = OperandFormat("raw")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -52,8 +52,7 @@ class AttentionPlan:
     """How calls with the same key are computed."""
 
     kernel: str  # name of the kernel in reports
-    # computes a call; returns the output, and the log-sum-exp, or ``None`` if the call does not need it
-    run: Callable[[AttentionCall], tuple[Tensor, Tensor | None]]
+    run: Callable[[AttentionCall], Sequence[Tensor]]  # returns the output and, if the call needs it, the log-sum-exp
     launches: LaunchPlan | None = None  # allocations and launches of our kernels
 
 
@@ -86,13 +85,13 @@ def _plan_of_key(key: AttentionCall) -> AttentionPlan:
     return _plan_short(call) if call.is_short else _plan_prefill(call)
 
 
-def _run_reference(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+def _run_reference(call: AttentionCall) -> Sequence[Tensor]:
     report("reference")
     return attention_reference(call)
 
 
-def _run_sdpa(call: AttentionCall) -> tuple[Tensor, None]:
-    return sdpa(call.query, call.key, call.value, call.scale), None
+def _run_sdpa(call: AttentionCall) -> Sequence[Tensor]:
+    return (sdpa(call.query, call.key, call.value, call.scale),)
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
@@ -141,13 +140,12 @@ def _plan_prefill(call: AttentionCall) -> AttentionPlan:
     launches = make_plan(launch, layouts, device)
     may_saturate = call.recipe.pv != UNQUANTIZED
 
-    def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+    def run(call: AttentionCall) -> Sequence[Tensor]:
         if may_saturate:
             warn_if_saturated()  # in earlier calls, which the host did not wait for
         report(config.kernel)
         info = call.seq_info() if has_info else None
-        out, *others = launches.run((call.query, call.key, call.value, call.sinks, call.mask, info, call.tile_counts))
-        return out, others[0] if others else None
+        return launches.run((call.query, call.key, call.value, call.sinks, call.mask, info, call.tile_counts))
 
     return AttentionPlan(config.kernel, run, launches)
 
@@ -226,16 +224,15 @@ def _plan_short(call: AttentionCall) -> AttentionPlan:
         (*layouts, *(NUMBER,) * (14 if has_mask else 10)), call.query.device,
     )  # fmt: skip
 
-    def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+    def run(call: AttentionCall) -> Sequence[Tensor]:
         report("split-KV")
         key, value, mask = call.key, call.value, call.mask
         strides = (*key.stride(), *value.stride())
         if has_mask:
             strides = (*strides, *(0,) * (4 - mask.ndim), *broadcast_strides(mask))
-        out, *others = launches.run(
+        return launches.run(
             (call.query, key, value, mask, call.sinks, *call.row_tensors, call.lead, key.shape[2], *strides)
         )
-        return out, others[0] if others else None
 
     return AttentionPlan("split-KV", run, launches)
 
@@ -255,5 +252,4 @@ def quantize_operands(
         seq_info=geometry.seq_info,
         low_tiles=geometry.low_tiles(query.shape[2], recipe),
     )
-    global_scale = query_global_scale(query, recipe)
-    return operands if global_scale is None else replace(operands, query_global_scale=global_scale)
+    return replace(operands, query_global_scale=query_global_scale(query, recipe))

@@ -90,7 +90,7 @@ def quantize_keys_values(
         if key_format.scale is Scale.TILE:
             descale = new(tiles)
         elif key_format.scale_dtype is not None:
-            blocks = key_format.padded(head_dim) // key_format.padding
+            blocks = -(-head_dim // key_format.padding)
             scale = new(tiles * TILE, blocks, dtype=key_format.scale_dtype)
         if key_format.holds == NVFP4.name:
             assert global_scale is not None

@@ -27,22 +27,14 @@ def attend(
 ) -> Any:  # fmt: skip
     """Launch both kernels for a short call of :func:`dma_kernels.attention`; the first starts after all earlier work.
 
-    Args:
-        query: As for the call, in 16 bits, like the arguments that are not listed.
-        key: Any number of keys.
-        value: Likewise.
-        mask: Up to four dimensions.
-        sinks: Contiguous.
-        q_offset: ``None`` if ``lead`` has the positions, as for ``kv_offset``.
-        kv_offset: See ``q_offset``.
-        kv_range: Visible keys, or ``None`` for all.
-        lead: Position of query 0 minus that of key 0, with 0 for those in tensors.
-        kv_len: ``Tk``.
-        strides: Four strides each of ``key``, of ``value`` and, if there is one, of ``mask``, which broadcast.
-        window: Sliding window.
-        softcap: Softcap of the scores.
-        scale: Scale of the scores.
-        needs_lse: Whether to return the log-sum-exp, too.
+    Arguments are those of the call, in 16 bits, except:
+
+    - ``sinks``: contiguous.
+    - ``q_offset``, ``kv_offset``: ``None`` where ``lead`` has the positions.
+    - ``lead``: position of query 0 minus that of key 0, with 0 for those in tensors.
+    - ``kv_len``: ``Tk``; that of the layouts is meaningless.
+    - ``strides``: four each of ``key``, of ``value`` and, if there is one, of ``mask``, which broadcast.
+    - ``needs_lse``: whether to return the log-sum-exp, too.
     """
     out, lse = new_results(query, value)
     results = (out, lse) if needs_lse else (out,)

@@ -156,7 +156,6 @@ def split_kv_kernel(
     - ``softcap``, ``logit_scale``: in base 2; ``softcap`` may be ``None``.
     - ``CONFIG``: :class:`~.constants.SplitKVConstants`.
     """
-    KV_HEADS: tl.constexpr = CONFIG.kv_heads
     GROUP: tl.constexpr = CONFIG.q_heads // CONFIG.kv_heads
     D: tl.constexpr = CONFIG.head_dim
     DV: tl.constexpr = CONFIG.value_dim
@@ -167,7 +166,7 @@ def split_kv_kernel(
     if CONFIG.use_pdl:
         gdc_launch_dependents()
     sequence = Sequence(q_offset, kv_offset, kv_range, lead, q_len, kv_len, window, batch)
-    heads = KV_HEADS * m_blocks
+    heads = CONFIG.kv_heads * m_blocks
     items = 0
     for first_row in range(0, batch, _ROWS):
         items += tl.sum(_blocks_of_rows(sequence, first_row, BLOCK_N), 0) * heads
@@ -239,7 +238,6 @@ def combine_splits_kernel(splits, sinks_ptr, out, lse_ptr, q_len, m_blocks, CONF
     ``out`` is ``Strided``, ``sinks_ptr`` points to the sink logits ``[Hq]`` or is ``None``, and ``lse_ptr`` to fp32
     ``[B, Hq, Tq]``. Other arguments are as for :func:`split_kv_kernel`.
     """
-    Q_HEADS: tl.constexpr = CONFIG.q_heads
     GROUP: tl.constexpr = CONFIG.q_heads // CONFIG.kv_heads
     DV: tl.constexpr = CONFIG.value_dim
     BLOCK_M: tl.constexpr = CONFIG.tuning.block_m
@@ -278,6 +276,6 @@ def combine_splits_kernel(splits, sinks_ptr, out, lse_ptr, q_len, m_blocks, CONF
         acc = acc * alpha + tl.sum(x * p[:, None], 0)
         m_i = m_new
     l_i, lse = combined_log_sum_exp(m_i, l_i)
-    tl.store(lse_ptr + ((i_b * Q_HEADS + i_h) * q_len + i_t) + tl.arange(0, 1), lse)
+    tl.store(lse_ptr + ((i_b * CONFIG.q_heads + i_h) * q_len + i_t) + tl.arange(0, 1), lse)
     offset = i_b * out.stride_b + i_h.to(tl.int64) * out.stride_h + i_t.to(tl.int64) * out.stride_t
     tl.store(out.ptr + (offset + o_v), narrow(acc / l_i, out.ptr.dtype.element_ty), mask=m_v)

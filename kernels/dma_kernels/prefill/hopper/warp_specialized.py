@@ -477,7 +477,6 @@ def prefill_warp_specialized_kernel(
     D: gl.constexpr = CONFIG.block_d
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     IS_CAUSAL: gl.constexpr = CONFIG.is_causal
-    MASKS_LOW: gl.constexpr = CONFIG.masks_low
     GROUP: gl.constexpr = CONFIG.q_heads // CONFIG.kv_heads
     if skip_threshold is not None:
         init_votes()
@@ -511,7 +510,7 @@ def prefill_warp_specialized_kernel(
         bitmask_ptr += mask_plane * q_len * (4 * storage_tiles) - 4 * first_tile
     mask = Mask(
         visible_start=seq.visible_start, visible_end=seq.visible_end, window=window, bitmask_ptr=bitmask_ptr,
-        IS_CAUSAL=IS_CAUSAL, IS_PLAIN=not MASKS_LOW,
+        IS_CAUSAL=IS_CAUSAL, IS_PLAIN=not CONFIG.masks_low,
     )  # fmt: skip
     kv_start, kv_stop = mask.union_range(seq.visible_start, seq.visible_end, start, last)
     if bitmask_ptr is not None:
