@@ -23,7 +23,7 @@ from dma_kernels.prefill.hopper.quantize_q import quantize_q
 from dma_kernels.prefill.operands import DEQUANTIZED, INT8, RAW
 from dma_kernels.prefill.plan import plan
 from dma_kernels.runtime import chip
-from dma_kernels.runtime.plan import make_plan
+from dma_kernels.runtime.plan import LaunchPlan
 from dma_kernels.testing import random_qkv
 from prefill_cases import RECIPES
 from torch import Tensor
@@ -131,7 +131,7 @@ def test_grids_are_within_the_limits_of_cuda(recipe: str, sizes: dict[str, int])
     def quantize(query: Any) -> list[Any]:
         return [quantize_q(query, None, None, RECIPES[recipe], low_key, RAW, logit_scale=LOG2_E, use_pdl=False).low]
 
-    queries = make_plan(quantize, [TensorLayout.of(query)], query.device)
+    queries = LaunchPlan(quantize, [TensorLayout.of(query)], query.device)
     grids = [each.grid for each in (*launches.launches, *queries.launches)]
     assert len(grids) >= 3
     for first, *others in grids:

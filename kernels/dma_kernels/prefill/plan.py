@@ -113,7 +113,7 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tens
 
 def _plan_prefill(call: AttentionCall) -> AttentionPlan:
     """Plan a call on the quantizers and the fastest prefill kernel."""
-    from ..runtime.plan import make_plan  # the reference needs no Triton
+    from ..runtime.plan import LaunchPlan  # the reference needs no Triton
 
     device, q_len, has_info = call.query.device, call.query.shape[2], call.has_seq_info
     info = TensorLayout.dense((call.key.shape[0], 4), torch.int32, device) if has_info else None
@@ -137,7 +137,7 @@ def _plan_prefill(call: AttentionCall) -> AttentionPlan:
         return (out, lse) if call.needs_lse else (out,)
 
     layouts = (call.query, call.key, call.value, call.sinks, geometry.mask, info, call.tile_counts)
-    launches = make_plan(launch, layouts, device)
+    launches = LaunchPlan(launch, layouts, device)
     may_saturate = call.recipe.pv != UNQUANTIZED
 
     def run(call: AttentionCall) -> Sequence[Tensor]:
@@ -211,12 +211,12 @@ def _suits_sdpa(call: AttentionCall) -> bool:
 
 def _plan_short(call: AttentionCall) -> AttentionPlan:
     """Plan a short call on the split-KV kernels. They read positions from the caller; the plan has no lengths."""
-    from ..runtime.plan import NUMBER, make_plan
+    from ..runtime.plan import NUMBER, LaunchPlan
     from .split_kv import attend
 
     has_mask = call.mask is not None
     layouts = (call.query, call.key, call.value, call.mask, call.sinks, *call.row_tensors)
-    launches = make_plan(
+    launches = LaunchPlan(
         functools.partial(
             attend, window=AttentionGeometry.of(call).window, softcap=call.softcap, scale=call.score_scale,
             needs_lse=call.needs_lse,

@@ -1,16 +1,15 @@
 """Launch plans: the allocations and launches of a call, computed once per set of tensor layouts.
 
 A model calls attention with the same tensor layouts in every layer and step. Kernels, grids and integer arguments are
-then the same each time; only addresses change. :func:`make_plan` runs the host code once, on :class:`PlannedTensor`,
-and records its allocations and launches. A run allocates, fills in the addresses and launches: the first time through
-Triton, which compiles, later by the compiled kernels.
+then the same each time; only addresses change. A :class:`LaunchPlan` runs the host code once, on
+:class:`PlannedTensor`, and records its allocations and launches. A run allocates, fills in the addresses and launches:
+the first time through Triton, which compiles, later by the compiled kernels.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
@@ -39,11 +38,11 @@ _WORKSPACE_ALIGNMENT = 256
 class PlannedTensor(TensorLayout):
     """A layout that stands for a tensor while a plan is made, with the part of its interface that host code needs."""
 
-    plan: PlanBuilder
+    plan: LaunchPlan
     slot: int  # index of the tensor in the plan
 
     @classmethod
-    def in_slot(cls, plan: PlanBuilder, slot: int, layout: TensorLayout) -> PlannedTensor:
+    def in_slot(cls, plan: LaunchPlan, slot: int, layout: TensorLayout) -> PlannedTensor:
         """Return the tensor with a slot of the plan, in a layout."""
         made: PlannedTensor = tuple.__new__(cls, layout)
         made.plan, made.slot = plan, slot
@@ -88,38 +87,6 @@ class PlannedNumber:
 
 NUMBER = "number"
 """In place of the layout of an input that is an integer."""
-
-
-@dataclass
-class PlanBuilder:
-    """Records the allocations and launches of host code."""
-
-    # inputs and allocations in order of creation, by slot; ``None`` for a missing input
-    slots: list[Any] = field(default_factory=list)
-    zeroed: set[int] = field(default_factory=set)  # slots of the allocations that are zeroed
-    launches: list[KernelLaunch] = field(default_factory=list)  # in order
-
-    def add(self, kind: Any) -> Any:
-        """Add a slot for a tensor in a layout, for a ``NUMBER``, or for ``None``; return what stands for it."""
-        slot = len(self.slots)
-        made: Any = kind
-        if kind is not None:
-            made = PlannedNumber(slot) if kind is NUMBER else PlannedTensor.in_slot(self, slot, kind)
-        self.slots.append(made)
-        return made
-
-    def launch(self, launch: KernelLaunch) -> None:
-        """Add a launch. Real tensors among its arguments are the same in every call.
-
-        Raises:
-            RuntimeError: The first launch may start early (``launch_pdl``).
-        """
-        if not self.launches and launch.keywords.get("launch_pdl"):
-            raise RuntimeError(
-                f"{launch.kernel.fn.__name__} starts before the previous launch ends, and may read the call's "
-                "inputs at once; the call must first launch a kernel that starts after all earlier work"
-            )
-        self.launches.append(launch)
 
 
 def _with_tensors(argument: Any, inputs: Mapping[int, Any]) -> Any:
@@ -195,36 +162,65 @@ def _picker(indices: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
 
 
 class LaunchPlan:
-    """The allocations and launches of a call. Safe to share between threads.
+    """The allocations and launches of a function, which runs once, when the plan is made. Threads may share a plan.
 
     The first run launches through Triton, which compiles; later ones launch the compiled kernels. Everything that a
     call allocates except its results is one workspace.
+
+    Args:
+        function: Takes the planned inputs in order. It may look at layouts, allocate with ``new_empty`` and
+            ``new_zeros``, and launch with :func:`~dma_kernels.runtime.launch.launch_kernel`. It returns some of its
+            allocations.
+        inputs: Layouts of the inputs; ``None`` for one that is missing, and ``NUMBER`` for an integer.
+        device: Device of all tensors.
     """
 
     def __init__(
-        self, builder: PlanBuilder, inputs: int, results: Sequence[PlannedTensor], device: torch.device
+        self, function: Callable[..., Sequence[PlannedTensor]], inputs: Sequence[Any], device: torch.device
     ) -> None:
         self.device = device
+        self.launches: list[KernelLaunch] = []
+        self.zeroed: set[int] = set()  # slots of the allocations that are zeroed
+        self._planned = planned = list[Any]()  # inputs and allocations in order of creation, by slot
+        with launching(self._add_launch):
+            results = function(*map(self.add, inputs))
         self._results = [(x.shape, x.strides, x.dtype) for x in results]
         of_results = [x.slot for x in results]
         assert len(set(of_results)) == len(results), "every result has memory of its own"
-        assert not builder.zeroed & set(of_results), "results are not zeroed"
-        assert all(slot >= inputs for slot in of_results), "results are allocated by the call"
-        allocated = [slot for slot in range(inputs, len(builder.slots)) if slot not in of_results]
-        allocated.sort(key=lambda slot: slot not in builder.zeroed)  # so that one fill zeroes all of them
+        assert not self.zeroed & set(of_results), "results are not zeroed"
+        assert all(slot >= len(inputs) for slot in of_results), "results are allocated by the call"
+        allocated = [slot for slot in range(len(inputs), len(planned)) if slot not in of_results]
+        allocated.sort(key=lambda slot: slot not in self.zeroed)  # so that one fill zeroes all of them
         self._offsets, self._zeroed_bytes, self._workspace_bytes = [], 0, 0
         for slot in allocated:
             self._offsets.append(self._workspace_bytes)
-            self._workspace_bytes += -(-builder.slots[slot].nbytes // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
-            if slot in builder.zeroed:
+            self._workspace_bytes += -(-planned[slot].nbytes // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
+            if slot in self.zeroed:
                 self._zeroed_bytes = self._workspace_bytes
-        self._allocated = [builder.slots[slot] for slot in allocated]
-        self._slots = [*range(inputs), *of_results, *allocated]  # of the numbers that launches take
-        self.launches = tuple(builder.launches)
+        self._allocated = [planned[slot] for slot in allocated]
+        self._slots = [*range(len(inputs)), *of_results, *allocated]  # of the numbers that launches take
         self._kernels = [launch.kernel for launch in self.launches]
         # For each compiled kernel, a function that returns all its arguments, given all numbers, and its launch.
         self._direct: list[tuple[Callable[[Sequence[int]], Sequence[Any]], Callable[..., None]]] = []
         self._settings: tuple[Any, ...] | None = None  # Triton's settings when the kernels were compiled
+
+    def add(self, kind: Any) -> Any:
+        """Add a slot for a tensor in a layout, for a ``NUMBER``, or for ``None``; return what stands for it."""
+        slot = len(self._planned)
+        made: Any = kind
+        if kind is not None:
+            made = PlannedNumber(slot) if kind is NUMBER else PlannedTensor.in_slot(self, slot, kind)
+        self._planned.append(made)
+        return made
+
+    def _add_launch(self, launch: KernelLaunch) -> None:
+        """Add a launch. Real tensors among its arguments are the same in every call."""
+        if not self.launches and launch.keywords.get("launch_pdl"):
+            raise RuntimeError(
+                f"{launch.kernel.fn.__name__} starts before the previous launch ends, and may read the call's "
+                "inputs at once; the call must first launch a kernel that starts after all earlier work"
+            )
+        self.launches.append(launch)
 
     @property
     def kernels(self) -> list[str]:
@@ -291,28 +287,10 @@ def numbers_of(inputs: Sequence[Any]) -> list[int]:
     return numbers
 
 
-def make_plan(
-    function: Callable[..., Sequence[PlannedTensor]], inputs: Sequence[Any], device: torch.device
-) -> LaunchPlan:
-    """Plan the allocations and launches of a function, which runs once.
-
-    Args:
-        function: Takes the planned inputs in order. It may look at layouts, allocate with ``new_empty`` and
-            ``new_zeros``, and launch with :func:`~dma_kernels.runtime.launch.launch_kernel`. It returns some of its
-            allocations.
-        inputs: Layouts of the inputs; ``None`` for one that is missing, and ``NUMBER`` for an integer.
-        device: Device of all tensors.
-    """
-    builder = PlanBuilder()
-    with launching(builder.launch):
-        results = function(*map(builder.add, inputs))
-    return LaunchPlan(builder, len(inputs), results, device)
-
-
 class Planned:
     """Decorates host code, so that each call runs a plan, made once per set of tensor layouts and options.
 
-    The function is one for :func:`make_plan`. Its inputs are positional arguments, the first of them a tensor; its
+    The function is one for :class:`LaunchPlan`. Its inputs are positional arguments, the first of them a tensor; its
     options are hashable keyword arguments.
     """
 
@@ -330,4 +308,4 @@ class Planned:
 
     def _plan(self, layouts: tuple[TensorLayout | None, ...], **options: Any) -> LaunchPlan:
         assert layouts[0] is not None
-        return make_plan(functools.partial(self._function, **options), layouts, layouts[0].device)
+        return LaunchPlan(functools.partial(self._function, **options), layouts, layouts[0].device)

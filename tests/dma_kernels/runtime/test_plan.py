@@ -17,7 +17,7 @@ from dma_kernels.runtime import launch
 from dma_kernels.runtime import plan as planning
 from dma_kernels.runtime.chip import triton_version
 from dma_kernels.runtime.launch import launch_kernel
-from dma_kernels.runtime.plan import NUMBER, LaunchPlan, PlannedTensor, make_plan
+from dma_kernels.runtime.plan import NUMBER, LaunchPlan, PlannedTensor
 from torch import Tensor
 from triton.runtime import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -97,7 +97,7 @@ class Device:
 
     def plan(self) -> LaunchPlan:
         layout = TensorLayout.dense((SIZE,), torch.float32, CPU)
-        return make_plan(self.multiply, [layout, layout, None], CPU)
+        return LaunchPlan(self.multiply, [layout, layout, None], CPU)
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_a_captured_tensor_is_passed_to_every_call(device: Device) -> None:
         device.launcher((1, 1, 1), constant, describe(x), out, 1.0)
         return [out]
 
-    plan = make_plan(function, [TensorLayout.dense((SIZE,), torch.float32, CPU)], CPU)
+    plan = LaunchPlan(function, [TensorLayout.dense((SIZE,), torch.float32, CPU)], CPU)
     for _ in range(3):
         x = torch.randn(SIZE)
         torch.testing.assert_close(plan.run((x,))[0], 3.0 * x)
@@ -185,7 +185,7 @@ def test_results_must_be_newly_allocated_and_distinct(kind: str) -> None:
         return [out, out] if kind == "twice" else [out]
 
     with pytest.raises(AssertionError, match="result"):
-        make_plan(function, [TensorLayout.dense((SIZE,), torch.float32, CPU)], CPU)
+        LaunchPlan(function, [TensorLayout.dense((SIZE,), torch.float32, CPU)], CPU)
 
 
 class Pair(NamedTuple):
@@ -205,7 +205,7 @@ def test_tuples_of_arguments_are_filled() -> None:
         launch_kernel(kernel, {"BLOCK": SIZE}, (1, 1, 1), (Pair(x, 2), (number,)), number, Pair(out, number), 1.0)
         return [out]
 
-    planned = make_plan(function, [layout, NUMBER], CPU).launches[0]
+    planned = LaunchPlan(function, [layout, NUMBER], CPU).launches[0]
     arguments = (*planned.arguments, *planned.constants)
     fill = planning._filler(arguments, {0: 0, 2: 1, 1: 2}, SimpleNamespace())  # type: ignore[arg-type]
     for first, second, number in ((11, 22, 5), (33, 44, 6)):
@@ -222,4 +222,4 @@ def test_tuples_of_arguments_are_filled() -> None:
 
 def test_host_code_cannot_compute_with_a_number_of_each_call() -> None:
     with pytest.raises(TypeError, match="PlannedNumber"):
-        make_plan(lambda x, number: [x.new_empty((number + 1,))], [layout_of(torch.ones(2)), NUMBER], CPU)
+        LaunchPlan(lambda x, number: [x.new_empty((number + 1,))], [layout_of(torch.ones(2)), NUMBER], CPU)
