@@ -54,13 +54,16 @@ def program_block():
 
 
 @triton.jit
-def e8m0_encode(amax, EMAX: tl.constexpr, MAX_MANTISSA: tl.constexpr, IS_CEIL: tl.constexpr):
-    """Return the E8M0 code, int32, of the scale of a block whose largest magnitude is the fp32 ``amax``."""
+def e8m0_encode(amax, ELEMENT: tl.constexpr, IS_CEIL: tl.constexpr):
+    """Return the E8M0 code, int32, of the scale of a block whose largest magnitude is the fp32 ``amax``.
+
+    ``ELEMENT`` is the :class:`~dma_kernels.numerics.formats.ElementFormat`.
+    """
     bits = amax.to(tl.int32, bitcast=True)
     exponent = bits >> _MANTISSA_BITS
-    code = exponent - EMAX
+    code = exponent - ELEMENT.emax
     if IS_CEIL:
-        code += ((bits & _MANTISSA_MASK) > MAX_MANTISSA).to(tl.int32)
+        code += ((bits & _MANTISSA_MASK) > ELEMENT.max_mantissa).to(tl.int32)
     code = tl.minimum(tl.maximum(code, 0), _MAX_CODE)
     return tl.where(exponent == _SPECIAL, _NAN_CODE, code)
 

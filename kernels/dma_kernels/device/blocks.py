@@ -17,18 +17,6 @@ from triton.language.target_info import cuda_capability_geq
 from ..numerics import formats
 from .arithmetic import IS_INTERPRETED, e8m0_decode, e8m0_encode, e8m0_reciprocal, round_to_e4m3, with_sign
 
-_E2M1_EMAX = tl.constexpr(formats.E2M1.emax)
-_E2M1_MAX_MANTISSA = tl.constexpr(formats.E2M1.max_mantissa)
-_E4M3_EMAX = tl.constexpr(formats.E4M3.emax)
-_E4M3_MAX_MANTISSA = tl.constexpr(formats.E4M3.max_mantissa)
-_INT8_EMAX = tl.constexpr(formats.INT8.emax)
-_INT8_MAX_MANTISSA = tl.constexpr(formats.INT8.max_mantissa)
-# Exponent of a head's largest magnitude in units of its scale, which is at most 6 * 448 = 1.3125 * 2 ** 11; with
-# searched scales, 4 * 448 = 1.75 * 2 ** 10.
-_NVFP4_EMAX = tl.constexpr(11)
-_NVFP4_MAX_MANTISSA = tl.constexpr(round((formats.E2M1_MAX * formats.E4M3_MAX / 2**11 - 1.0) * (1 << 23)))
-_NVFP4_SEARCH_EMAX = tl.constexpr(10)
-_NVFP4_SEARCH_MAX_MANTISSA = tl.constexpr(round((formats.E2M1_SECOND * formats.E4M3_MAX / 2**10 - 1.0) * (1 << 23)))
 _FIRST_KEYS_ROOM = tl.constexpr(formats.FIRST_KEYS_ROOM)
 _E2M1_MAX = tl.constexpr(formats.E2M1_MAX)
 _E2M1_SECOND = tl.constexpr(formats.E2M1_SECOND)
@@ -41,6 +29,13 @@ _INT8_MAX = tl.constexpr(float(formats.MXINT8_MAX_CODE))
 _NAN_CODE = tl.constexpr(formats.E8M0_NAN)
 _INFINITY_BITS = tl.constexpr(0x7F800000)
 _E5M2_SHIFT = tl.constexpr(13)  # log2 of the largest scale in the operand format E5M2
+_nvfp4_scale_element = triton.constexpr_function(formats.nvfp4_scale_element)
+
+
+@triton.constexpr_function
+def _element_of(FORMAT):
+    """Return the element format of a block format."""
+    return formats.BLOCK_FORMATS[FORMAT].element
 
 
 @triton.jit
@@ -95,15 +90,7 @@ def block_amax(x, SIZE: tl.constexpr):
 @triton.jit
 def e8m0_scale(bits, FORMAT: tl.constexpr, IS_CEIL: tl.constexpr):
     """Return the E8M0 codes, int32, for largest magnitudes with the fp32 ``bits``, any shape."""
-    amax = bits.to(tl.float32, bitcast=True)
-    if FORMAT == "mxfp4":
-        code = e8m0_encode(amax, _E2M1_EMAX, _E2M1_MAX_MANTISSA, IS_CEIL)
-    elif FORMAT == "mxfp8":
-        code = e8m0_encode(amax, _E4M3_EMAX, _E4M3_MAX_MANTISSA, IS_CEIL)
-    else:
-        tl.static_assert(FORMAT == "mxint8", "E8M0 scales belong to mxfp4, mxfp8 and mxint8")
-        code = e8m0_encode(amax, _INT8_EMAX, _INT8_MAX_MANTISSA, IS_CEIL)
-    return code
+    return e8m0_encode(bits.to(tl.float32, bitcast=True), _element_of(FORMAT), IS_CEIL)
 
 
 @triton.jit
@@ -130,11 +117,7 @@ def finite_block_amax(x):
 @triton.jit
 def nvfp4_global_scale(bits, ROUNDING: tl.constexpr):
     """Return NVFP4's fp32 global scale for the bits of a head's largest finite magnitude: a power of two."""
-    amax = bits.to(tl.float32, bitcast=True)
-    if ROUNDING == "search":
-        code = e8m0_encode(amax, _NVFP4_SEARCH_EMAX, _NVFP4_SEARCH_MAX_MANTISSA, True)
-    else:
-        code = e8m0_encode(amax, _NVFP4_EMAX, _NVFP4_MAX_MANTISSA, True)
+    code = e8m0_encode(bits.to(tl.float32, bitcast=True), _nvfp4_scale_element(ROUNDING), True)
     return e8m0_decode(tl.maximum(code, 1))
 
 

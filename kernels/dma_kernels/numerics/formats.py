@@ -119,6 +119,16 @@ FIRST_KEYS_ROOM = 32.0
 INT8 = ElementFormat("INT8", emax=0, max_value=MXINT8_MAX_CODE * MXINT8_UNIT, bits=8)
 
 
+def nvfp4_scale_element(rounding: str) -> ElementFormat:
+    """Return the format of a head's largest magnitude in units of its NVFP4 scale.
+
+    The largest number is that of a block scale times the smallest E2M1 number that a block's largest magnitude may
+    become: 6, or 4 for a searched scale.
+    """
+    top = (E2M1_SECOND if rounding == ScaleRounding.SEARCH else E2M1_MAX) * E4M3_MAX
+    return ElementFormat("E4M3 scale of E2M1", emax=math.frexp(top)[1] - 1, max_value=top, bits=8)
+
+
 class ScaleFormat(StrEnum):
     """The format of a block's scale."""
 

@@ -6,7 +6,6 @@ once, correctly rounded. Fused kernels reproduce these results bit by bit.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -88,8 +87,7 @@ def quantize(
         if global_scale is None:
             # An infinity or a NaN breaks its own block, not the head.
             finite = F.pad(amax.masked_fill(~amax.isfinite(), 0.0), (0, 1, 0, 1))  # so that no dimension is empty
-            largest = formats.E2M1_SECOND if is_searched else formats.E2M1_MAX
-            global_scale = nvfp4_global_scale(finite.amax((-2, -1), keepdim=True), largest)
+            global_scale = nvfp4_global_scale(finite.amax((-2, -1), keepdim=True), rounding)
         scale, other = (
             _nvfp4_block_scale(amax, global_scale, largest) for largest in (formats.E2M1_MAX, formats.E2M1_SECOND)
         )
@@ -137,17 +135,14 @@ def e8m0_to_float(code: Tensor) -> Tensor:
     return torch.where(code == formats.E8M0_NAN, torch.nan, bits.view(torch.float32))
 
 
-def nvfp4_global_scale(amax: Tensor, largest: float = formats.E2M1_MAX) -> Tensor:
+def nvfp4_global_scale(amax: Tensor, rounding: str = ScaleRounding.CEIL) -> Tensor:
     """Return NVFP4's fp32 scale for heads with the largest magnitudes ``amax``: a power of two.
 
     The smallest power of two with which no block scale overflows E4M3. NVIDIA's choice is ``amax / (6 * 448)`` itself.
     A power of two costs less than one of E4M3's 15 binades, and quantized values do not depend on it. So a longer
     context with a larger maximum leaves earlier keys unchanged, and decode and prefill see the same numbers.
-    ``largest`` is the smallest E2M1 number that a block's largest magnitude may become: 6, or 4 for a searched scale.
     """
-    top = largest * formats.E4M3_MAX
-    element = ElementFormat("E4M3 scale of E2M1", emax=math.frexp(top)[1] - 1, max_value=top, bits=8)
-    return e8m0_to_float(e8m0_scale(amax, element)).clamp(min=2.0**-126)
+    return e8m0_to_float(e8m0_scale(amax, formats.nvfp4_scale_element(rounding))).clamp(min=2.0**-126)
 
 
 def nvfp4_key_scale(key: Tensor, rounding: str, visible: Tensor | None = None) -> Tensor:
@@ -161,8 +156,7 @@ def nvfp4_key_scale(key: Tensor, rounding: str, visible: Tensor | None = None) -
         fp32 ``[B, H, 1, 1]``. A head without finite nonzero numbers there gets the scale for a largest number of 1.
     """
     amax = _first_magnitudes(key, visible).amax((-2, -1), keepdim=True)
-    largest = formats.E2M1_SECOND if ScaleRounding(rounding) is ScaleRounding.SEARCH else formats.E2M1_MAX
-    return nvfp4_global_scale(torch.where(amax == 0, 1.0, amax), largest) * formats.FIRST_KEYS_ROOM
+    return nvfp4_global_scale(torch.where(amax == 0, 1.0, amax), rounding) * formats.FIRST_KEYS_ROOM
 
 
 def value_scale(value: Tensor, visible: Tensor | None = None) -> Tensor:

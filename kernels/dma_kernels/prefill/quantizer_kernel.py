@@ -39,7 +39,6 @@ from .channel_chunks import (
 _ROWS = tl.constexpr(32)
 _E4M3_MAX = tl.constexpr(E4M3_MAX)
 _INT8_UNIT = tl.constexpr(MXINT8_UNIT)
-_FIRST_VALUES_EMAX = tl.constexpr(FIRST_VALUES.emax)
 _SMALLEST_CHANNEL = tl.constexpr(SMALLEST_CHANNEL)
 _MAX_CODE = tl.constexpr(E8M0_MAX_CODE)
 _NAN_CODE = tl.constexpr(E8M0_NAN)
@@ -108,6 +107,11 @@ def _write_blocks(
         tl.store(scale_ptr + offset, pack_scale(scale, FORMAT), mask=(o_s < STORED_D // SIZE)[None, :])
 
 
+@triton.constexpr_function
+def _first_values():
+    return FIRST_VALUES
+
+
 @triton.jit
 def _value_descale(x, first, last, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Return the descales of a head's channels, fp32 ``[BLOCK_D]``: ``value_scale`` of its first tile."""
@@ -115,7 +119,7 @@ def _value_descale(x, first, last, D: tl.constexpr, BLOCK_D: tl.constexpr):
     head = tl.max(channel, 0)
     channel = tl.where(head == 0.0, 1.0, tl.maximum(channel, head * _SMALLEST_CHANNEL))
     # The smallest scale is fp32's smallest normal number.
-    return e8m0_decode(tl.maximum(e8m0_encode(channel, _FIRST_VALUES_EMAX, 0, False), 1))
+    return e8m0_decode(tl.maximum(e8m0_encode(channel, _first_values(), False), 1))
 
 
 @triton.jit

@@ -275,14 +275,14 @@ class TestScalesOfTheFirstTile:
         scale = nvfp4_key_scale(key, rounding)
         assert scale.shape == (2, 3, 1, 1)
         first = key[:, :, :128].abs().amax((-2, -1), keepdim=True)
-        assert_bits_equal(scale, nvfp4_global_scale(first, largest) * 32)
+        assert_bits_equal(scale, nvfp4_global_scale(first, rounding) * 32)
         blocks = first / largest / scale
         assert blocks.max() <= 14.0
         assert blocks.min() > 7.0
         later = torch.cat((key, key[:, :, :1] * 1e4), 2)
         assert_bits_equal(nvfp4_key_scale(later, rounding), scale)
         broken = torch.tensor([[0.0, math.nan], [1.0, math.inf]]).view(1, 2, 2, 1)  # counts as a maximum of 1
-        one = nvfp4_global_scale(torch.ones(()), largest) * 32
+        one = nvfp4_global_scale(torch.ones(()), rounding) * 32
         assert nvfp4_key_scale(broken, rounding).flatten().tolist() == [one, one]
 
 
