@@ -20,8 +20,6 @@ from typing import Any
 import torch
 from dma_kernels.prefill.hopper import (
     attend,
-    barriers,
-    epilogue,
     hadamard,
     mask,
     mma,
@@ -320,7 +318,7 @@ class NamedBarriers:
 
 
 MODULES = (
-    attend, barriers, epilogue, hadamard, mask, mma, multi_cta, pipeline, skipping, softmax, tile_range,
+    attend, hadamard, mask, mma, multi_cta, pipeline, skipping, softmax, tile_range,
     warp_specialized,
 )  # fmt: skip
 

@@ -28,13 +28,11 @@ from ...device.blocks import row_scale as _row_scale_triton
 from ...device.gluon import aggregate, reinterpret
 from ...device.gluon import barrier as _barrier
 from ...device.tiles import TILE, TILE_SHIFT
-from .attend import HighTiles, product_layout
-from .barriers import vote_barrier
-from .epilogue import count_tiles, narrow, row_indices, store_lse, store_output
+from .attend import HighTiles, count_tiles, narrow, product_layout, row_indices, store_lse, store_output
 from .hadamard import ORDER, hadamard_matrix, rotate_by_mma
 from .mask import Mask, bitmask_pointers, zero_out_of_bounds
 from .mma import add_pv, inverse_power_of_two, is_16bit, issue_pv_mma, join_columns, split_columns, to_mma_operand
-from .pipeline import KVSource, copy, wait_for_operands
+from .pipeline import KVSource, copy, vote_barrier, wait_for_operands
 from .skipping import SkipVote, init_vote, init_votes
 from .softmax import finite_or_zero, init_softmax, modify_scores
 from .tile_range import BLOCK, ROWS, ROWS_SHIFT, BlockInfo, TileRange, bitmask_range, load_seq_info, schedule_grid

@@ -1,7 +1,12 @@
-"""Loads of keys and values from global memory into the stages of a pipeline in shared memory, in Gluon."""
+"""Loads of keys and values from global memory into the stages of a pipeline in shared memory, in Gluon.
+
+At an mbarrier one thread arrives, and Triton first synchronizes its warpgroup. At a named barrier (PTX ``bar``) every
+warp arrives by itself, and none waits.
+"""
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Any
 
 from triton.experimental import gluon
@@ -10,12 +15,28 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ...device.gluon import aggregate, reinterpret
 from ...device.tiles import TILE
-from .barriers import STAGE_BARRIER
 from .mma import is_16bit
 from .tile_range import BLOCK
 
 # Renamed in Triton 3.9.
 copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+
+
+class NamedBarrier(IntEnum):
+    """Numbers of the 16 named barriers of a CTA."""
+
+    TRITON = 0  # to 7: barriers that the compiler uses for the CTA and its warpgroups
+    STAGE = 8  # plus the index of a stage: it is free; plus the number of stages: so are the queries
+    END = 16  # minus the number of warpgroups: the vote of the first one on a tile
+
+
+STAGE_BARRIER = gl.constexpr(int(NamedBarrier.STAGE))
+
+
+@gluon.constexpr_function
+def vote_barrier(warpgroup, warpgroups):
+    """Return the barrier of a warpgroup's votes."""
+    return int(NamedBarrier.END) - warpgroups + warpgroup
 
 
 @gluon.jit

@@ -26,12 +26,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...device.gluon import aggregate, reinterpret
 from ...device.tiles import TILE, TILE_SHIFT
-from .attend import HighTiles, product_layout
-from .barriers import vote_barrier
-from .epilogue import count_tiles, narrow, row_indices, store_lse, store_output
+from .attend import HighTiles, count_tiles, narrow, product_layout, row_indices, store_lse, store_output
 from .mask import Mask, bitmask_pointers, zero_out_of_bounds
 from .mma import column_chunks, finish_pv, inverse_power_of_two, is_16bit, issue_pv_mma, to_mma_operand, value_chunk
-from .pipeline import KVPipeline, KVSource, block_view, copy, first_stage, wait_for_operands
+from .pipeline import KVPipeline, KVSource, block_view, copy, first_stage, vote_barrier, wait_for_operands
 from .skipping import SkipVote, init_vote, init_votes
 from .softmax import finite_or_zero, init_softmax, modify_scores
 from .tile_range import (
