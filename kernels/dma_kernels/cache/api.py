@@ -232,15 +232,13 @@ def _attend(
     if resolve_backend(backend, query.device, query.dtype) == "triton":
         storage.check_room(key.shape[2])
         from .chunked_prefill import chunk_attention
-        from .decode import MAX_QUERIES, decode_attention, decode_step
+        from .decode import MAX_QUERIES, decode_step
 
         # A decode step stores its keys before its queries attend.
         limit = min(MAX_QUERIES, storage.spare_tokens)
         if query.shape[2] > limit or options.mask is not None or not options.is_causal:
             return chunk_attention(query, key, value, storage, options)
-        if key.shape[2]:
-            return decode_step(query, key, value, storage, options)
-        return decode_attention(query, storage, options)[0]
+        return decode_step(query, key, value, storage, options)
     report("reference")
     out, _ = cached_attention_reference(query, key, value, storage, options)
     if key.shape[2]:

@@ -14,6 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ..device.softmax import Splits
 from ..numerics.formats import padded_channels
 from ..numerics.geometry import LOG2_E
 from ..numerics.layout import layout_of
@@ -24,7 +25,7 @@ from ..runtime.plan import LaunchPlan, Planned, numbers_of
 from ..runtime.reports import report
 from .append import append_tokens
 from .decode_config import select_decode_tiling
-from .decode_kernel import DecodeConfig, Splits, decode_kernel
+from .decode_kernel import DecodeConfig, decode_kernel
 from .decode_mma import QUERIES
 from .formats import VALUE_GROUP
 from .kernel_args import CacheInputs, Strided
@@ -36,15 +37,34 @@ MAX_QUERIES = 16
 """Queries of a call; longer chunks run on the prefill kernel."""
 
 
-def decode_attention(query: Tensor, storage: LayerStorage, options: CacheOptions) -> tuple[Tensor, Tensor]:
-    """Attend causally to a cache that already holds the keys of the queries.
+def decode_step(query: Tensor, key: Tensor, value: Tensor, storage: LayerStorage, options: CacheOptions) -> Tensor:
+    """Store the keys and values of the queries, if there are any, and attend, without synchronizing.
 
-    Query ``i`` of ``T`` is at position ``lengths - T + i``.
+    Equals :func:`~dma_kernels.cache.append.append_tokens` followed by :func:`decode_attention`, in two launches. The
+    cache must have residual KV for the new tokens.
+    """
+    # Without a band, later queries must read a tile that the new keys complete as codes.
+    if query.numel() == 0 or key.numel() == 0 or (key.shape[2] > 1 and storage.diagonal_tiles == 0):
+        append_tokens(storage, key, value)
+        return decode_attention(query, storage, options)[0]
+    out, _ = decode_attention(query, storage, options, key, value)
+    storage.count_appended(key.shape[2])
+    return out
+
+
+def decode_attention(
+    query: Tensor, storage: LayerStorage, options: CacheOptions, key: Tensor | None = None, value: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attend causally to a cache, and store new keys and values without counting them on the host.
+
+    The last query is at the position of the last key.
 
     Args:
         query: bf16 or fp16 ``[B, Hq, T, D]``, ``T <= 16``, any strides, in the dtype of the cache.
         storage: The cache, on the device of ``query``.
         options: Causal, without a mask.
+        key: New keys ``[B, Hkv, T, D]``; ``None`` if the cache already holds the keys of the queries.
+        value: New values ``[B, Hkv, T, Dv]``; ``None`` with ``key``.
 
     Returns:
         Output ``[B, Hq, T, Dv]`` in the dtype of ``query``, 0 in rows that see no key, with ``.transpose(1, 2)``
@@ -57,28 +77,6 @@ def decode_attention(query: Tensor, storage: LayerStorage, options: CacheOptions
         raise ValueError(
             f"query must have at most {MAX_QUERIES} positions, got {query.shape[2]}; use the prefill kernel"
         )
-    return _run(query, None, None, storage, options)
-
-
-def decode_step(query: Tensor, key: Tensor, value: Tensor, storage: LayerStorage, options: CacheOptions) -> Tensor:
-    """Store the keys and values of the queries and attend, without synchronizing.
-
-    Equals :func:`~dma_kernels.cache.append.append_tokens` followed by :func:`decode_attention`, in two launches. The
-    cache must have residual KV for the new tokens.
-    """
-    # Without a band, later queries must read a tile that the new keys complete as codes.
-    if query.numel() == 0 or key.numel() == 0 or (key.shape[2] > 1 and storage.diagonal_tiles == 0):
-        append_tokens(storage, key, value)
-        return decode_attention(query, storage, options)[0]
-    out, _ = _run(query, key, value, storage, options)
-    storage.count_appended(key.shape[2])
-    return out
-
-
-def _run(
-    query: Tensor, key: Tensor | None, value: Tensor | None, storage: LayerStorage, options: CacheOptions
-) -> tuple[Tensor, Tensor]:
-    """Return the output and the log-sum-exp of :func:`decode_attention`; store new keys and values if there are any."""
     if query.numel() == 0:
         return new_results(query, storage.value_residual)
     given, signature = _given_and_signature(query, key, value, options)

@@ -65,15 +65,6 @@ class DecodeSizes(NamedTuple):
     sink_tiles: int  # tiles of the sink KV
 
 
-class Splits(NamedTuple):
-    """Output of the decode kernel, for the combine kernel."""
-
-    # per kv head: its first split, its number of splits, and ``lengths`` of its row, int32 ``[B, Hkv, 3]``
-    heads: Any
-    out: Any  # partial outputs, fp32 ``[splits * blocks * 8, Dv]``
-    lse: Any  # base-2 log-sum-exp of the partial outputs, fp32 ``[splits * blocks * 8]``
-
-
 class HeadWork(NamedTuple):
     """Work of a kv head. Tiles that are high for some queries and low for others count as both."""
 

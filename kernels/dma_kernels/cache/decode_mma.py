@@ -303,10 +303,7 @@ def to_probability_operand(p, scale, BITS: tl.constexpr, W: tl.constexpr):
 @jit
 def combine_bytes(x, W: tl.constexpr):
     """Return ``256 h + l`` as fp32 ``[B, N, C]`` from products with both bytes, ``[B, N, 2 C]``."""
-    B: tl.constexpr = x.shape[0]
-    N: tl.constexpr = x.shape[1]
-    C: tl.constexpr = x.shape[2] // 2
-    upper, lower = gl.split(gl.reshape(x, [B, N, C, 2]))
+    upper, lower = gl.split(gl.reshape(x, [x.shape[0], x.shape[1], x.shape[2] // 2, 2]))
     x = (upper * 256 + lower).to(gl.float32)
     return gl.convert_layout(x, scores_layout(W), assert_trivial=True)
 
@@ -341,19 +338,14 @@ def repeat_rows(x, ROWS: tl.constexpr, LAYOUT: tl.constexpr):
 @jit
 def to_second_operand(x, W: tl.constexpr):
     """Return a 16-bit result ``[B, N, 8]`` as a second operand."""
-    B: tl.constexpr = x.shape[0]
-    N: tl.constexpr = x.shape[1]
-    x = rearrange(_transpose_blocks(x), "BNgC -> B NC g", [B, N // 8, 8])
+    x = rearrange(_transpose_blocks(x), "BNgC -> B NC g", [x.shape[0], x.shape[1] // 8, 8])
     return gl.convert_layout(x, operand_layout(W, 1), assert_trivial=True)
 
 
 @jit
 def reduce_lanes(x, LAYOUT: tl.constexpr):
     """Sum every eighth row of ``[B, N, C]`` to ``[B, 8, C]``, without exchange between lanes."""
-    B: tl.constexpr = x.shape[0]
-    N: tl.constexpr = x.shape[1]
-    C: tl.constexpr = x.shape[2]
-    return gl.convert_layout(gl.sum(gl.reshape(x, [B, N // 8, 8, C]), 1), LAYOUT)
+    return gl.convert_layout(gl.sum(gl.reshape(x, [x.shape[0], x.shape[1] // 8, 8, x.shape[2]]), 1), LAYOUT)
 
 
 @jit

@@ -17,11 +17,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from ..device.arithmetic import narrow
-from ..device.softmax import LOG2_E, combined_log_sum_exp
+from ..device.softmax import LOG2_E, Splits, combined_log_sum_exp
 from ..device.tiles import TILE, TILE_SHIFT
 from ..runtime.launch import ASSERTS, launch_kernel
 from .append import MAX_REGISTERS, PIECES, append_head, append_warps
-from .decode_kernel import Splits
 from .decode_mma import QUERIES
 from .formats import VALUE_GROUP
 from .kernel_args import CacheInputs, CacheSizes, PageConfig, Strided

@@ -81,10 +81,8 @@ def block_amax(x, SIZE: tl.constexpr):
 
     The bits of magnitudes sort like the numbers, with infinity and NaN above all others.
     """
-    ROWS: tl.constexpr = x.shape[0]
-    WIDTH: tl.constexpr = x.shape[1]
     bits = tl.abs(x).to(tl.int32, bitcast=True)
-    return tl.max(tl.reshape(bits, [ROWS, WIDTH // SIZE, SIZE]), 2)
+    return tl.max(tl.reshape(bits, [x.shape[0], x.shape[1] // SIZE, SIZE]), 2)
 
 
 @triton.jit

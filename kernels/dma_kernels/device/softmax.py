@@ -1,12 +1,24 @@
-"""The end of an online softmax in base 2: the sink logit and the log of the denominator, elementwise."""
+"""The end of an online softmax in base 2: the sink logit and the log of the denominator, elementwise; and splits."""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+
+
+class Splits(NamedTuple):
+    """What CTAs that share the keys of a head write. A split has the rows of a block of its queries."""
+
+    # per head: its first split and its number of splits, int32 ``[heads, 2]``. In decoding also ``lengths`` of its row,
+    # int32 ``[B, Hkv, 3]``.
+    heads: Any
+    out: Any  # partial outputs, fp32 ``[splits * rows, Dv]``
+    lse: Any  # base-2 log-sum-exp of the partial outputs, fp32 ``[splits * rows]``
 
 
 @triton.jit

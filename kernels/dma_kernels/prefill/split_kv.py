@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import triton
 
+from ..device.softmax import Splits
 from ..numerics.geometry import LOG2_E
 from ..numerics.layout import Strided
 from ..runtime import chip
@@ -18,7 +19,7 @@ from ..runtime.launch import launch_kernel
 from .config import split_kv_config
 from .constants import SplitKVConstants
 from .operands import new_results
-from .split_kv_kernel import PerRow, Splits, combine_splits_kernel, split_kv_kernel
+from .split_kv_kernel import PerRow, combine_splits_kernel, split_kv_kernel
 
 
 def attend(

@@ -28,14 +28,6 @@ _ROWS = tl.constexpr(32)
 """Batch rows whose work is computed at once."""
 
 
-class Splits(NamedTuple):
-    """Output of the first kernel. A split has ``BLOCK_M`` rows."""
-
-    heads: Any  # per head: its first split and its number of splits, int32 ``[heads, 2]``
-    out: Any  # partial outputs, fp32 ``[splits * BLOCK_M, Dv]``
-    lse: Any  # base-2 log-sum-exp of the partial outputs, fp32 ``[splits * BLOCK_M]``
-
-
 class PerRow(NamedTuple):
     """Integers of each batch row on the device; ``ptr`` is ``None`` for missing ones."""
 
@@ -151,7 +143,8 @@ def split_kv_kernel(
 
     - ``query``, ``key``, ``value``: 16-bit :class:`~dma_kernels.numerics.layout.Strided` ``[B, H, T, D]``;
       ``mask``: uint8 ``[B, Hq, Tq, Tk]``, or without a pointer.
-    - ``splits``: :class:`Splits`. ``q_offset`` to ``batch``: the fields of :class:`Sequence`.
+    - ``splits``: :class:`~..device.softmax.Splits` of ``BLOCK_M`` rows. ``q_offset`` to ``batch``: see
+      :class:`Sequence`.
     - ``m_blocks``: blocks of ``BLOCK_M`` rows of a kv head.
     - ``softcap``, ``logit_scale``: in base 2; ``softcap`` may be ``None``.
     - ``CONFIG``: :class:`~.constants.SplitKVConstants`.

@@ -457,10 +457,7 @@ def prefill_warp_specialized_kernel(
 
     - ``q_desc``: queries of high tiles, 16-bit ``[B, Hq, Tq, D]``.
     - ``q_low_desc``: queries of low tiles, 8-bit or 16-bit ``[B, Hq, Tq, D]``.
-    - ``k_desc``, ``v_desc``: keys and values of high tiles, 16-bit ``[B, Hkv, T, D]``.
-    - ``k_low_desc``: keys of low tiles, a matrix of rows of ``D`` elements, 8-bit or 16-bit.
-    - ``v_low_desc``: values of low tiles: E4M3, a matrix whose rows are a channel's 128 values of a tile; or like
-      ``v_desc``.
+    - ``k_desc``, ``v_desc``, ``k_low_desc``, ``v_low_desc``: :class:`~.pipeline.KVSource`. Low keys have 8 or 16 bits.
     - ``out_ptr``: ``[B, Hq, Tq, D]``, with the strides ``stride_ob``, ``stride_oh`` and ``stride_ot``.
     - ``q_descale_ptr``: fp32 ``[2, B, Hq, Tq]``: what converts the scores of low tiles, before the key descale, to
       base-2 logits; and the products of query and mean key (:class:`~.quantize_q.QuantizedQueries`).
