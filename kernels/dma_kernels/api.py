@@ -189,19 +189,15 @@ def _compute(call: AttentionCall) -> Sequence[Tensor]:
     """Check the settings, then run the plan, which checks the tensors, directly or through the operator."""
     check_settings(call)
     if not needs_operator(_tensors_of(call)):
-        return _run(call)
+        if call.sinks is not None:
+            call = call._replace(sinks=call.sinks.contiguous())
+        return plan(call.layouts()).run(call)
     check_call(call)
     (q_offset, q_rows), (kv_offset, kv_rows) = map(_split_offset, (call.q_offset, call.kv_offset))
     return _attention(
         call, call.query, call.key, call.value, q_offset, kv_offset or 0, q_rows, kv_rows, call.kv_range,
         of_four_dimensions(call.mask), call.sinks,
     )  # fmt: skip
-
-
-def _run(call: AttentionCall) -> Sequence[Tensor]:
-    if call.sinks is not None:
-        call = call._replace(sinks=call.sinks.contiguous())
-    return plan(call.layouts()).run(call)
 
 
 def _split_offset(offset: Any) -> tuple[Any, Tensor | None]:
@@ -215,13 +211,15 @@ def _call_of(arguments: Sequence[Any], recipe: Recipe, backend: str, tile_counts
     is_causal, window, scale, softcap = options
     return AttentionCall(
         query, key, value, recipe, is_causal, scale, q_offset if q_rows is None else q_rows,
-        kv_offset if kv_rows is None else kv_rows, kv_range, window, softcap, sinks, mask, tile_counts, backend,
+        kv_offset if kv_rows is None else kv_rows, kv_range, window, softcap,
+        None if sinks is None else sinks.contiguous(), mask, tile_counts, backend,
     )  # fmt: skip
 
 
 def _run_operator(*arguments: Any) -> tuple[Tensor, ...]:
     *given, recipe, backend, tile_counts = arguments
-    return tuple(_run(_call_of(given, recipe, backend, tile_counts)))
+    call = _call_of(given, recipe, backend, tile_counts)
+    return tuple(plan(call.layouts()).run(call))
 
 
 def _run_fake(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, ...]:

@@ -70,11 +70,6 @@ def _may_be_dual(tensor: Any) -> bool:
     return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
-def _is_transformed() -> bool:
-    """Whether a transform of ``torch.func`` is active; a compiler has its own ones."""
-    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
-
-
 def register(
     name: str,
     arguments: str,
@@ -140,9 +135,6 @@ def register(
             gradients[at_sinks] = grad_sinks
         return tuple(gradients)
 
-    def save_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """The gradient has no gradient."""
-
     def refuse(ctx: Any, *gradients: Tensor | None) -> Any:
         raise RuntimeError("attention has no second derivative; differentiate once")
 
@@ -153,7 +145,7 @@ def register(
     schema = f"(Tensor grad_out, {arguments}) -> (Tensor, Tensor, Tensor, Tensor)"
     backward_op = torch.library.custom_op(f"{name}_backward", run_gradient, mutates_args=(), schema=schema)
     backward_op.register_fake(fake_gradient)
-    run_backward = _unless_transformed(backward_op, save_nothing, refuse, has_vmap)
+    run_backward = _unless_transformed(backward_op, lambda *_: None, refuse, has_vmap)
     run_forward = _unless_transformed(op, save, backward, has_vmap)
 
     def call_operator(call: AttentionCall, *inputs: Any) -> list[Tensor]:
@@ -175,6 +167,8 @@ def _unless_transformed(op: Any, save: Any, backward: Any, has_vmap: bool) -> Ca
     transformed: Any = type("_Transformed", (torch.autograd.Function,), {**members, "generate_vmap_rule": has_vmap})
 
     def call(*inputs: Any) -> Any:
-        return transformed.apply(*inputs) if _is_transformed() else op(*inputs)
+        # A compiler has transforms of its own.
+        is_transformed = not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+        return transformed.apply(*inputs) if is_transformed else op(*inputs)
 
     return call

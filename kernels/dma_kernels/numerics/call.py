@@ -87,11 +87,6 @@ class AttentionCall(NamedTuple):
         return bool(self.is_causal and q_len < SHORT_CALL and kv_len > q_len and self.recipe.high == UNQUANTIZED)
 
     @property
-    def effective_recipe(self) -> Recipe:
-        """The recipe that the call computes: ``recipe``, or exact attention if the call is short."""
-        return self.recipe.of_high_tiles if self.is_short else self.recipe
-
-    @property
     def first_query(self) -> Any:
         """Position of query 0, or one per batch row: ``q_offset`` or its default."""
         if self.q_offset is not None:

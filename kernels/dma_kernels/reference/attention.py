@@ -79,7 +79,7 @@ def attention_reference(call: AttentionCall) -> tuple[Tensor, Tensor]:
         the softmax denominator, fp32 (fp64 for fp64) ``[B, Hq, Tq]``. Sinks count in it: a row that sees no key has
         its sink logit there, and ``-inf`` without sinks.
     """
-    recipe = call.effective_recipe
+    recipe = call.recipe.of_high_tiles if call.is_short else call.recipe
     operands, geometry, _ = _prepare(call, recipe)
     return attend_prepared(
         operands, geometry, recipe, dtype=call.query.dtype, scale=call.score_scale, softcap=call.softcap,

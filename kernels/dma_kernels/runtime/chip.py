@@ -50,7 +50,8 @@ def device_arch(device: torch.device) -> int:
     """Return the compute capability of a CUDA device, major times ten plus minor."""
     if device.type == "cpu" and is_interpreted():
         return INTERPRETED_ARCH
-    return 10 * int(_properties_of(device).major) + int(_properties_of(device).minor)
+    properties = _properties_of(device)
+    return 10 * int(properties.major) + int(properties.minor)
 
 
 def has_block_scaled_mma(arch: int, channels: int) -> bool:
