@@ -282,14 +282,9 @@ def decode_kernel(
             acc = gl.full([G * W, 64, C], 0.0, gl.float32, SUMS)
             if first_tile < end_tile:
                 if CONFIG.LAYOUT.key_hadamard > 1:
-                    q = load_rotated_queries(
-                        query, i_b, i_kv, i_block, sizes.q_len, GROUP, CONFIG.D, CONFIG.BLOCK_D, W, C,
-                        CONFIG.LAYOUT.key_hadamard,
-                    )  # fmt: skip
+                    q = load_rotated_queries(query, i_b, i_kv, i_block, sizes.q_len, C, CONFIG)
                 else:
-                    q = load_queries(
-                        query, i_b, i_kv, i_block, sizes.q_len, GROUP, CONFIG.D, CONFIG.BLOCK_D, W, False, C
-                    )
+                    q = load_queries(query, i_b, i_kv, i_block, sizes.q_len, C, False, CONFIG)
                 acc, l_i, m_i = attend_low(
                     q, cache, cache.page_table + i_b * sizes.max_pages, i_kv, first_tile, end_tile, low_pos, sizes,
                     softcap, logit_scale, CONFIG,
@@ -307,7 +302,7 @@ def decode_kernel(
             l_i = gl.full([W, 8, 8], 0.0, gl.float32, MMA)
             acc = gl.full([G * W, 64, 8], 0.0, gl.float32, MMA)
             if first < work.high_steps:
-                q = load_queries(query, i_b, i_kv, i_block, sizes.q_len, GROUP, CONFIG.D, CONFIG.BLOCK_D, W, True, 8)
+                q = load_queries(query, i_b, i_kv, i_block, sizes.q_len, 8, True, CONFIG)
                 acc, l_i, m_i = attend_high(
                     q, key, key_base, value, value_base, cache, unquantized_row, i_kv, work, first,
                     gl.minimum(last, work.high_steps), stored, high_pos, sizes, softcap, logit_scale, CONFIG, HAS_NEW,

@@ -263,24 +263,26 @@ class AsyncCopies(NamedTuple):
     scales: Any  # buffers of scales and zero points: two of keys, one of values
     code_offsets: Any  # words from the start of a page block, in the first step
     scale_offsets: Any
+    step_words: Any  # words of the codes of a step
+    scale_words: Any  # words between the scales of keys and their zero points
 
 
 @jit
-def _load_keys_async(has_tile, block, keys, i_step: tl.constexpr, STEP_WORDS: tl.constexpr, SCALE_WORDS: tl.constexpr):
+def _load_keys_async(has_tile, block, keys, i_step: tl.constexpr):
     """Copy one step of a tile's key codes asynchronously, with the first step also scales and zero points."""
     if has_tile:
         if i_step == 0:
             CHANNELS: tl.constexpr = key_scales_layout(block.shape[0])
             scales = gl.convert_layout(block, axis_layout(CHANNELS, 3, 0))[:, None, None] + keys.scale_offsets
             for i in gl.static_range(2):
-                async_load(keys.scales[i], scales + i * SCALE_WORDS)
+                async_load(keys.scales[i], scales + i * keys.scale_words)
         codes = keys.codes[i_step % len(keys.codes)]
-        async_load(codes, block[:, None, None] + (keys.code_offsets + i_step * STEP_WORDS))
+        async_load(codes, block[:, None, None] + (keys.code_offsets + i_step * keys.step_words))
     commit_group()
 
 
 @jit
-def _load_values_async(has_tile, block, values, i_step: tl.constexpr, STEP_WORDS: tl.constexpr):
+def _load_values_async(has_tile, block, values, i_step: tl.constexpr):
     """Copy one step of a tile's value codes asynchronously, with the first step also scales and zero points."""
     W: tl.constexpr = block.shape[0]
     if has_tile:
@@ -289,7 +291,7 @@ def _load_values_async(has_tile, block, values, i_step: tl.constexpr, STEP_WORDS
             async_load(values.scales[0], tokens + values.scale_offsets)
         rows = gl.convert_layout(block, axis_layout(codes_layout(W, 4), 4, 1))[None, :, None, None]
         codes = values.codes[i_step % len(values.codes)]
-        async_load(codes, rows + (values.code_offsets + i_step * STEP_WORDS))
+        async_load(codes, rows + (values.code_offsets + i_step * values.step_words))
     commit_group()
 
 
@@ -311,19 +313,16 @@ def _split_steps(x, STEPS: tl.constexpr, W: tl.constexpr):
 
 
 @jit
-def _load_ahead(
-    i_load: tl.constexpr, block, has_next, next_block, keys, values, STEPS: tl.constexpr, K_STEP: tl.constexpr,
-    V_STEP: tl.constexpr, SCALE_WORDS: tl.constexpr,
-):  # fmt: skip
+def _load_ahead(i_load: tl.constexpr, block, has_next, next_block, keys, values, STEPS: tl.constexpr):
     """Start a load: those of a tile's ``STEPS`` steps of keys, then of values, then those of the next tile."""
     if i_load < STEPS:
-        _load_keys_async(True, block, keys, i_load, K_STEP, SCALE_WORDS)
+        _load_keys_async(True, block, keys, i_load)
     elif i_load < 2 * STEPS:
-        _load_values_async(True, block, values, i_load - STEPS, V_STEP)
+        _load_values_async(True, block, values, i_load - STEPS)
     elif i_load < 3 * STEPS:
-        _load_keys_async(has_next, next_block, keys, i_load - 2 * STEPS, K_STEP, SCALE_WORDS)
+        _load_keys_async(has_next, next_block, keys, i_load - 2 * STEPS)
     else:
-        _load_values_async(has_next, next_block, values, i_load - 3 * STEPS, V_STEP)
+        _load_values_async(has_next, next_block, values, i_load - 3 * STEPS)
 
 
 @jit
@@ -376,8 +375,6 @@ def attend_low(q, cache, page_table, i_kv, first, last, q_pos, sizes, softcap, l
     KEY_SCALES: tl.constexpr = TILE * STORED * BITS // 32
     VALUE_CODES: tl.constexpr = CONFIG.KEY_WORDS
     VALUE_SCALES: tl.constexpr = VALUE_CODES + TILE * VALUE_STORED * BITS // 32
-    K_STEP: tl.constexpr = STEP * STORED * BITS // 32
-    V_STEP: tl.constexpr = STEP * VALUE_STORED * BITS // 32
     pages = cache.kv_pages + i_kv * CONFIG.PAGE_WORDS
     # Padded channels are read from the last stored block: their queries are 0 and their outputs are not stored.
     o_k = gl.arange(0, 128, layout=axis_layout(KEYS, 3, 2))[None, None, :]
@@ -418,11 +415,13 @@ def attend_low(q, cache, page_table, i_kv, first, last, q_pos, sizes, softcap, l
         v_buffers = _view_buffers(k_buffers, [G, W, 2 * STEP // CO, 128])
     scale_buffers = _buffers(2, [W, BLOCK_D // 32, 16])
     pair_buffers = _buffers(1, [G, W, TILE // 32, 32])
-    key_copies = AsyncCopies(k_buffers, scale_buffers, k_offsets, scale_offsets)
-    value_copies = AsyncCopies(v_buffers, pair_buffers, v_offsets, pair_offsets)
+    key_copies = AsyncCopies(
+        k_buffers, scale_buffers, k_offsets, scale_offsets, STEP * STORED * BITS // 32, STORED // 2
+    )
+    value_copies = AsyncCopies(v_buffers, pair_buffers, v_offsets, pair_offsets, STEP * VALUE_STORED * BITS // 32, 0)
     block = _page_blocks(pages, page_table, gl.minimum(first + o_w, last - 1), cache, sizes)
     for i_load in gl.static_range(STAGES):
-        _load_ahead(i_load, block, True, block, key_copies, value_copies, STEPS, K_STEP, V_STEP, STORED // 2)
+        _load_ahead(i_load, block, True, block, key_copies, value_copies, STEPS)
     for start in range(first, last, W):
         has_next = start + W < last
         next_tile = gl.minimum(start + W + o_w, last - 1)
@@ -443,10 +442,7 @@ def attend_low(q, cache, page_table, i_kv, first, last, q_pos, sizes, softcap, l
             words = k_buffers[i_step % len(k_buffers)].load(KEYS)
             keys = to_key_operand(words.to(gl.uint32, bitcast=True), BITS, W, STEP, BLOCK_D)
             s = mma(keys, operand, gl.full([W, STEP, N], 0, gl.int32, MMA))
-            _load_ahead(
-                i_step + STAGES, block, has_next, next_block, key_copies, value_copies, STEPS, K_STEP, V_STEP,
-                STORED // 2,
-            )  # fmt: skip
+            _load_ahead(i_step + STAGES, block, has_next, next_block, key_copies, value_copies, STEPS)
             s = combine_bytes(s, W) * descale[:, None, :] + offset
             if CONFIG.HAS_SOFTCAP:
                 s = gl.where(is_tile, apply_softcap(s, softcap), float("-inf"))
@@ -481,10 +477,7 @@ def attend_low(q, cache, page_table, i_kv, first, last, q_pos, sizes, softcap, l
             words = v_buffers[i_step % len(v_buffers)].load(VALUES)
             values = to_value_operand(words.to(gl.uint32, bitcast=True), BITS, W, STEP, G)
             sums = mma(values, to_probability_operand(steps[i_step], rescale, BITS, W), sums)
-            _load_ahead(
-                STEPS + i_step + STAGES, block, has_next, next_block, key_copies, value_copies, STEPS, K_STEP, V_STEP,
-                STORED // 2,
-            )  # fmt: skip
+            _load_ahead(STEPS + i_step + STAGES, block, has_next, next_block, key_copies, value_copies, STEPS)
         acc = acc * alpha + combine_bytes(sums, W) * (beta * largest * (1.0 / (_MAX_INT16 * (1 << (8 - BITS)))))
         block = next_block
     wait_group(0)

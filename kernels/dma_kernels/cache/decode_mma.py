@@ -357,52 +357,48 @@ def to_scale_operand(x, y, W: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @jit
 def load_queries(
-    query, i_b, i_kv, i_block, q_len,
-    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, W: tl.constexpr, UNQUANTIZED: tl.constexpr,
-    QUERIES: tl.constexpr,
-):  # fmt: skip
+    query, i_b, i_kv, i_block, q_len, QUERIES: tl.constexpr, UNQUANTIZED: tl.constexpr, CONFIG: tl.constexpr
+):
     """Load a block of queries as a second operand ``[W, D, N]``.
 
     ``UNQUANTIZED``: one query in each of 8 columns, channels in the order of unquantized keys. Otherwise ``QUERIES`` of
     them in two columns each.
     """
-    LAYOUT: tl.constexpr = operand_layout(W, 1)
+    GROUP: tl.constexpr = CONFIG.GROUP
+    LAYOUT: tl.constexpr = operand_layout(CONFIG.W, 1)
     N: tl.constexpr = 8 if UNQUANTIZED else 2 * QUERIES
-    o_d = gl.arange(0, BLOCK_D, layout=axis_layout(LAYOUT, 3, 1))[None, :, None]
+    o_d = gl.arange(0, CONFIG.BLOCK_D, layout=axis_layout(LAYOUT, 3, 1))[None, :, None]
     column = gl.arange(0, N, layout=axis_layout(LAYOUT, 3, 2))[None, None, :]
     if UNQUANTIZED:
         o_d = o_d // 32 * 32 + o_d % 8 // 2 * 8 + o_d % 32 // 8 * 2 + o_d % 2
     else:
         column = column // 2
     column += i_block * 8
-    o_w = gl.arange(0, W, layout=axis_layout(LAYOUT, 3, 0))[:, None, None]
+    o_w = gl.arange(0, CONFIG.W, layout=axis_layout(LAYOUT, 3, 0))[:, None, None]
     i_t = column // GROUP
     head = i_kv * GROUP + column % GROUP
     offset = i_b * query.stride_b + head * query.stride_h + i_t.to(gl.int64) * query.stride_t
     offset = offset + o_d.to(gl.int64) * query.stride_d + o_w * 0
-    return gl.load(query.ptr + offset, mask=(i_t < q_len) & (o_d < D) & (o_w >= 0), other=0.0)
+    return gl.load(query.ptr + offset, mask=(i_t < q_len) & (o_d < CONFIG.D) & (o_w >= 0), other=0.0)
 
 
 @jit
-def load_rotated_queries(
-    query, i_b, i_kv, i_block, q_len,
-    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, W: tl.constexpr, QUERIES: tl.constexpr,
-    HADAMARD: tl.constexpr,
-):  # fmt: skip
+def load_rotated_queries(query, i_b, i_kv, i_block, q_len, QUERIES: tl.constexpr, CONFIG: tl.constexpr):
     """Load a block of queries, rotate them, and store each in two columns of shared memory, fp32 ``[D, N]``.
 
     Queries are multiplied by the inverse of the matrix that rotated the keys, so that scores are unchanged.
     """
-    LAYOUT: tl.constexpr = gl.BlockedLayout([4, 1], [32, 1], [1, W], [0, 1])
-    o_d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(1, LAYOUT))[:, None]
+    GROUP: tl.constexpr = CONFIG.GROUP
+    LAYOUT: tl.constexpr = gl.BlockedLayout([4, 1], [32, 1], [1, CONFIG.W], [0, 1])
+    o_d = gl.arange(0, CONFIG.BLOCK_D, layout=gl.SliceLayout(1, LAYOUT))[:, None]
     column = i_block * 8 + gl.arange(0, QUERIES, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     i_t = column // GROUP
     head = i_kv * GROUP + column % GROUP
     offset = i_b * query.stride_b + head * query.stride_h + i_t.to(gl.int64) * query.stride_t
     offset = offset + o_d.to(gl.int64) * query.stride_d
-    x = gl.load(query.ptr + offset, mask=(i_t < q_len) & (o_d < D), other=0.0).to(gl.float32)
-    x = inverse_hadamard(x, o_d, HADAMARD, LAYOUT)
-    x = gl.reshape(gl.join(x, x), [BLOCK_D, 2 * QUERIES])
+    x = gl.load(query.ptr + offset, mask=(i_t < q_len) & (o_d < CONFIG.D), other=0.0).to(gl.float32)
+    x = inverse_hadamard(x, o_d, CONFIG.LAYOUT.key_hadamard, LAYOUT)
+    x = gl.reshape(gl.join(x, x), [CONFIG.BLOCK_D, 2 * QUERIES])
     return gl.allocate_shared_memory(gl.float32, x.shape, gl.SwizzledSharedLayout(1, 1, 1, [0, 1]), x)
 
 

@@ -104,7 +104,6 @@ class MultiCTAConfig:
     """Configuration of Hopper's multi-CTA kernel, which runs several CTAs per SM."""
 
     kernel: ClassVar[str] = "multi-CTA"  # name of the kernel in reports
-    key_stages: int  # pipeline stages of keys, 1 or 2; 2 for 16-bit low keys
     value_stages: int  # pipeline stages of values, 1 or 2
     registers: int  # registers per thread
     # most keys that a query attends to on average, in calls that are long enough for the warp-specialized kernel
@@ -301,11 +300,11 @@ def multi_cta_config(arch: int, path: ComputePath, head_dim: int) -> MultiCTACon
     if arch != 90 or head_dim not in MULTI_CTA_HEAD_DIMS or path.low_key is None:
         return None
     if head_dim == 64:
-        return MultiCTAConfig(key_stages=2, value_stages=2, registers=128, max_mean_keys=7_168)  # four CTAs per SM
+        return MultiCTAConfig(value_stages=2, registers=128, max_mean_keys=7_168)  # four CTAs per SM
     are_keys_8bit, are_values_8bit = path.low_key is not DEQUANTIZED, path.low_value is E4M3_VALUES
     # Three CTAs per SM. Faster than the warp-specialized kernel up to this many keys (H200, Triton 3.6).
     max_mean_keys = {2: 4_096, 1: 2_560, 0: 1_536}[are_keys_8bit + are_values_8bit]
-    return MultiCTAConfig(key_stages=2, value_stages=1, registers=168, max_mean_keys=max_mean_keys)
+    return MultiCTAConfig(value_stages=1, registers=168, max_mean_keys=max_mean_keys)
 
 
 def warp_specialized_config(arch: int, path: ComputePath, head_dim: int) -> WarpSpecializedConfig | None:

@@ -311,7 +311,7 @@ def prefill_multi_cta_kernel(
     """
     D: gl.constexpr = CONFIG.block_d
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
-    K_STAGES: gl.constexpr = CONFIG.tuning.key_stages
+    K_STAGES: gl.constexpr = 2
     V_STAGES: gl.constexpr = CONFIG.tuning.value_stages
     IS_CAUSAL: gl.constexpr = CONFIG.is_causal
     MASKS_LOW: gl.constexpr = CONFIG.masks_low
