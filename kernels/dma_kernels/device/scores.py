@@ -160,17 +160,14 @@ class Visibility(NamedTuple):
 
 
 @triton.jit
-def logits(
-    s, scale, qk_bias, softcap, q_pos, k_pos, visibility, is_masked, IS_CAUSAL: tl.constexpr,
-    HAS_QK_BIAS: tl.constexpr,
-):  # fmt: skip
+def logits(s, scale, qk_bias, softcap, q_pos, k_pos, visibility, is_masked, IS_CAUSAL: tl.constexpr):
     """Return the base-2 logits of a block: scaled, softcapped and masked scores, fp32 ``[BM, BN]``.
 
-    ``scale`` ``[BM]`` converts scores to base-2 logits. ``qk_bias`` ``[BM]`` is the bias of key smoothing, added if
-    ``HAS_QK_BIAS``. ``softcap`` is in base 2, or ``None``. ``is_masked``: a query may not attend to a key of the block.
+    ``scale`` ``[BM]`` converts scores to base-2 logits. ``qk_bias`` ``[BM]`` is the bias of key smoothing, or
+    ``None``. ``softcap`` is in base 2, or ``None``. ``is_masked``: a query may not attend to a key of the block.
     """
     s = s.to(tl.float32) * scale[:, None]
-    if HAS_QK_BIAS:
+    if qk_bias is not None:
         s += qk_bias[:, None]
     if softcap is not None:
         s = apply_softcap(s, softcap)

@@ -95,10 +95,12 @@ def _stage_queries(
 @triton.jit
 def _attend_to_high(
     acc, m_i, l_i, q, q_scale, row_scale, bias, qk_bias, softcap, block, o_h,
-    key, k_rows, v_rows, k_scale_ptr, k_desc, v_desc, k_len, kv_len, HAS_SEQ_INFO: tl.constexpr,
-    BIAS_IN_LSE: tl.constexpr, BIAS_IN_LOGITS: tl.constexpr, CONFIG: tl.constexpr,
+    key, k_rows, v_rows, k_scale_ptr, k_desc, v_desc, k_len, kv_len, HAS_SEQ_INFO: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the high tiles: the sinks, then the band; all tiles if the recipe has one precision."""
+    """Attend to the high tiles: the sinks, then the band; all tiles if the recipe has one precision.
+
+    ``bias`` is subtracted from scores, and ``qk_bias`` added to logits before the softcap; either may be ``None``.
+    """
     D: tl.constexpr = CONFIG.head_dim
     BLOCK_D: tl.constexpr = CONFIG.block_d
     BLOCK_H: tl.constexpr = CONFIG.tuning.high_block_n
@@ -119,12 +121,11 @@ def _attend_to_high(
                 D, BLOCK_D, BLOCK_H,
             )  # fmt: skip
         s = score(q, q_scale, k, k_scale, FORM, FORMAT, FORMAT)
-        if FORM == "raw" and BIAS_IN_LSE:
+        if bias is not None:
             s -= bias[:, None]
         s = logits(
             s, row_scale, qk_bias, softcap, block.q_pos, position + o_h, block.visibility,
             (position < block.full_start) | (position + BLOCK_H > block.full_end), CONFIG.is_causal,
-            BIAS_IN_LOGITS and FORM != "raw",
         )  # fmt: skip
         v_row = storage_row(position, block.k_start, block.aligned_start, "raw")
         v = load_unquantized(
@@ -141,7 +142,7 @@ def _attend_to_high(
 def _attend_to_low(
     acc, m_i, l_i, q, q_scale, row_scale, qk_bias, softcap, skip_threshold, tile_counts_ptr, block, o_n,
     k_low_ptr, k_low_scale_ptr, k_low_descale_ptr, v_rows, k_low_desc, v_low_desc, v_low_len, storage_len, head_tile,
-    HAS_SEQ_INFO: tl.constexpr, BIAS_IN_LOGITS: tl.constexpr, CONFIG: tl.constexpr,
+    HAS_SEQ_INFO: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Attend to the low tiles: masked ones, then full ones."""
     DV: tl.constexpr = CONFIG.value_dim
@@ -196,10 +197,7 @@ def _attend_to_low(
             # If a CTA has two blocks of 64 queries, each skips tiles independently.
             IS_SCALED: tl.constexpr = softcap is not None or not IS_FULL or (SKIPS and BLOCK_M > _SKIP_BLOCK)
             if IS_SCALED:
-                s = logits(
-                    s, tile_scale, qk_bias, softcap, q_pos, position + o_n, visibility, not IS_FULL, IS_CAUSAL,
-                    BIAS_IN_LOGITS,
-                )  # fmt: skip
+                s = logits(s, tile_scale, qk_bias, softcap, q_pos, position + o_n, visibility, not IS_FULL, IS_CAUSAL)
             if SKIPS:
                 i_tile = i_block >> (TILE_SHIFT - N_SHIFT)
                 if BLOCK_N == TILE:
@@ -210,7 +208,7 @@ def _attend_to_low(
                     # First block of a tile in this loop: score the whole tile for its row maxima.
                     row_max = _tile_maximum(
                         q, q_scale, tile_scale, qk_bias, softcap, i_tile, block, o_n, k_low_ptr, k_low_scale_ptr,
-                        storage_len, BIAS_IN_LOGITS, CONFIG,
+                        storage_len, CONFIG,
                     )  # fmt: skip
                 if i_tile != tile:
                     # NaN keeps a tile.
@@ -251,7 +249,7 @@ def _attend_to_low(
 @triton.jit
 def _tile_maximum(
     q, q_scale, tile_scale, qk_bias, softcap, i_tile, block, o_n, k_low_ptr, k_low_scale_ptr, storage_len,
-    BIAS_IN_LOGITS: tl.constexpr, CONFIG: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Return the largest logit of each query in a low tile, fp32 ``[BLOCK_M]``."""
     BLOCK_N: tl.constexpr = CONFIG.tuning.block_n
@@ -268,7 +266,7 @@ def _tile_maximum(
         )  # fmt: skip
         s = logits(
             score(q, q_scale, k, k_scale, FORM, Q_FORMAT, K_FORMAT), tile_scale, qk_bias, softcap, block.q_pos,
-            position + o_n, block.visibility, True, CONFIG.is_causal, BIAS_IN_LOGITS,
+            position + o_n, block.visibility, True, CONFIG.is_causal,
         )  # fmt: skip
         row_max = tl.maximum(row_max, tl.max(s, 1))
     return row_max
@@ -451,10 +449,11 @@ def prefill_kernel(
     head_tile = i_head * (storage_len >> TILE_SHIFT)  # tile 0 of the head, among all tiles of tile-padded storage
     if k_descale_ptr is not None:
         row_scale *= tl.load(k_descale_ptr + i_head)
+    logits_bias = qk_bias if BIAS_IN_LOGITS else None
     acc, m_i, l_i = _attend_to_high(
-        acc, m_i, l_i, q, q_scale, row_scale, bias, qk_bias, softcap, block, o_h,
-        key, k_rows, v_rows, k_scale_ptr, k_desc, v_desc, k_len, kv_len, HAS_SEQ_INFO, BIAS_IN_LSE, BIAS_IN_LOGITS,
-        CONFIG,
+        acc, m_i, l_i, q, q_scale, row_scale, bias if HIGH_FORM == "raw" and BIAS_IN_LSE else None,
+        None if HIGH_FORM == "raw" else logits_bias, softcap, block, o_h,
+        key, k_rows, v_rows, k_scale_ptr, k_desc, v_desc, k_len, kv_len, HAS_SEQ_INFO, CONFIG,
     )  # fmt: skip
 
     # ---- low tiles
@@ -478,9 +477,9 @@ def prefill_kernel(
             # Rescale the output to units of the E4M3 values; exact, because these are powers of two.
             acc *= (1.0 / tl.load(v_descale_ptr + i_head * DV + o_v, mask=o_v < DV, other=1.0))[None, :]
         acc, m_i, l_i = _attend_to_low(
-            acc, m_i, l_i, q_low, q_low_scale, low_row_scale, qk_bias, softcap, skip_threshold, tile_counts_ptr, block,
-            o_n, k_low_ptr, k_low_scale_ptr, k_low_descale_ptr, v_low_rows, k_low_desc, v_low_desc, v_low_len,
-            storage_len, head_tile, HAS_SEQ_INFO, BIAS_IN_LOGITS, CONFIG,
+            acc, m_i, l_i, q_low, q_low_scale, low_row_scale, logits_bias, softcap, skip_threshold, tile_counts_ptr,
+            block, o_n, k_low_ptr, k_low_scale_ptr, k_low_descale_ptr, v_low_rows, k_low_desc, v_low_desc, v_low_len,
+            storage_len, head_tile, HAS_SEQ_INFO, CONFIG,
         )  # fmt: skip
 
     _store(

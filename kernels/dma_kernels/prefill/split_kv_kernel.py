@@ -212,7 +212,7 @@ def split_kv_kernel(
         for i_key in tl.range(start, stop, BLOCK_N, num_stages=CONFIG.tuning.num_stages):
             k_pos = i_key + o_n
             k = load_in_range(k_rows, k_pos, start, stop, D, BLOCK_D)
-            s = logits(dot(q, tl.trans(k)), scale, scale, softcap, q_start + i_t, k_pos, visibility, True, True, False)
+            s = logits(dot(q, tl.trans(k)), scale, None, softcap, q_start + i_t, k_pos, visibility, True, True)
             v = load_in_range(v_rows, k_pos, start, stop, DV, BLOCK_DV)
             acc, m_i, l_i = attend(acc, m_i, l_i, s, scale, v, True, "raw", False)
         is_empty = l_i == 0.0
