@@ -18,6 +18,8 @@ from dma_hf.integrations import paged_cache
 
 LENGTHS = (5, 300, 17, 140, 300, 128)  # less than a tile, whole tiles, more than two
 COMPILED = CompileConfig(backend="eager", fullgraph=False, mode=None)
+# Each size of a batch is compiled, and the largest one is run, before the first request.
+DECODE_COMPILED = {"decode_compile_config": COMPILED, "num_blocks": 60, "max_batch_tokens": 160}
 
 
 @pytest.fixture
@@ -104,11 +106,20 @@ def test_batches_of_compiled_steps_are_padded_and_prompts_alone_are_not(
         compute(runner, model, batch)
 
     monkeypatch.setattr(ModelRunner, "compute_batch", note)
-    options = {"decode_compile_config": COMPILED, "max_requests_per_batch": 4, "num_blocks": 60}
+    options = DECODE_COMPILED | {"max_requests_per_batch": 4}
     options |= {"varlen_compile_config": COMPILED} if are_prompts_compiled else {}
-    outputs = generate_batch(llama, random_prompts((127, 9, 17)), 3, **options)
+    with torch.compiler.set_stance("force_eager"):  # the compiler would take ten times as long
+        outputs = generate_batch(llama, random_prompts((127, 9, 17)), 3, **options)
     assert (3 in rows) is not are_prompts_compiled  # the prompts
     assert rows[-1] == 4  # decode steps, padded to a power of 2
+    assert_as_alone(llama, outputs, parts)
+
+
+def test_compiled_decode_steps_equal_those_of_isolated_requests(llama, parts):
+    compiled = torch._dynamo.utils.counters["stats"]
+    compiled.clear()
+    outputs = generate_batch(llama, random_prompts((127, 9, 17)), 8, max_requests_per_batch=1, **DECODE_COMPILED)
+    assert compiled["unique_graphs"] > 0
     assert_as_alone(llama, outputs, parts)
 
 
