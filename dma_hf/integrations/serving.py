@@ -27,6 +27,7 @@ with private_imports():
     from transformers.generation.continuous_batching.cb_logits_processors import (
         ContinuousBatchingTopPLogitsWarper as BatchTopP,
     )
+    from transformers.generation.continuous_batching.model_runner import infer_max_single_request_tokens
 
 __all__ = [
     "BatchTopK",
@@ -40,4 +41,5 @@ __all__ = [
     "ModelManager",
     "ResponseHandler",
     "get_response_template",
+    "infer_max_single_request_tokens",
 ]

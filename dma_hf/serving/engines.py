@@ -6,18 +6,24 @@ Transformers' streamers decode tokens and parse reasoning and tool calls. Their 
 from __future__ import annotations
 
 import asyncio
-import time
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from dma_hf.integrations.serving import BatchTopK, BatchTopP, CBStreamer, DirectStreamer, GenerationCancelled
+from dma_hf.integrations.serving import (
+    BatchTopK,
+    BatchTopP,
+    CBStreamer,
+    DirectStreamer,
+    GenerationCancelled,
+    infer_max_single_request_tokens,
+)
 
 from .requests import ApiError, GenerationRequest
 
@@ -250,7 +256,7 @@ class Batched(Engine):
     """Continuous batching. Each request has its own temperature (0 is greedy), ``top_p`` and ``top_k``.
 
     Raises:
-        RuntimeError: The batches do not compile, or the generation thread does not start.
+        RuntimeError: The batches do not compile.
     """
 
     def __init__(self, model: Any, tokenizer: Any, batches: ContinuousBatchingConfig | None = None) -> None:
@@ -267,25 +273,10 @@ class Batched(Engine):
         temperature, top_k, top_p = processors
         top_k = _TopK(top_k)
         processors[:] = _BreakTies(), temperature, top_k, _TopP(top_p, top_k)
-        self._names = (f"request-{number}" for number in count())
         self._manager.warmup()  # otherwise the first requests would wait for captured graphs and compilers
+        room = infer_max_single_request_tokens(self._manager.batch_processor.cache)
+        self.room = min(room, self.room or room)
         self._manager.start()
-        while self._manager.batch_processor is None and self._manager.is_running():
-            time.sleep(0.01)
-        if not self.is_alive:
-            raise RuntimeError(self._reason)
-        cache_room = self._cache_room()
-        self.room = min(cache_room, self.room or cache_room)
-
-    def _cache_room(self) -> int:
-        """Return how many tokens of one request the paged cache holds."""
-        cache = self._manager.batch_processor.cache
-        allocators = cache.cache_allocators.values()
-        fixed = [each for each in allocators if getattr(each, "has_one", False)]
-        token_bytes = sum(each.bytes_per_block / each.tokens_per_page for each in allocators if each not in fixed)
-        # A sector belongs to one kind of block at a time, so that one of each kind may be filled in part.
-        free = (cache.num_sectors - len(allocators)) * cache.bytes_per_sector
-        return int((free - sum(each.bytes_per_block for each in fixed)) / token_bytes)
 
     @property
     def is_alive(self) -> bool:
@@ -295,7 +286,7 @@ class Batched(Engine):
         self, answer: Answer, inputs: Any, config: GenerationConfig, body: GenerationRequest, parser: Any
     ) -> None:
         self._refuse(config, body)
-        manager, name, loop = self._manager, next(self._names), asyncio.get_running_loop()
+        manager, name, loop = self._manager, uuid.uuid4().hex, asyncio.get_running_loop()
         answer.streamer = streamer = CBStreamer(
             manager, name, self.tokenizer.backend_tokenizer, loop, answer, response_parser=parser
         )
