@@ -178,7 +178,7 @@ class PromptScheduler(FIFOScheduler):  # type: ignore[misc]
             prompts += self._get_waiting_candidates()
         prompts = prompts[: self.max_requests_per_batch - len(decoding)]
         self._passed += 1
-        is_mixed, has_failed = len(decoding) <= FEW_DECODING, False
+        is_mixed = len(decoding) <= FEW_DECODING
         if is_mixed or (prompts and not self._waits(prompts, token_budget)):
             first = decoding if is_mixed else []
             # A prompt is split only if it is longer than a batch: its second part would read the first from the cache.
@@ -188,9 +188,7 @@ class PromptScheduler(FIFOScheduler):  # type: ignore[misc]
             if is_mixed or batch[0]:
                 self._passed = 0
                 return batch
-            has_failed = batch[0] is None
-        batch = self._schedule(decoding, token_budget, cache_budget)
-        return (None, *batch[1:]) if has_failed and not batch[0] else batch
+        return self._schedule(decoding, token_budget, cache_budget)
 
     def _waits(self, prompts: list[RequestState], token_budget: int) -> bool:
         """Return whether prompts wait for others, or for memory, while requests decode."""
