@@ -8,8 +8,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -91,17 +90,6 @@ class ServeOptions(config.LoadOptions):
     )
 
 
-@contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """Let SIGTERM end this process as Ctrl-C does, also in the background of a script, where SIGINT is ignored."""
-    before = {each: signal.signal(each, signal.default_int_handler) for each in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
-
-
 def serve(args: ServeOptions) -> int:
     r"""Serve a model over HTTP, as `transformers serve` does, with any attention backend.
 
@@ -143,14 +131,15 @@ def serve(args: ServeOptions) -> int:
     parse_backends([args.attn])
     if on_ray:
         return _serve_replicas(args)
+    _interrupt_when_terminated()
     if rank > 0:
         console.quiet()
-        with _terminated_as_interrupted(), suppress(KeyboardInterrupt):
+        with suppress(KeyboardInterrupt):
             engine, _ = load(args)
             assert isinstance(engine, Batched)
             engine.follow()
         return _end_process()
-    with _listen(args) as listener, _terminated_as_interrupted():
+    with _listen(args) as listener:
         with console.working(f"Loading {args.model}"):
             engine, gate = load(args)
         if engine.tokenizer.chat_template is None:
@@ -163,6 +152,12 @@ def serve(args: ServeOptions) -> int:
         if ranks > 1 and isinstance(engine, Batched):
             engine.close()
     return _end_process()
+
+
+def _interrupt_when_terminated() -> None:
+    """Let SIGTERM end this process as Ctrl-C does, also in the background of a script, where SIGINT is ignored."""
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, signal.default_int_handler)
 
 
 def _end_process() -> int:
@@ -261,7 +256,7 @@ def _serve_replicas(args: ServeOptions) -> int:
             raise UserError(f"--ray-address: {one_line(error)}") from error
         except RuntimeError as error:
             raise UserError(one_line(error)) from error
-        stack.enter_context(_terminated_as_interrupted())  # after Ray has installed its own handlers
+        _interrupt_when_terminated()  # after Ray has installed its own handlers
         _announce(args, port)
         with suppress(KeyboardInterrupt):  # how a server is stopped
             threading.Event().wait()
