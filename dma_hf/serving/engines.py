@@ -308,20 +308,20 @@ class Batched(Engine):
 
         answer.on_cancel = cancel
         manager.register_result_handler(name, take)
-        is_greedy = not config.do_sample
         accepted = manager.add_request(
             inputs["input_ids"],
             request_id=name,
             streaming=True,
             max_new_tokens=config.max_new_tokens,
             eos_token_id=-1 if config.eos_token_id is None else config.eos_token_id,
-            temperature=1.0 if is_greedy else float(config.temperature or 1.0),
-            top_p=1.0 if is_greedy or config.top_p is None else float(config.top_p),
-            top_k=1 if is_greedy else config.top_k or self.model.config.get_text_config().vocab_size,
+            temperature=float(config.temperature or 1.0),  # without sampling, the configuration has none of these
+            top_p=1.0 if config.top_p is None else float(config.top_p),
+            top_k=(config.top_k or self.model.config.get_text_config().vocab_size) if config.do_sample else 1,
         )
         if accepted is None:
             answer.cancel()
-            raise ApiError(f"the generation thread ended: {self._reason}", status=503)
+            reason = manager.background_thread_status.fatal_error or "no error is known"
+            raise ApiError(f"the generation thread ended: {reason}", status=503)
 
     def _refuse(self, config: GenerationConfig, body: GenerationRequest) -> None:
         asked = [name for name in ("logit_bias", "frequency_penalty", "presence_penalty") if getattr(body, name)]
@@ -332,10 +332,6 @@ class Batched(Engine):
         if asked:
             message = f"{asked[0]}: continuous batching does not support it; serve without --continuous-batching"
             raise ApiError(message, param=asked[0])
-
-    @property
-    def _reason(self) -> str:
-        return str(self._manager.background_thread_status.fatal_error or "no error is known")
 
     def close(self) -> None:
         """Stop generating, on all ranks of a tensor-parallel group."""

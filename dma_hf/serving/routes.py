@@ -62,13 +62,9 @@ class _Generation(GenerationState):  # type: ignore[misc]
     _arguments: tuple[Any, ...]
 
     def __init__(self, engine: Engine, body: GenerationRequest, param: str) -> None:
-        super().__init__()
+        super().__init__(continuous_batching=isinstance(engine, Batched))  # handlers then pass lists, not tensors
         self._engine, self._body, self._param = engine, body, param
         self.answer = Answer(body.stop)
-
-    def use_continuous_batching(self, *arguments: Any) -> bool:
-        """Return whether handlers pass lists instead of tensors."""
-        return isinstance(self._engine, Batched)
 
     def get_manager(self, *arguments: Any, **options: Any) -> _Generation:
         """Return itself."""
@@ -155,13 +151,9 @@ class Route:
         if body.model not in (None, self._name):
             message = f"this server is pinned to {self._name!r}; requested {body.model!r}"
             raise ApiError(message, param="model", code="model_not_found")
-        passed = body.passed_on() | {"model": self._name, "stream": True}  # so that all answers share one path
         request_id = f"{self.prefix}{uuid.uuid4().hex}"
-        if self.param != "prompt":
-            self._check_template(has_tools=bool(passed.get("tools")))
-        generation = _Generation(self._engine, body, self.param)
-        handler, loop = self.handler(self._models, generation), asyncio.get_running_loop()
-        events = await loop.run_in_executor(self._engine.prompts, self._prepare, handler, passed, request_id, body)
+        generation, loop = _Generation(self._engine, body, self.param), asyncio.get_running_loop()
+        events = await loop.run_in_executor(self._engine.prompts, self._prepare, generation, request_id, body)
         generation.start()
         request.state.answer = answer = generation.answer
         pieces = self._pieces(request_id, events, answer, body.stream_options)
@@ -179,12 +171,15 @@ class Route:
         ):
             raise ApiError("tools: the model's chat template has none", param="tools")
 
-    def _prepare(self, handler: Any, passed: dict[str, Any], request_id: str, body: GenerationRequest) -> Any:
-        """Run a handler, which tokenizes the prompt but starts nothing, and return its stream of events.
+    def _prepare(self, generation: _Generation, request_id: str, body: GenerationRequest) -> Any:
+        """Run Transformers' handler, which tokenizes the prompt but starts nothing, and return its stream of events.
 
         Raises:
-            ApiError: The prompt is far too long, or the chat template fails.
+            ApiError: The prompt is far too long, or the chat template is missing or fails.
         """
+        fields = body.passed_on() | {"model": self._name, "stream": True}  # so that all answers share one path
+        if self.param != "prompt":
+            self._check_template(has_tools=bool(fields.get("tools")))
         room, text = self._engine.room, getattr(body, self.param)
         if not isinstance(text, str):
             text = "\n".join(part.text for message in text for part in message.content or ())
@@ -193,7 +188,8 @@ class Route:
             if len(ids) > 2 * room:
                 raise too_long(room, f"more than {2 * room} tokens", self.param)
         try:
-            handler.handle_request(passed, request_id).send(None)  # a coroutine that waits for nothing
+            coroutine = self.handler(self._models, generation).handle_request(fields, request_id)
+            coroutine.send(None)  # it waits for nothing
         except StopIteration as done:
             return done.value
         except (ValueError, TypeError, TemplateError) as error:  # of the chat template
@@ -253,12 +249,8 @@ class _Choices(Route):
         while (item := await answer.get()) is not None:
             if not isinstance(item, str):
                 function = {"name": item.name, "arguments": item.arguments}
-                item = {
-                    "index": calls,
-                    "id": f"{request_id}_tool_call_{calls}",
-                    "type": "function",
-                    "function": function,
-                }
+                call_id = f"{request_id}_tool_call_{calls}"
+                item = {"index": calls, "id": call_id, "type": "function", "function": function}
                 calls += 1
             yield piece(self._fields(item))
         if answer.error is not None:
