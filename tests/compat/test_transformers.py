@@ -7,14 +7,9 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import re
 import signal
-import subprocess
-import sys
 import tomllib
 from itertools import product
-from pathlib import Path
 from urllib.request import ProxyHandler, Request, build_opener
 
 import pytest
@@ -23,6 +18,7 @@ import transformers
 from batched_parts import generate_batch
 from packaging.requirements import Requirement
 from sampling import sampled
+from served import DEMO_MODEL, ROOT, served
 from tiny_models import FAMILIES, IDENTITY
 from transformers import Cache, EncoderDecoderCache
 
@@ -30,8 +26,6 @@ import dma_hf
 from dma_hf.integrations.internals import CACHE_ARGUMENT, SUPPORTED
 
 pytestmark = [pytest.mark.filterwarnings("error::FutureWarning"), pytest.mark.filterwarnings("error::UserWarning")]
-ROOT = Path(__file__).parents[2]
-DEMO_MODEL = ROOT / "eval" / "dma_eval" / "assets" / "demo_model"
 NEW_TOKENS = 6
 FAMILIES_TESTED = ("llama", "gemma3", "gpt_oss")
 
@@ -191,20 +185,14 @@ def test_generate_batch_works_with_every_cache(family, format):
 
 @pytest.mark.parametrize("options", [[], ["--continuous-batching", "--cache-gib", "0.1"]], ids=["alone", "batched"])
 def test_serving_answers_without_deprecated_features(options, tmp_path):
-    path = os.pathsep.join([*(str(ROOT / name) for name in (".", "kernels", "eval")), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "NO_PROXY": "*"}
-    command = [sys.executable, "-W", "error::FutureWarning:dma_hf", "-m", "dma_eval", "serve", str(DEMO_MODEL)]
-    command += ["--port", "0", "--attn", "dma_mxfp:balanced+int4", *options]
-    log = tmp_path / "stderr"
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log.open("w"), text=True, env=environment) as server:
-        try:
-            address = re.search(r"http://\S+/v1", server.stdout.readline())[0]
-            opener = build_opener(ProxyHandler({}))
-            body = json.dumps({"prompt": "The white whale", "max_tokens": 4, "temperature": 0}).encode()
-            request = Request(f"{address}/completions", body, {"Content-Type": "application/json"})
-            with opener.open(request, timeout=60) as response:
-                assert json.load(response)["choices"][0]["text"]
-        finally:
-            server.send_signal(signal.SIGINT)
-            server.wait(60)
+    log, launcher = tmp_path / "stderr", ("-W", "error::FutureWarning:dma_hf")
+    options = ("--attn", "dma_mxfp:balanced+int4", *options)
+    with served(DEMO_MODEL, *options, log=log, launcher=launcher) as (server, address):
+        opener = build_opener(ProxyHandler({}))
+        body = json.dumps({"prompt": "The white whale", "max_tokens": 4, "temperature": 0}).encode()
+        request = Request(f"{address}/v1/completions", body, {"Content-Type": "application/json"})
+        with opener.open(request, timeout=60) as response:
+            assert json.load(response)["choices"][0]["text"]
+        server.send_signal(signal.SIGINT)
+        server.wait(60)
     assert "deprecated" not in log.read_text()

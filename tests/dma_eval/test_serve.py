@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
-import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, build_opener
@@ -29,6 +27,7 @@ from dma_eval.errors import UserError
 from dma_eval.load.backends import activate, parse_backends
 from dma_eval.load.models import load_model
 from sampling import sampled
+from served import DEMO_MODEL, served
 from transformers.cli.serving.utils import ReasoningText
 
 from dma_hf import DMAConfig
@@ -38,8 +37,6 @@ from dma_hf.serving.engines import Answer, _TopK, _TopP
 from dma_hf.serving.gate import Gate
 from dma_hf.serving.requests import ApiError
 
-ROOT = Path(__file__).parents[2]
-DEMO_MODEL = ROOT / "eval" / "dma_eval" / "assets" / "demo_model"
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 COARSE = 'low = "mxfp4"\nhigh = "mxfp4"\nshared_scale = "block"\nscale_rounding = "floor"\npv = "bf16"\n'
 """Loses so much that its words are not SDPA's."""
@@ -104,27 +101,14 @@ class Client:
 
 @contextmanager
 def _serving(*arguments, stop=signal.SIGINT):
-    """Run the command at any free port; it must draw no bars of libraries, and stop by itself when interrupted."""
-    path = os.pathsep.join(str(ROOT / name) for name in (".", "kernels", "eval"))
-    environment = {name: value for name, value in os.environ.items() if "TQDM" not in name and "PROGRESS" not in name}
-    environment |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "NO_PROXY": "*"}
-    command = [sys.executable, "-m", "dma_eval", "serve", "--port", "0", "--host", "127.0.0.1", "--device", "cpu"]
-    process = subprocess.Popen(
-        [*command, *map(str, arguments)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        line = process.stdout.readline()  # ends with the process too
-        assert " at http://127.0.0.1:" in line, line + process.stderr.read()
-        yield Client(line.split()[-1].removesuffix("/v1"))
-        start = time.perf_counter()
+    """Run the command; it must draw no bars of libraries, and stop by itself when interrupted."""
+    with TemporaryDirectory() as folder, served(*arguments, log=Path(folder) / "log") as (process, address):
+        yield Client(address)
         process.send_signal(stop)
-        _, told = process.communicate(timeout=TIMEOUT)
-        assert process.returncode == 0, told
-        assert time.perf_counter() - start < STOP_SECONDS
-        assert not [bad for bad in ("Traceback", "it/s", "100%") if bad in told], told
-    finally:
-        process.kill()
-        process.communicate()
+        code = process.wait(STOP_SECONDS)
+        told = (Path(folder) / "log").read_text()
+    assert code == 0, told
+    assert not [bad for bad in ("Traceback", "it/s", "100%") if bad in told], told
 
 
 @pytest.fixture(scope="module")

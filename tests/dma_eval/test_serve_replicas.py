@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from urllib.request import ProxyHandler, build_opener
 
@@ -24,14 +22,13 @@ from dma_eval.commands.serve import ServeOptions
 from dma_eval.load.backends import activate, parse_backends
 from dma_eval.load.models import load_model
 from sampling import sampled
+from served import DEMO_MODEL, ROOT, served
 
-ROOT = Path(__file__).parents[2]
-DEMO_MODEL = ROOT / "eval" / "dma_eval" / "assets" / "demo_model"
 KEY = "secret"
 REQUESTS, CLIENTS, PROMPTS, NEW_TOKENS, LONG = 60, 8, 10, 6, 200
 MAX_REQUESTS, MAX_QUEUED = 8, 8
 DIED = "the replica that computed this answer has died; send the request again"
-START_SECONDS, STOP_SECONDS, TIMEOUT = 300, 20, 120
+STOP_SECONDS, TIMEOUT = 20, 120
 
 
 @pytest.fixture(scope="module")
@@ -75,23 +72,9 @@ class Server:
 @contextmanager
 def _serving(folder, *arguments, launcher=()):
     """Run the command, and keep its log in a folder."""
-    path = os.pathsep.join(str(ROOT / name) for name in (".", "kernels", "eval"))
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "NO_PROXY": "*"}
-    command = [sys.executable, *launcher, "-m", "dma_eval", "serve", str(DEMO_MODEL), "--port", "0", "--device", "cpu"]
-    command += ["--dtype", "float32", "--host", "127.0.0.1", *map(str, arguments)]
-    environment["DMA_HF_API_KEY"] = KEY
-    with open(folder / "log", "w+") as log:
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True)
-        watchdog = threading.Timer(START_SECONDS, process.kill)
-        watchdog.start()
-        line = process.stdout.readline()  # ends with the process too
-        watchdog.cancel()
-        try:
-            assert " at http://127.0.0.1:" in line, (folder / "log").read_text()
-            yield Server(process, line.split()[-1].removesuffix("/v1"))
-        finally:
-            process.kill()  # Ray's processes end with it
-            process.communicate()
+    options = ("--dtype", "float32", *arguments)
+    with served(DEMO_MODEL, *options, log=folder / "log", launcher=launcher, DMA_HF_API_KEY=KEY) as (process, address):
+        yield Server(process, address)
 
 
 @pytest.fixture(scope="module")
