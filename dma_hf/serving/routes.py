@@ -263,10 +263,14 @@ class _Choices(Route):
         """Return the fields of a piece with text, reasoning or a tool call."""
         raise NotImplementedError
 
-    def _one_answer(self, pieces: list[dict[str, Any]], answer: Answer, choice: dict[str, Any]) -> dict[str, Any]:
-        last = pieces[-1]
-        choice |= {"index": 0, "logprobs": None, "finish_reason": last["choices"][0]["finish_reason"]}
-        return last | {"object": self.kind, "choices": [choice], "usage": answer.usage}
+    def _join(self, pieces: list[dict[str, Any]], answer: Answer) -> dict[str, Any]:
+        parts = [piece["choices"][0] for piece in pieces]
+        choice = {"index": 0, "logprobs": None, "finish_reason": parts[-1]["finish_reason"]}
+        return pieces[-1] | {"object": self.kind, "choices": [self._joined(parts) | choice], "usage": answer.usage}
+
+    def _joined(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the fields of the choice of a whole answer."""
+        raise NotImplementedError
 
 
 class Chat(_Choices):
@@ -283,15 +287,15 @@ class Chat(_Choices):
             return {"delta": {"tool_calls": [item]}}
         return {"delta": {"content" if type(item) is str else "reasoning_content": item}}
 
-    def _join(self, pieces: list[dict[str, Any]], answer: Answer) -> dict[str, Any]:
-        deltas = [piece["choices"][0]["delta"] for piece in pieces]
+    def _joined(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
+        deltas = [part["delta"] for part in parts]
         message: dict[str, Any] = {"role": "assistant", "content": _text(deltas, "content"), "refusal": None}
         if reasoning := _text(deltas, "reasoning_content"):
             message["reasoning_content"] = reasoning
         if calls := [call for delta in deltas for call in delta.get("tool_calls", ())]:
             message["tool_calls"] = [{name: call[name] for name in ("id", "type", "function")} for call in calls]
             message["content"] = message["content"] or None
-        return self._one_answer(pieces, answer, {"message": message})
+        return {"message": message}
 
 
 class Complete(_Choices):
@@ -305,9 +309,8 @@ class Complete(_Choices):
     def _fields(self, item: Any) -> dict[str, Any]:
         return {"text": item}
 
-    def _join(self, pieces: list[dict[str, Any]], answer: Answer) -> dict[str, Any]:
-        text = _text([piece["choices"][0] for piece in pieces], "text")
-        return self._one_answer(pieces, answer, {"text": text})
+    def _joined(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"text": _text(parts, "text")}
 
 
 class Respond(Route):
