@@ -26,7 +26,6 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from ..config import NAME, PAGED_NAME, is_dma
 from ..logit_check import check_first_prompt
-from ..masks.geometry import read_once
 from ..stats import counted
 from ..support import WAY_OUT, Call, Refusal, find_unsupported
 from .internals import attention_name, decoder_attention, rename, restore_names
@@ -39,7 +38,7 @@ _OF_THE_BATCH = frozenset(
 
 
 _running = threading.local()
-"""Its ``batch`` has the arguments of the forward pass that this thread computes."""
+"""Its ``batch`` has the arguments of the forward pass that this thread computes, ``requests`` those read from them."""
 
 
 def _note_batch(model: PreTrainedModel, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -50,7 +49,7 @@ def _note_batch(model: PreTrainedModel, arguments: tuple[Any, ...], options: dic
             f"the attention of {type(model).__name__} was changed to {name!r} while a manager of {NAME} runs it; stop "
             "the manager first"
         )
-    _running.batch = options
+    _running.batch, _running.requests = options, {}
 
 
 def name_for_batching(name: Any) -> Any:
@@ -181,12 +180,15 @@ def _requests_of(module: nn.Module, batch: dict[str, Any]) -> _Requests:
 
     Layers that share the keys of another one (Gemma 3n) have a kind too, although they do not update the cache.
     """
-    starts = batch["cu_seq_lens_k"]
+    starts, kind = batch["cu_seq_lens_k"], ""
     if isinstance(starts, dict):
         kinds = list(starts)
         kind = kinds[0] if len(kinds) == 1 else batch["cache"].config.layer_types[module.layer_idx]
         starts = starts[kind]
-    return read_once(starts, module, lambda: _read_requests(batch["cu_seq_lens_q"], starts, batch["position_ids"]))
+    known: dict[str, _Requests] = _running.requests
+    if kind not in known:
+        known[kind] = _read_requests(batch["cu_seq_lens_q"], starts, batch["position_ids"])
+    return known[kind]
 
 
 def _read_requests(query_starts: Tensor, key_starts: Tensor, position_ids: Tensor) -> _Requests:

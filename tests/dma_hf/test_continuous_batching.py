@@ -57,7 +57,7 @@ def test_requests_of_many_lengths_equal_isolated_ones(name, batch_tokens, famili
     assert model.config._attn_implementation == dma_hf.NAME
 
 
-@pytest.mark.parametrize(("name", "kinds"), [("llama", 1), ("gemma3", 2)])
+@pytest.mark.parametrize(("name", "kinds"), [("llama", 1), ("gemma3", 2), ("diffllama", 1)])
 def test_layers_of_a_kind_read_the_requests_of_a_step_once(name, kinds, families, prompts, monkeypatch):
     """Reading them waits for the device."""
     reads, passes = [], []
