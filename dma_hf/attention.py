@@ -21,7 +21,7 @@ from transformers import AttentionInterface
 from .cache_layers import DECODED_AT_ONCE, DMALayer
 from .cached_states import Step, Update, update_of
 from .logit_check import check_first_prompt
-from .masks.geometry import GEOMETRY, CompactMask, MaskGeometry, keys_in, read_once
+from .masks.geometry import GEOMETRY, CompactMask, MaskGeometry, keys_in
 from .masks.layer_geometry import layer_geometry, select_keys, separate_documents
 from .repeated_calls import Compute, LayerCall, cached_step, is_repeatable, let_repeat, prompt, repeat
 from .stats import count_fallback, counted, tile_counts_of
@@ -320,14 +320,13 @@ def _is_plain(layer: DMALayer, new: Step, visible: Tensor) -> bool:
         if layer.checks_steps:
             torch._assert_async(_has_all_keys(layer, new, visible), _CHANGED)
         return True
-
-    def read() -> bool:
-        is_plain = bool(_has_all_keys(layer, new, visible))
-        if not is_plain:
+    known = None if is_static else layer.owner.plain
+    if known is None or known[0] is not visible:
+        known = visible, bool(_has_all_keys(layer, new, visible))
+        if not known[1]:
             _refuse_shown_padding(layer, new, torch.where(visible[:, 0] < visible[:, 1], visible[:, 0], new.kv_len))
-        return is_plain
-
-    return read_once(visible, new, read)
+        layer.owner.plain = known
+    return known[1]
 
 
 def _has_all_keys(layer: DMALayer, new: Step, visible: Tensor) -> Tensor:

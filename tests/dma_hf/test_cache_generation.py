@@ -29,7 +29,7 @@ from transformers import (
 )
 
 import dma_hf
-from dma_hf import DMACache
+from dma_hf import DMACache, attention
 from dma_hf.attention import dma_attention_forward
 from dma_hf.cache_layers import DMALayer
 from dma_hf.integrations.internals import CACHE_ARGUMENT
@@ -76,6 +76,19 @@ def test_every_mode_gives_the_same_tokens(name, mode, build, token_ids):
     cache = DMACache(model.config)
     assert torch.equal(_generate(model, ids, past_key_values=cache, **options), expected)
     assert cache.get_seq_length() == PROMPT + NEW_TOKENS - 1
+
+
+def test_layers_of_a_step_look_at_its_padding_once(families, token_ids, monkeypatch):
+    """Looking waits for the device."""
+    looks, has_all_keys = [], attention._has_all_keys
+    monkeypatch.setattr(attention, "_has_all_keys", lambda *given: looks.append(given) or has_all_keys(*given))
+    model = families["llama"].build("dma_mxfp", num_hidden_layers=4)
+    dma_hf.configure(model, cache="int8")
+    ids = token_ids(2, 20)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    _generate(model, ids, attention_mask=mask)
+    assert len(looks) == NEW_TOKENS - 1
 
 
 @pytest.mark.parametrize("name", sampled(["llama", "gemma3"], lambda name: name == "gemma3"))
