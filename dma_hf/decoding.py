@@ -108,42 +108,57 @@ class DecodingSteps:
         unmasked = arguments | {MASK: None} if MASK in arguments else arguments
         inputs = inputs_of(unmasked)
         signature = signature_of(inputs)
-        if self.graph is None or not self.graph.computes(signature, layers):
-            self.steps += 1
-            for layer in layers:
-                layer.flush()
-            if self.steps == 1:
-                reason = _why_eager(self.model, cache, layers, arguments)
-                if reason is not None:
-                    return self._eagerly(reason, arguments)
-                self.graph = _graphs.get(cache.layers[0])
-                if self.graph is not None and self.graph.model != state_of_model(self.model):
-                    self.graph = None
-            for layer in layers:
-                layer.make_room(1)
-            if self.graph is None or not self.graph.computes(signature, layers):
-                has_grown = self.graph is not None and self.graph.signature == signature
-                if self.steps <= EAGER_STEPS and not has_grown:
-                    return self.model(**arguments)
-                if signature is None:
-                    return self._eagerly("the arguments of a step are not tensors, numbers or names", arguments)
-                self.graph = None
-                _graphs.pop(cache.layers[0], None)  # frees its memory first
-                try:
-                    self.graph = _captured(self.model, signature, cache, layers, unmasked, inputs)
-                except RuntimeError as error:
-                    return self._eagerly(failure(error), arguments)
-                _graphs[cache.layers[0]] = self.graph
+        is_captured = self.graph is not None and self.graph.computes(signature, layers)
+        if not is_captured and not self._prepare(cache, layers, signature, arguments, unmasked, inputs):
+            return self.model(**arguments)
+        assert self.graph is not None
         output = self.graph.run(self.model, inputs, cache, layers)
         if mask is not None:
             torch._assert_async(_has_all_keys(mask, layers[0], 0), "the attention mask of generate hides cached keys")
         return output
 
-    def _eagerly(self, reason: str, arguments: dict[str, Any]) -> Any:
-        """Run this step and all later ones without a graph, and count the reason."""
+    def _prepare(
+        self,
+        cache: DMACache,
+        layers: list[DMALayer],
+        signature: tuple[Any, ...] | None,
+        arguments: dict[str, Any],
+        unmasked: dict[str, Any],
+        inputs: Inputs,
+    ) -> bool:
+        """Find or capture the graph of a step. Returns ``False`` if the step runs eagerly."""
+        self.steps += 1
+        for layer in layers:
+            layer.flush()
+        if self.steps == 1:
+            reason = _why_eager(self.model, cache, layers, arguments)
+            if reason is not None:
+                return self._stay_eager(reason)
+            self.graph = _graphs.get(cache.layers[0])
+            if self.graph is not None and self.graph.model != state_of_model(self.model):
+                self.graph = None
+        for layer in layers:
+            layer.make_room(1)
+        if self.graph is not None and self.graph.computes(signature, layers):
+            return True
+        has_grown = self.graph is not None and self.graph.signature == signature
+        if self.steps <= EAGER_STEPS and not has_grown:
+            return False
+        if signature is None:
+            return self._stay_eager("the arguments of a step are not tensors, numbers or names")
+        self.graph = None
+        _graphs.pop(cache.layers[0], None)  # frees its memory first
+        try:
+            self.graph = _graphs[cache.layers[0]] = _captured(self.model, signature, cache, layers, unmasked, inputs)
+        except RuntimeError as error:
+            return self._stay_eager(failure(error))
+        return True
+
+    def _stay_eager(self, reason: str) -> bool:
+        """Run this step and all later ones without a graph, and count the reason. Returns ``False``."""
         self.is_eager = True
         count_eager_decoding(self.model, reason)
-        return self.model(**arguments)
+        return False
 
 
 def decodes_by_graphs(cache: Any) -> bool:
