@@ -167,7 +167,7 @@ def _unless_transformed(op: Any, save: Any, backward: Any, has_vmap: bool) -> Ca
     transformed: Any = type("_Transformed", (torch.autograd.Function,), {**members, "generate_vmap_rule": has_vmap})
 
     def call(*inputs: Any) -> Any:
-        # A compiler has transforms of its own.
+        # Compilers use their own transforms.
         is_transformed = not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
         return transformed.apply(*inputs) if is_transformed else op(*inputs)
 

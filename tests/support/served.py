@@ -1,4 +1,4 @@
-"""Run ``dma-hf serve`` in a process of its own, on a CPU."""
+"""Run ``dma-hf serve`` in a separate process, on a CPU."""
 
 from __future__ import annotations
 
