@@ -1,7 +1,7 @@
 """Time one step of decoding: SDPA, other packages on 16-bit and FP8 caches, and dma_mxfp on packed ones.
 
     python benchmarks/decode.py --json decode.json
-    python benchmarks/decode.py --cache sdpa fa3 fa3:fp8 dma_mxfp:balanced+int4 --size 1x131072 8x32768
+    python benchmarks/decode.py --cache sdpa fa3:fp8 vllm:fp8 dma_mxfp:balanced+int4 --size 1x131072 8x32768
     python benchmarks/decode.py --device cpu --size 2x300 --heads 4/2 --head-dim 64
 
 Times are medians of interleaved steps, called from Python and, on a CUDA device, replayed as CUDA graphs. A step of
@@ -33,7 +33,7 @@ from dma_kernels.cache.api import cached_attention
 from dma_kernels.cache.storage import LayerStorage
 from dma_kernels.numerics.formats import TILE
 from kernel_bench.command import look, make_parser, parse_compared, parse_heads, run
-from kernel_bench.peers import FLASH_3, flash_attention_3_step, sdpa
+from kernel_bench.peers import STEPS, sdpa
 from kernel_bench.results import DecodeReport, DecodeResult
 from kernel_bench.timing import captured, copy_bandwidth
 from torch import Tensor
@@ -49,7 +49,7 @@ DYNAMIC = "sdpa:dynamic"
 QUANTIZED = tuple(f"sdpa{suffix}" for suffix in PEER_SUFFIXES)
 """SDPA after Transformers' ``QuantizedCache``, by the suffixes of :data:`dma_eval.load.baselines.QUANTIZED`. Each token
 dequantizes the whole cache. HQQ and quanto also quantize it again at every 128th token, which is not timed."""
-PEERS = (*PREALLOCATED, DYNAMIC, *FLASH_3, *QUANTIZED)
+PEERS = (*PREALLOCATED, DYNAMIC, *STEPS, *QUANTIZED)
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ def prepare(backend: Backend, shape: Shape, device: torch.device, dtype: torch.d
         return Step(step, storage.nbytes, read_bytes(storage, shape.length + 1))
     key, value = (random(shape.kv_heads, shape.length) for _ in range(2))
     attend = partial(F.scaled_dot_product_attention, query, enable_gqa=True)
-    if backend.label in FLASH_3:
-        run, stored = flash_attention_3_step(backend.label, query, key, value)
+    if backend.label in STEPS:
+        run, stored = STEPS[backend.label](backend.label, query, key, value)
         return Step(run, stored, stored)
     if backend.label in QUANTIZED:
         cache = quantized_cache(LlamaConfig(num_hidden_layers=1), backend.label.removeprefix("sdpa"))
@@ -194,7 +194,7 @@ def make_options() -> argparse.ArgumentParser:
     parser = make_parser(__doc__ or "", seconds=0.5)
     parser.add_argument(
         "-c", "--cache", nargs="+", default=[], metavar="NAME", help="what to compare, the reference first; default: "
-        f"all that are installed except fa3. Peers: {', '.join(PEERS)}. This package: dma_mxfp:PRESET+CACHE, "
+        f"all that are installed except fa3 and vllm. Peers: {', '.join(PEERS)}. This package: dma_mxfp:PRESET+CACHE, "
         "dma_mxfp:FILE.toml+CACHE",
     )  # fmt: skip
     parser.add_argument("--size", nargs="+", default=[], metavar="BATCHxKEYS", help="sequences and keys of each")

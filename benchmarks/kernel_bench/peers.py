@@ -24,11 +24,13 @@ from .inputs import Inputs
 
 MODULE, SAGE_MODULE = "fa3_fwd_interface", "sageattention"
 FLASHINFER_MODULE, CUDNN_MODULE = "flashinfer.prefill", "cudnn"
+VLLM_MODULE = "vllm.vllm_flash_attn"
 PACKAGES = {
     MODULE: ("FlashAttention-3", "fa3-fwd"),
     CUDNN_MODULE: ("cuDNN's frontend", "nvidia-cudnn-frontend"),
     FLASHINFER_MODULE: ("FlashInfer", "flashinfer-python"),
     SAGE_MODULE: ("SageAttention", "sageattention"),
+    VLLM_MODULE: ("vLLM's FlashAttention-3", "vllm"),
 }
 """By the module that is imported, the name of what it has, and its package on PyPI."""
 CUDNN = "sdpa:cudnn"
@@ -36,6 +38,10 @@ SDPA = {"sdpa": None, "sdpa:flash": SDPBackend.FLASH_ATTENTION, CUDNN: SDPBacken
 """PyTorch's attention by its name in results. ``sdpa`` is PyTorch's own choice of a backend."""
 FLASH_3 = {"fa3": False, "fa3:fp8": True}
 """FlashAttention-3 by its name in results, and whether it takes E4M3."""
+VLLM = {"vllm": False, "vllm:fp8": True}
+"""vLLM's FlashAttention-3 by its name in results, and whether its cache holds E4M3."""
+VLLM_PAGE = 16
+"""Tokens of a page: vLLM's default."""
 PREQUANTIZED = ":prequantized"
 """Suffix of FP8 attention whose operands are given in E4M3: quantizing them is not counted."""
 THRESHOLDS = {"": None, **{f":t{nats}": float(nats) for nats in (5, 6, 7, 8)}}
@@ -280,12 +286,7 @@ def flash_attention_3_step(name: str, query: Tensor, key: Tensor, value: Tensor)
     split over the chip is FlashAttention-3's own choice.
     """
     attend = import_peer(MODULE).flash_attn_with_kvcache
-    keys, values = (x.transpose(1, 2).contiguous() for x in (key, value))
-    scales: dict[str, Tensor] = {}
-    if FLASH_3[name]:
-        operands = quantize_fp8(keys, keys, values, per_head=True)  # the step converts its own query
-        keys, values, scales = operands.key, operands.value, _descales(operands)
-        scales["q_descale"] = torch.ones_like(scales["q_descale"])
+    keys, values, scales = _stored(key, value, in_fp8=FLASH_3[name])
     query = query.transpose(1, 2)
     lengths = torch.full((len(query),), key.shape[2], dtype=torch.int32, device=query.device)
 
@@ -294,6 +295,51 @@ def flash_attention_3_step(name: str, query: Tensor, key: Tensor, value: Tensor)
         return out.transpose(1, 2)
 
     return step, keys.nbytes + values.nbytes
+
+
+def vllm_step(name: str, query: Tensor, key: Tensor, value: Tensor) -> tuple[Run, int]:
+    """Return a decoding step of vLLM's FlashAttention-3 over pages, and the bytes of what is stored.
+
+    Arguments and scales are those of :func:`flash_attention_3_step`; the number of keys is a multiple of
+    :data:`VLLM_PAGE`. As in vLLM, how the keys are split over the chip is planned once a step for all layers, so that
+    it is not timed.
+    """
+    vllm = import_peer(VLLM_MODULE)
+    keys, values, scales = _stored(key, value, in_fp8=VLLM[name])
+    batch, tokens, kv_heads, head_dim = keys.shape
+    options = {
+        "max_seqlen_q": 1,
+        "max_seqlen_k": tokens,
+        "cu_seqlens_q": torch.arange(batch + 1, dtype=torch.int32, device=key.device),
+        "causal": True,
+    }
+    lengths = torch.full((batch,), tokens, dtype=torch.int32, device=key.device)
+    plan = vllm.get_scheduler_metadata(
+        batch_size=batch, num_heads_q=query.shape[1], num_heads_kv=kv_heads, headdim=head_dim, cache_seqlens=lengths,
+        qkv_dtype=keys.dtype, page_size=VLLM_PAGE, **options,
+    )  # fmt: skip
+    pages = [each.view(-1, VLLM_PAGE, kv_heads, head_dim) for each in (keys, values)]
+    table = torch.arange(len(pages[0]), dtype=torch.int32, device=key.device).view(batch, -1)
+    query = query[:, :, 0]
+
+    def step() -> Tensor:
+        out: Tensor = vllm.flash_attn_varlen_func(
+            query.to(keys.dtype), *pages, seqused_k=lengths, block_table=table, scheduler_metadata=plan, fa_version=3,
+            **options, **scales,
+        )  # fmt: skip
+        return out[:, :, None]
+
+    return step, keys.nbytes + values.nbytes
+
+
+def _stored(key: Tensor, value: Tensor, *, in_fp8: bool) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return keys and values as a cache ``[B, N, Hkv, D]``, and the scales of an FP8 cache; that of queries is 1."""
+    keys, values = (x.transpose(1, 2).contiguous() for x in (key, value))
+    if not in_fp8:
+        return keys, values, {}
+    operands = quantize_fp8(keys, keys, values, per_head=True)  # a step converts its own query
+    scales = _descales(operands)
+    return operands.key, operands.value, scales | {"q_descale": torch.ones_like(scales["q_descale"])}
 
 
 def _descales(operands: Fp8Operands) -> dict[str, Tensor]:
@@ -309,3 +355,5 @@ PEERS: dict[str, Callable[[Inputs], Prepared]] = {
     "sage": sage_attention,
 }
 """What prefill with ``dma_mxfp`` is compared with, by name in results."""
+STEPS = {**dict.fromkeys(FLASH_3, flash_attention_3_step), **dict.fromkeys(VLLM, vllm_step)}
+"""What decoding is compared with beside PyTorch's attention, by name in results."""

@@ -1,4 +1,4 @@
-"""FlashAttention-3 and FlashInfer in benchmarks, seen through modules that stand for them, and the FP8 quantizer."""
+"""FlashAttention-3, its copy in vLLM and FlashInfer in benchmarks, through modules that stand for them; the FP8 quantizer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from kernel_bench import peers
 from kernel_bench.fp8_quantizer import dequantize_fp8, quantize_fp8
 from kernel_bench.inputs import Inputs
-from kernel_bench.peers import FLASH_3, FLASHINFER, FLASHINFER_FP8, PREQUANTIZED
+from kernel_bench.peers import FLASH_3, FLASHINFER, FLASHINFER_FP8, PREQUANTIZED, STEPS, VLLM, VLLM_PAGE
 from torch.nn import functional as F
 
 
@@ -37,11 +37,34 @@ def attend(query, key, value, causal=False, cache_seqlens=None, softmax_scale=No
     return out.transpose(1, 2)
 
 
+def paged_attend(query, key, value, *, seqused_k, block_table, scheduler_metadata, fa_version, **options):
+    """Do what vLLM's FlashAttention-3 says that it does for steps of decoding: keys and values lie in pages."""
+    assert fa_version == 3
+    assert options["max_seqlen_q"] == 1
+    assert options["causal"]
+    assert options["cu_seqlens_q"].tolist() == [*range(len(query) + 1)]
+    assert scheduler_metadata == (len(query), options["max_seqlen_k"], key.dtype)
+    pages = block_table.long()
+    scales = {name: options[name] for name in ("q_descale", "k_descale", "v_descale") if name in options}
+    return attend(
+        query[:, None], key[pages].flatten(1, 2), value[pages].flatten(1, 2), cache_seqlens=seqused_k, **scales
+    )[:, 0]
+
+
+def schedule(*, batch_size, max_seqlen_k, qkv_dtype, page_size, headdim, **options):
+    assert page_size == VLLM_PAGE
+    assert headdim == 32
+    assert (options["num_heads_q"], options["num_heads_kv"]) == (4, 2)
+    return batch_size, max_seqlen_k, qkv_dtype
+
+
 @pytest.fixture(autouse=True)
 def _installed(monkeypatch):
-    """Put a module that computes on the CPU in the place of FlashAttention-3."""
+    """Put modules that compute on the CPU in the place of FlashAttention-3 and vLLM's copy."""
     module = SimpleNamespace(flash_attn_func=attend, flash_attn_with_kvcache=attend)
     monkeypatch.setitem(sys.modules, peers.MODULE, module)
+    vllm = SimpleNamespace(flash_attn_varlen_func=paged_attend, get_scheduler_metadata=schedule)
+    monkeypatch.setitem(sys.modules, peers.VLLM_MODULE, vllm)
 
 
 @pytest.mark.parametrize(("name", "limit"), [("fa3", 1e-6), ("fa3:fp8", 0.2), (f"fa3:fp8{PREQUANTIZED}", 0.2)])
@@ -55,13 +78,16 @@ def test_prefill_is_attention_to_the_precision_of_the_numbers(name, limit, is_ca
     assert (out - expected).norm() / expected.norm() < limit
 
 
-@pytest.mark.parametrize("name", FLASH_3)
+@pytest.mark.parametrize("name", STEPS)
 def test_a_step_is_attention_and_reads_what_is_stored(name):
-    query, key, value = tensors(1, 70)
-    run, stored = peers.flash_attention_3_step(name, query, key, 8.0 * value)
+    query, key, value = tensors(1, 5 * VLLM_PAGE)
+    run, stored = STEPS[name](name, query, key, 8.0 * value)
     expected = F.scaled_dot_product_attention(query, key, 8.0 * value, enable_gqa=True)
-    assert (run() - expected).norm() / expected.norm() < (0.1 if FLASH_3[name] else 1e-6)
-    assert stored == (1 if FLASH_3[name] else 4) * (key.numel() + value.numel())
+    is_fp8 = {**FLASH_3, **VLLM}[name]
+    out = run()
+    assert out.shape == query.shape
+    assert (out - expected).norm() / expected.norm() < (0.1 if is_fp8 else 1e-6)
+    assert stored == (1 if is_fp8 else 4) * (key.numel() + value.numel())
 
 
 def flashinfer_attend(
