@@ -1,4 +1,4 @@
-"""FlashAttention-3, its copy in vLLM and FlashInfer in benchmarks, through modules that stand for them; the FP8 quantizer."""
+"""FlashAttention-3, its copy in vLLM and FlashInfer, through modules in their place; and the FP8 quantizer."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_prefill_is_attention_to_the_precision_of_the_numbers(name, limit, is_ca
 
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_is_attention_and_reads_what_is_stored(name):
-    query, key, value = tensors(1, 5 * VLLM_PAGE)
+    query, key, value = tensors(1, 2 * VLLM_PAGE)
     run, stored = STEPS[name](name, query, key, 8.0 * value)
     expected = F.scaled_dot_product_attention(query, key, 8.0 * value, enable_gqa=True)
     is_fp8 = {**FLASH_3, **VLLM}[name]
@@ -88,6 +88,15 @@ def test_a_step_is_attention_and_reads_what_is_stored(name):
     assert out.shape == query.shape
     assert (out - expected).norm() / expected.norm() < (0.1 if is_fp8 else 1e-6)
     assert stored == (1 if is_fp8 else 4) * (key.numel() + value.numel())
+
+
+def test_importing_a_peer_leaves_sdpa_its_backends(monkeypatch, tmp_path):
+    (tmp_path / "greedy_peer.py").write_text("import torch\n\ntorch.backends.cuda.enable_cudnn_sdp(False)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(peers.PACKAGES, "greedy_peer", ("a peer", "greedy-peer"))
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    peers.import_peer("greedy_peer")
+    assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def flashinfer_attend(
