@@ -41,6 +41,9 @@ KEPT_TOGETHER = (
 )
 """Modules whose tests share processes, models or results that take long to make."""
 
+GPU_STRIDE = 41
+"""Distance of GPU tests that run after each other. Neighbours share a kernel, which each worker would compile."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add ``--nan-memory``, which shows reads of memory that was not written."""
@@ -54,6 +57,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = set() if is_named else {name for name in marks if name not in config.option.markexpr}
     config.hook.pytest_deselected(items=[item for item in items if left_out & set(item.keywords)])
     items[:] = [item for item in items if not left_out & set(item.keywords)]
+    on_gpu = [item for item in items if "gpu" in item.keywords]
+    spread = [item for first in range(GPU_STRIDE) for item in on_gpu[first::GPU_STRIDE]]
+    items[:] = [item for item in items if "gpu" not in item.keywords] + spread
     items.sort(key=lambda item: item.path.parent.name != "docs")  # the longest come first: no worker waits at the end
     for item in items:
         if "gpu" in set(item.keywords) & marks:

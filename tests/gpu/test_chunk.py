@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -34,11 +35,10 @@ formats = pytest.mark.parametrize("format", STORED_FORMATS)
 
 
 @formats
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("case", CASES)
-def test_every_shape_is_restored_bit_for_bit(case: str, dtype: torch.dtype, format: str) -> None:
-    storage = CASES[case].storage(format, dtype, "cuda")
-    assert_restored(storage, dtype)
+@pytest.mark.parametrize(("case", "dtype"), [*product(CASES, ["bf16"]), ("ragged", "fp16")])
+def test_every_shape_is_restored_bit_for_bit(case: str, dtype: str, format: str) -> None:
+    storage = CASES[case].storage(format, DTYPES[dtype], "cuda")
+    assert_restored(storage, DTYPES[dtype])
     assert_dense(storage, CASES[case])
 
 
@@ -58,23 +58,22 @@ def _filled(case: Case, format: str, dtype: torch.dtype) -> tuple[LayerStorage, 
 
 
 @formats
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("case", CHUNKS)
-def test_chunks_match_the_reference(case: str, dtype: torch.dtype, format: str) -> None:
+@pytest.mark.parametrize(("case", "dtype"), [*product(CHUNKS, ["bf16"]), ("plain", "fp16")])
+def test_chunks_match_the_reference(case: str, dtype: str, format: str) -> None:
     """Run three times: the first call compiles, later ones launch the compiled kernels."""
     made = CHUNKS[case]
     options = made.options("cuda")
     if case == "narrow-window":
         options["window"] = WINDOW
-    storage, chunk = _filled(made, format, dtype)
+    storage, chunk = _filled(made, format, DTYPES[dtype])
     expected = cached_attention(*chunk, storage, backend="reference", **options)  # type: ignore[arg-type]
     outputs = []
     for _ in range(3):
-        ours, _ = _filled(made, format, dtype)
+        ours, _ = _filled(made, format, DTYPES[dtype])
         outputs.append(cached_attention(*chunk, ours, backend="triton", **options))  # type: ignore[arg-type]
         assert_storages_equal(ours, storage)
     error = (outputs[0].float() - expected.float()).abs().max() / expected.float().abs().max()
-    assert error < 4.0 * torch.finfo(dtype).eps
+    assert error < 4.0 * torch.finfo(DTYPES[dtype]).eps
     assert all(torch.equal(output, outputs[0]) for output in outputs)
 
 

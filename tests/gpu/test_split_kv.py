@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,28 +11,29 @@ from dma_kernels import attention
 from dma_kernels.prefill.split_kv_kernel import split_kv_kernel
 from dma_kernels.runtime.reports import kernel_reports
 from dma_kernels.testing import assert_bits_equal, random_qkv, relative_error
-from prefill_cases import RECIPES, SHORT, Case, assert_matches_reference
+from prefill_cases import DTYPES, RECIPES, SHORT, Case, assert_matches_reference
 from torch import Tensor
 
 pytestmark = pytest.mark.gpu
 BALANCED = RECIPES["balanced"]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("case", SHORT)
-def test_a_short_call_matches_the_reference(case: str, dtype: torch.dtype) -> None:
-    assert_matches_reference(SHORT[case], BALANCED, dtype, "cuda")
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [*product(SHORT, ["bf16"]), *product(["one-query", "all", "head-dim-80-96"], ["fp16"])],
+)
+def test_a_short_call_matches_the_reference(case: str, dtype: str) -> None:
+    assert_matches_reference(SHORT[case], BALANCED, DTYPES[dtype], "cuda")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("q_len", [1, 5, 63])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-def test_long_rows_match_the_reference(head_dim: int, q_len: int, dtype: torch.dtype) -> None:
+def test_long_rows_match_the_reference(head_dim: int, q_len: int) -> None:
     case = Case(
         q_len=q_len, kv_len=20_000, q_heads=8, kv_heads=2, batch=3, head_dim=head_dim,
         tensors={"q_offset": [19_000, 77, 12_345]},
     )  # fmt: skip
-    assert_matches_reference(case, BALANCED, dtype, "cuda")
+    assert_matches_reference(case, BALANCED, torch.bfloat16, "cuda")
 
 
 def test_one_query_over_all_keys_runs_on_pytorchs_kernel() -> None:
