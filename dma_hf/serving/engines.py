@@ -287,6 +287,8 @@ class Batched(Engine):
     ) -> None:
         self._refuse(config, body)
         manager, name, loop = self._manager, uuid.uuid4().hex, asyncio.get_running_loop()
+        while manager.get_result(timeout=0) is not None:
+            pass  # late tokens of cancelled requests, with their prompts; otherwise they would fill the memory
         answer.streamer = streamer = CBStreamer(
             manager, name, self.tokenizer.backend_tokenizer, loop, answer, response_parser=parser
         )

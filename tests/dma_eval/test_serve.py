@@ -29,6 +29,7 @@ from dma_eval.load.models import load_model
 from sampling import sampled
 from served import DEMO_MODEL, served
 from transformers.cli.serving.utils import ReasoningText
+from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from dma_hf import DMAConfig
 from dma_hf.integrations.serving import BatchTopK, BatchTopP, DirectStreamer
@@ -391,6 +392,18 @@ def test_continuous_batching(suffix, end, folder, expected, question):
     assert "".join(event["choices"][0]["text"] for event in events) == expected[suffix]
     assert (stopped["text"], stopped["finish_reason"]) == (expected[suffix].partition(stop)[0], "stop")
     assert hot != expected[suffix] == cold
+
+
+def test_late_tokens_of_cancelled_requests_do_not_fill_the_memory():
+    engine, gate = load(_options(attn="dma_mxfp+int4", continuous_batching=True, cache_gib=0.05))
+    body = json.dumps({"prompt": "The captain", "max_tokens": 2}).encode()
+    for _ in range(3):
+        engine._manager.output_router.deliver(GenerationOutput("cancelled", prompt_ids=[1] * 1000))
+    try:
+        assert asyncio.run(_ask(gate, "/v1/completions", "POST", body=body)) == 200
+        assert engine._manager.get_result(timeout=0) is None
+    finally:
+        engine.close()
 
 
 async def _ask(gate, path, method="GET", key=None, *, body=b"", sent=None):
