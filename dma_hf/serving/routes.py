@@ -326,7 +326,12 @@ class Respond(Route):
             if answer.error is not None:
                 raise answer.error
             for line in filter(None, text.split("\n\n")):
-                yield json.loads(line.removeprefix("data: "))
+                piece = json.loads(line.removeprefix("data: "))
+                if piece["type"] == "response.completed" and answer.finish_reason == "length":
+                    piece["type"] = "response.incomplete"
+                    reason = {"reason": "max_output_tokens"}
+                    piece["response"] |= {"status": "incomplete", "incomplete_details": reason}
+                yield piece
 
     def _join(self, pieces: list[dict[str, Any]], answer: Answer) -> dict[str, Any]:
         return dict(pieces[-1]["response"])

@@ -318,6 +318,9 @@ def test_the_openai_client(client, expected, question):
     (model,) = asked.models.list().data
     answer = asked.responses.create(model=model.id, input=question, max_output_tokens=NEW_TOKENS)
     assert answer.output_text == expected["+int4"]
+    assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    *_, last = asked.responses.create(model=model.id, input="word", max_output_tokens=1, stream=True)
+    assert (last.type, last.response.status) == ("response.incomplete", "incomplete")
     with pytest.raises(openai.BadRequestError) as refused:
         asked.completions.create(model=model.id, prompt="word " * 5000)
     assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "prompt")
