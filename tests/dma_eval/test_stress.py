@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,8 +18,9 @@ from dma_eval.measures.stress import TWINS, channel_ranges, measure_stress, stre
 from dma_eval.results import ThresholdStudy, read_report
 from dma_eval.session import Session
 from dma_eval.show.pages import stress_page, verdict
+from safetensors import SafetensorError
 from tiny_models import DECODERS, VOCABULARY
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from dma_hf import DMAConfig
 
@@ -212,3 +214,25 @@ def test_command_equalize_refuses(run, refused, model_folder, text_file, tmp_pat
     assert message in refused(run(*common, "-d", tmp_path / "short.txt"))
     assert "load the model unquantized, in float32 or bfloat16" in refused(run(*common, "--dtype", "float16"))
     assert not (tmp_path / "folder").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(OSError(28, "No space left on device"), "No space left on device"), (SafetensorError("I/O error"), "I/O error")],
+    ids=str,
+)
+def test_a_model_that_cannot_be_written_leaves_nothing(
+    error, reason, run, model_folder, text_file, tmp_path, monkeypatch
+):
+    """So that the command can be repeated, and nobody takes the rest for a model."""
+
+    def fail(tokenizer, save_directory, **options):
+        (Path(save_directory) / "tokenizer.json").write_text("{", encoding="utf-8")
+        raise error
+
+    monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", fail)
+    folder = tmp_path / "folder"
+    result = run("equalize", "-m", model_folder, "-d", text_file, "--device", "cpu", "--out", folder)
+    assert result.exit_code == 2
+    assert " ".join(result.stderr.split()) == f"Error: --out: cannot write to {folder}: {reason}"
+    assert list(folder.iterdir()) == []

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from safetensors import SafetensorError
 
 from dma_eval import config, console
 from dma_eval.config import REQUIRED, option
@@ -62,7 +66,20 @@ def equalize(args: EqualizeOptions) -> int:
     if getattr(loaded.model, "hf_quantizer", None) is not None:  # of a GGUF file, whose weights are dequantized now
         del loaded.model.hf_quantizer
         del loaded.model.config.quantization_config
-    loaded.model.save_pretrained(args.out)
-    loaded.tokenizer.save_pretrained(args.out)
+    _save(loaded.model, loaded.tokenizer, args.out)
     console.print_wrote("the model", folder=args.out)
     return 0
+
+
+def _save(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write a model and its tokenizer into a folder: all of their files, or none."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=folder) as unfinished:
+            for each in (model, tokenizer):
+                each.save_pretrained(unfinished)
+            for path in Path(unfinished).iterdir():
+                path.replace(folder / path.name)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or one_line(error)
+        raise UserError(f"--out: cannot write to {folder}: {reason}") from error
