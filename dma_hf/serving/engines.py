@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -40,8 +40,10 @@ class Answer(asyncio.Queue[Any]):
     def __init__(self, stops: Iterable[str]) -> None:
         super().__init__()
         self.prompt_tokens = self.max_new_tokens = 0  # set when they are known, before the answer starts
+        self.end_tokens: Sequence[int] = ()  # likewise
         self.streamer: Any = None  # counts the tokens; set by the engine, like the next
         self.on_cancel: Callable[[], Any] = lambda: None
+        self.last_token: int | None = None
         self.error: ApiError | None = None
         self.is_cancelled = self.is_stopped = self._is_over = False
         self._stops, self._held = tuple(stops), ""
@@ -60,7 +62,8 @@ class Answer(asyncio.Queue[Any]):
     @property
     def finish_reason(self) -> str:
         """Why the answer ended, in OpenAI's words."""
-        return "length" if self.total_tokens >= self.max_new_tokens and not self.is_stopped else "stop"
+        is_ended = self.is_stopped or self.last_token in self.end_tokens
+        return "length" if self.total_tokens >= self.max_new_tokens and not is_ended else "stop"
 
     def _put(self, item: Any) -> None:
         """Append an item, or extend a text that has not been read yet."""
@@ -159,6 +162,14 @@ class _Penalties(LogitsProcessor):  # type: ignore[misc]
         return scores - self._frequency * counts - self._presence * (counts > 0)
 
 
+class _Streamer(DirectStreamer):  # type: ignore[misc]
+    """Decodes the tokens of an answer, and notes its last one."""
+
+    def put(self, value: Tensor) -> None:
+        self._queue.last_token = int(value.flatten()[-1])
+        super().put(value)
+
+
 class Sequential(Engine):
     """Runs ``generate`` for one request after another. A cancelled request ends within one layer of the model."""
 
@@ -175,7 +186,7 @@ class Sequential(Engine):
         self, answer: Answer, inputs: Any, config: GenerationConfig, body: GenerationRequest, parser: Any
     ) -> None:
         loop = asyncio.get_running_loop()
-        answer.streamer = streamer = DirectStreamer(self.tokenizer.backend_tokenizer, loop, answer, parser)
+        answer.streamer = streamer = _Streamer(self.tokenizer.backend_tokenizer, loop, answer, parser)
         future = loop.run_in_executor(self._thread, self._generate, answer, inputs, config, body)
 
         def cancel() -> None:
@@ -295,6 +306,7 @@ class Batched(Engine):
 
         def take(output: Any) -> None:
             error = output.error
+            answer.last_token = next(reversed(output.generated_tokens), None)
             try:
                 streamer.put(output)
             except Exception as failure:  # the tokenizers library raises nothing narrower

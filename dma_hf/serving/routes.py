@@ -90,7 +90,8 @@ class _Generation(GenerationState):  # type: ignore[misc]
         ids = inputs["input_ids"]
         self.answer.prompt_tokens = len(ids) if isinstance(ids, list) else ids.shape[-1]
         self._settle(config, self.answer.prompt_tokens)
-        self.answer.max_new_tokens = config.max_new_tokens
+        self.answer.max_new_tokens, ends = config.max_new_tokens, config.eos_token_id
+        self.answer.end_tokens = [ends] if isinstance(ends, int) else ends or []
         self._engine.start(self.answer, inputs, config, self._body, parser)
 
     def _settle(self, config: GenerationConfig, prompt_tokens: int) -> None:

@@ -445,6 +445,29 @@ def test_a_model_that_is_loaded_already_is_served(folder, path, body, name):
     assert json.loads(sent[-1]["body"])["model"] == (name or str(folder))
 
 
+@pytest.mark.parametrize("options", [{}, {"continuous_batching": True, "cache_gib": 0.05}], ids=["alone", "batched"])
+def test_an_answer_that_ends_with_its_last_token_is_not_cut_off(options):
+    engine, gate = load(_options(attn="dma_mxfp+int4", **options))
+
+    async def say(**fields):
+        sent = []
+        body = json.dumps({"prompt": "The captain", "max_tokens": 1} | fields).encode()
+        assert await _ask(gate, "/v1/completions", "POST", body=body, sent=sent) == 200
+        (choice,) = json.loads(sent[-1]["body"])["choices"]
+        return choice["text"], choice["finish_reason"]
+
+    async def say_twice():
+        text, reason = await say()
+        (token,) = engine.tokenizer.encode(text, add_special_tokens=False)
+        return reason, (await say(generation_config=json.dumps({"eos_token_id": token})))[1]
+
+    try:
+        assert asyncio.run(say_twice()) == ("length", "stop")
+    finally:
+        if options:
+            engine.close()
+
+
 async def _answer_all(scope, receive, send):
     await send({"type": "http.response.start", "status": 200, "headers": []})
     await send({"type": "http.response.body"})
