@@ -17,7 +17,7 @@ from dma_eval.measures import fidelity as fidelity_module
 from dma_eval.measures.fidelity import head_errors, in_fp32, measure_fidelity
 from dma_eval.results import FidelitySection, read_report
 from dma_eval.session import Session
-from dma_eval.show.pages import fidelity_page
+from dma_eval.show.pages import fidelity_page, perplexity_page
 from tiny_models import SIZES
 from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
 
@@ -132,6 +132,14 @@ class TestComparison:
 def positions(section):
     """The table of changes by position."""
     return next(table for table in fidelity_page(section).tables if table.headers[0] == "position")
+
+
+def test_pages_explain_their_columns(fidelity):
+    """Readers of a model card have no other page of ours."""
+    section = fidelity("sdpa", max_windows=1, prompts=0, head_windows=0)
+    for page, also in ((perplexity_page(section.tokens), ()), (fidelity_page(section), ("KL p99", "KL max"))):
+        notes = " ".join(page.notes)
+        assert all(f"{name} " in notes for name in ("KL is", "in nats.", "Top-1 is", "± is", *also)), notes
 
 
 def test_changes_by_position(fidelity):
