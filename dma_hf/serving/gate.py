@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .requests import ApiError
 
 MOST_BYTES = 32 << 20  # of a request's body
+BODY_SECONDS = 120  # for a body to arrive; a client that lost its network sends no more, and its connection stays open
 
 
 class Gate:
@@ -80,10 +81,14 @@ class Gate:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the application until it has answered, the client is gone or the server stops."""
         body = bytearray()
-        async for chunk in Request(scope, receive).stream():
-            body += chunk
-            if len(body) > MOST_BYTES:
-                raise ApiError(f"the body has more than {MOST_BYTES >> 20} MiB", status=413)
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                async for chunk in Request(scope, receive).stream():
+                    body += chunk
+                    if len(body) > MOST_BYTES:
+                        raise ApiError(f"the body has more than {MOST_BYTES >> 20} MiB", status=413)
+        except TimeoutError as error:
+            raise ApiError(f"the body did not arrive within {BODY_SECONDS} seconds", status=408) from error
 
         async def listen() -> None:
             while (await receive())["type"] != "http.disconnect":

@@ -502,6 +502,17 @@ def test_all_but_reading_health_needs_the_key_and_requests_that_generate_are_lim
     assert asyncio.run(asyncio.wait_for(ask(), TIMEOUT)) == [status, status_of_next, 200, 200]
 
 
+def test_a_client_that_keeps_its_body_back_frees_its_place(monkeypatch):
+    """Such as one that lost its network: its connection stays open."""
+    monkeypatch.setattr("dma_hf.serving.gate.BODY_SECONDS", 0.01)
+
+    async def ask():
+        gate = Gate(_answer_all, most=1)
+        return [await _ask(gate, "/v1/completions", "POST", body=body) for body in (None, b"")]
+
+    assert asyncio.run(asyncio.wait_for(ask(), TIMEOUT)) == [408, 200]
+
+
 def test_stopping_ends_open_requests_whether_they_have_begun_to_answer_or_not():
     async def application(scope, receive, send):
         if scope["path"] == "/v1/responses":
