@@ -140,7 +140,9 @@ def _attend_plain(
     """Compute a call over plain keys and values. Returns ``[B, T, Hq, Dv]``, and what repeats the call, if anything."""
     settings = call.settings
     if settings.config.cache is not None and geometry.is_causal and geometry.q_len == 1 < geometry.kv_len:
-        note_other_cache(module, settings.config.cache)
+        positions = call.others.get("position_ids")  # of all new tokens, also where only the last is a query (Gemma 4)
+        if positions is None or positions.shape[-1] == 1:
+            note_other_cache(module, settings.config.cache)
     recipe = settings.cross_recipe if geometry.two_sequences else settings.recipe
     counts = tile_counts_of(module, states[0], recipe)
     if may_repeat and counts is None:
@@ -227,7 +229,7 @@ def attend(
     prompt = layer.owner.prompt_length
     if new.is_first and prompt is not None and prompt < query.shape[2]:
         return _attend_with_candidates(layer, new, prompt, query, geometry, recipe, tile_counts, **options)
-    if new.is_first and (not new.is_stored or query.shape[2] > TILE or prompt is not None):
+    if new.is_first:
         options |= _of_prompt(geometry, new).arguments
         out: Tensor = attention(query, new.key, new.value, recipe, tile_counts=tile_counts, **options)
         if not new.is_stored:
@@ -266,7 +268,8 @@ def _of_prompt(geometry: MaskGeometry, new: Step) -> MaskGeometry:
         pattern = pattern[..., :length]
     is_seen = geometry.is_unpadded and length <= geometry.q_len
     kv_range = None if is_seen else geometry.kv_range
-    return replace(geometry, kv_len=length, q_offset=geometry.kv_offset, kv_range=kv_range, pattern=pattern)
+    q_offset = geometry.kv_offset + (length - geometry.q_len)
+    return replace(geometry, kv_len=length, q_offset=q_offset, kv_range=kv_range, pattern=pattern)
 
 
 def _attend_with_candidates(
@@ -286,11 +289,9 @@ def _attend_with_candidates(
         step = replace(new, key=new.key[:, :, part], value=new.value[:, :, part], is_first=part.start == 0)
         if not isinstance(layer.tokens, Tensor):
             step.kv_len = part.stop
-        pattern = geometry.pattern
-        if pattern is not None:
-            pattern = pattern if pattern.shape[2] == 1 else pattern[:, :, part]
-            pattern = pattern if pattern.shape[3] == 1 else pattern[..., : step.kv_len]
-        seen = replace(geometry, q_len=part.stop - part.start, q_offset=geometry.q_offset + part.start, pattern=pattern)
+        seen = geometry.of_queries(part.start, part.stop)
+        if seen.pattern is not None and seen.pattern.shape[3] > 1:
+            seen = replace(seen, pattern=seen.pattern[..., : step.kv_len])
         layer.is_offloading = is_offloading and part.start > 0
         outputs.append(attend(layer, step, query[:, :, part], seen, recipe, tile_counts, **options))
     new.is_stored = True

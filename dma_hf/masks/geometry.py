@@ -104,6 +104,13 @@ class MaskGeometry:
             return self
         return replace(self, batch=batch, two_sequences=two_sequences, **changes)
 
+    def of_queries(self, start: int, stop: int) -> MaskGeometry:
+        """Return the geometry of the queries ``start`` to ``stop - 1``, over the same keys."""
+        pattern = self.pattern
+        if pattern is not None and pattern.shape[2] > 1:
+            pattern = pattern[:, :, start:stop]
+        return replace(self, q_len=stop - start, q_offset=self.q_offset + start, pattern=pattern)
+
     def dense(self, device: torch.device | str) -> Tensor:
         """Return the boolean mask ``[B, H, Tq, Tk]``, true is visible. ``H`` is 1 unless the pattern has heads."""
         index = torch.arange(self.kv_len, device=device)
@@ -191,7 +198,7 @@ def _column(offset: int | Tensor) -> int | Tensor:
 class CompactMask(Deferred):
     """A read-only boolean mask ``[B, 1, Tq, Tk]`` that is computed only if an operation needs its values.
 
-    Moving it to a device and slices of the whole mask keep it compact. Every other operation sees the dense mask.
+    Moving it to a device and selecting consecutive queries keep it compact. Every other operation sees the dense mask.
 
     Attributes:
         dma_geometry: The geometry of the mask.
@@ -229,7 +236,7 @@ class CompactMask(Deferred):
 
     @classmethod
     def answer(cls, func: Any, args: Any, kwargs: Any) -> Any:
-        """Move the mask to a device, return the whole mask for slices of all of it, and refuse writes and sums."""
+        """Move the mask to a device, select queries, and refuse writes and sums."""
         if func is Tensor.bool:
             return args[0]
         if func is Tensor.to:
@@ -238,8 +245,8 @@ class CompactMask(Deferred):
                 geometry = args[0].dma_geometry
                 return cls.of(geometry.adapted(device, geometry.batch, geometry.two_sequences), device)
         elif func is Tensor.__getitem__:
-            if isinstance(args[0], CompactMask) and _takes_all(*args):
-                return args[0]
+            if isinstance(args[0], CompactMask):
+                return _selected(*args)
         elif func in _WRITES and isinstance(args[0], CompactMask):
             raise RuntimeError(
                 "the attention mask of dma_mxfp is read-only; change a copy: mask = mask.dense().clone() if it has the "
@@ -263,10 +270,19 @@ _SUMS = frozenset(
 )
 
 
-def _takes_all(mask: CompactMask, index: Any) -> bool:
-    """Return whether ``mask[index]`` is the whole mask."""
+def _selected(mask: CompactMask, index: Any) -> Any:
+    """Return ``mask[index]``, the mask of consecutive queries, or ``NotImplemented`` for any other index."""
     parts = index if isinstance(index, tuple) else (index,)
     if not all(part is Ellipsis or isinstance(part, slice) for part in parts):
-        return False
+        return NotImplemented
     with torch._C.DisableTorchFunctionSubclass():
-        return mask[index].shape == mask.shape
+        shape = mask[index].shape
+    if shape == mask.shape:
+        return mask
+    geometry, count = mask.dma_geometry, shape[2]
+    if torch.compiler.is_dynamo_compiling() or geometry.documents is not None:
+        return NotImplemented
+    if count == 0 or (*shape[:2], shape[3]) != (*mask.shape[:2], mask.shape[3]):
+        return NotImplemented
+    start, stop, step = parts[-2 if Ellipsis in parts[:3] else 2].indices(mask.shape[2])
+    return CompactMask.of(geometry.of_queries(start, stop), mask.device) if step == 1 else NotImplemented

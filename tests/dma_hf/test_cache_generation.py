@@ -31,7 +31,7 @@ from transformers import (
 import dma_hf
 from dma_hf import DMACache, attention
 from dma_hf.attention import dma_attention_forward
-from dma_hf.cache_layers import DMALayer
+from dma_hf.cache_layers import STORED_LATER, DMALayer
 from dma_hf.integrations.internals import CACHE_ARGUMENT
 
 NEW_TOKENS = 10
@@ -47,10 +47,10 @@ MODES = {
 
 @pytest.fixture
 def build(families, identity):
-    def make(name, seed=0):
+    def make(name, seed=0, **changes):
         """A model without quantization, with a band so wide that its cache quantizes nothing either."""
         window = {"sliding_window": 100} if name in ("mistral", "gemma3") else {}
-        model = families[name].build("dma_mxfp", seed=seed, **window).double()
+        model = families[name].build("dma_mxfp", seed=seed, **window, **changes).double()
         dma_hf.configure(model, identity, diagonal_tiles=3)
         return model
 
@@ -120,6 +120,29 @@ def test_a_second_turn_continues_with_the_cache_of_the_first(name, length, build
     options = {"do_sample": False, "attention_mask": torch.ones_like(second)}  # an answer may have the token of padding
     expected = _generate(model, second, **options)
     assert torch.equal(_generate(model, second, past_key_values=cache, **options), expected)
+
+
+def test_layers_with_shared_keys_get_chunks_of_a_padded_prompt(build, token_ids):
+    """For all but the last chunk Gemma 4 computes them for a single query, whose mask is a slice."""
+    model, ids = build("gemma4"), token_ids(2, PROMPT)
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    options = {"attention_mask": mask, "do_sample": False}
+    expected = _generate(model, ids, **options)
+    cache = DMACache(model.config)
+    assert torch.equal(_generate(model, ids, past_key_values=cache, prefill_chunk_size=60, **options), expected)
+
+
+@pytest.mark.parametrize("tokens", [400, STORED_LATER + 100])
+def test_the_last_query_of_a_prompt_is_at_its_own_position(tokens, build, token_ids, assert_same):
+    """Gemma 4 computes layers with shared keys for it alone. Over new keys it is exact, like a short call."""
+    model = build("gemma4", max_position_embeddings=4096)
+    dma_hf.configure(model, "balanced", exact_until=0, diagonal_tiles=0)
+    ids = token_ids(1, tokens)
+    expected = model(ids, logits_to_keep=1).logits
+    for options in ({}, {"max_cache_len": tokens + 8}):
+        cache = DMACache(model.config, "int4", **options)
+        assert_same(model(ids, logits_to_keep=1, **{CACHE_ARGUMENT: cache}).logits, expected, tolerance=1e-9)
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
@@ -223,6 +246,14 @@ class TestDefault:
         model(ids, **{CACHE_ARGUMENT: cache})
         with pytest.warns(UserWarning, match="says cache='int4', but the keys of a .* came from another cache"):
             model(ids[:, :1], **{CACHE_ARGUMENT: cache})
+
+    def test_the_last_query_of_a_prompt_is_no_decoding_step(self, build, token_ids):
+        """Gemma 4 computes layers with shared keys for it alone."""
+        model = build("gemma4")
+        dma_hf.configure(model, cache="int4")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model(token_ids(1, 20), use_cache=False, logits_to_keep=1)
 
     def test_a_function_registered_over_dma_mxfp_keeps_the_cache(self, build, token_ids):
         """For profiling, for example."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import sys
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -198,10 +199,24 @@ class TestCompactMask:
         assert moved.device.type == moved.dma_geometry.kv_range.device.type == "meta"
         assert not isinstance(_compact().to("cpu", torch.int32), CompactMask)
 
+    @pytest.mark.parametrize("index", [np.s_[..., -2:, :], np.s_[:, :, 1:3], np.s_[:, :, 2:, :, ...]])
+    def test_the_mask_of_some_queries_is_compact(self, index):
+        """Gemma 4 computes layers with shared keys for the last queries only."""
+        seen = torch.rand(2, 1, 5, 7) < 0.7
+        for changes in ({}, {"window": 2}, {"pattern": seen}, {"kv_range": torch.tensor([[0, 7], [2, 6]])}):
+            offsets = {"q_offset": torch.tensor([2, 0]), "kv_offset": torch.tensor([0, -2])}
+            mask = _compact(kv_length=7, **offsets, **changes)
+            some = mask[index]
+            assert isinstance(some, CompactMask)
+            assert torch.equal(some.dense(), mask.dense()[index])
+        assert not isinstance(_compact(documents=torch.tensor([0, 5, 7, 10]))[:, :, 2:], CompactMask)
+
     def test_operations_see_the_mask_values(self):
         mask, dense = _compact(), torch.ones(2, 1, 5, 5, dtype=torch.bool).tril()
         assert torch.equal(mask, dense)
         assert torch.equal(mask[:, :, 1:, :3], dense[:, :, 1:, :3])
+        assert torch.equal(mask[:, :, ::2], dense[:, :, ::2])
+        assert torch.equal(mask[:, :, 5:], dense[:, :, 5:])
         assert torch.equal(~mask, ~dense)
         assert torch.equal(mask & dense[:1], dense)
         assert torch.equal(torch.where(mask, 0.0, -1.0), torch.where(dense, 0.0, -1.0))
