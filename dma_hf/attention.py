@@ -302,8 +302,9 @@ def _mask(layer: DMALayer, new: Step, geometry: MaskGeometry) -> Tensor | None:
     """Return the part of the mask that positions do not imply, boolean ``[B, H, T, kv_len]``, usually ``None``."""
     hidden, visible = geometry.pattern, geometry.kv_range
     if visible is None and layer.is_padded and layer.owner.capture is None and not torch.compiler.is_compiling():
-        _refuse_shown_padding(layer, new, 0)
-        layer.is_padded = False  # no row has any, or it has left the window
+        # A mask that another function made has a pattern of all that it hides, and no range.
+        _refuse_shown_padding(layer, new, None if hidden is None else hidden.any(2).any(1))
+        layer.is_padded = hidden is not None  # no row has any, or it has left the window
     if visible is None or (hidden is None and _is_plain(layer, new, visible)):
         return hidden
     seen = keys_in(visible, new.kv_len)[:, None, None]
@@ -325,7 +326,7 @@ def _is_plain(layer: DMALayer, new: Step, visible: Tensor) -> bool:
     if known is None or known[0] is not visible:
         known = visible, bool(_has_all_keys(layer, new, visible))
         if not known[1]:
-            _refuse_shown_padding(layer, new, torch.where(visible[:, 0] < visible[:, 1], visible[:, 0], new.kv_len))
+            _refuse_shown_padding(layer, new, keys_in(visible, new.kv_len))
         layer.owner.plain = known
     return known[1]
 
@@ -338,9 +339,16 @@ def _has_all_keys(layer: DMALayer, new: Step, visible: Tensor) -> Tensor:
     return has_all.all()
 
 
-def _refuse_shown_padding(layer: DMALayer, new: Step, first: int | Tensor) -> None:
-    """Raise if the first visible key of a row, an index in the mask, is padding, which is not stored."""
-    if not torch.compiler.is_compiling() and bool((first < -layer.position_of(new)).any()):
+def _refuse_shown_padding(layer: DMALayer, new: Step, seen: Tensor | None) -> None:
+    """Raise if a mask shows padding, which is not stored.
+
+    ``seen``, boolean ``[B, kv_len]``, says which keys any query sees. ``None`` means all.
+    """
+    if torch.compiler.is_compiling():
+        return
+    start = layer.position_of(new)[:, None]
+    padding = start + torch.arange(new.kv_len, device=start.device) < 0
+    if bool((padding if seen is None else padding & seen).any()):
         raise ValueError(
             "attention_mask shows padding that it hid before, which the cache does not hold; keep the mask of the "
             "first call, or begin with a new cache"

@@ -50,6 +50,27 @@ def test_a_4d_mask_of_left_padding_equals_the_2d_mask(format, dtype, llama, toke
     assert_same(outputs[1], outputs[0], padding, 1e-9)
 
 
+@pytest.mark.parametrize("shown", [False, True])
+def test_a_4d_mask_may_follow_a_2d_mask(shown, llama, token_ids, assert_same):
+    """As in tree decoding. Padding that it shows is refused, because the cache does not hold it."""
+    ids, (padding, mask) = token_ids(2, LENGTH), _masks()
+    positions = (padding.cumsum(-1) - 1).clamp(min=0)
+    cache = DMACache(llama.config, "int4")
+
+    def forward(start, end, attention_mask):
+        arguments = {"attention_mask": attention_mask, "position_ids": positions[:, start:end]}
+        return llama(ids[:, start:end], **arguments, **{CACHE_ARGUMENT: cache}).logits
+
+    forward(0, 400, padding[:, :400])
+    expected = forward(400, LENGTH, padding)
+    cache.crop(400 - LENGTH)
+    mask = mask[:, :, 400:]
+    if shown:
+        with pytest.raises(ValueError, match="attention_mask shows padding that it hid before"):
+            forward(400, LENGTH, torch.where(torch.arange(LENGTH) == 149, 0, mask))
+    assert_same(forward(400, LENGTH, mask), expected, tolerance=1e-9)
+
+
 @pytest.mark.parametrize("high_layers", [(), (1,)])
 def test_a_mask_of_an_earlier_pass_keeps_no_settings(high_layers, families, token_ids):
     """Transformers' own mask, which the caller makes once."""
