@@ -243,9 +243,11 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
         """Read from the mask how much padding each row has, until every row has a visible key."""
         if self.is_settled:
             return
-        self.is_padded = geometry.kv_range is not None or (self.is_padded and not new.is_first)
         storage, offset = self.storage, geometry.kv_offset
-        if geometry.kv_range is None and isinstance(offset, int) and offset == new.kv_offset:
+        # A mask that another function made has no range, but its first visible key tells.
+        may_be_padded = geometry.kv_range is not None or isinstance(offset, Tensor) or offset != new.kv_offset
+        self.is_padded = may_be_padded or (self.is_padded and not new.is_first)
+        if not may_be_padded:
             self.is_settled = True
             return
         count = new.key.shape[2]

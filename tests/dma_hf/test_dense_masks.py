@@ -71,6 +71,14 @@ def test_a_4d_mask_may_follow_a_2d_mask(shown, llama, token_ids, assert_same):
     assert_same(forward(400, LENGTH, mask), expected, tolerance=1e-9)
 
 
+def test_padding_of_a_4d_mask_cannot_be_shown_later(llama, token_ids):
+    ids, (_, mask) = token_ids(2, LENGTH), _masks()
+    cache = DMACache(llama.config, "int4")
+    llama(ids[:, :400], attention_mask=mask[:, :, :400, :400], **{CACHE_ARGUMENT: cache})
+    with pytest.raises(ValueError, match="attention_mask shows padding that it hid before"):
+        llama(ids[:, 400:], **{CACHE_ARGUMENT: cache})
+
+
 @pytest.mark.parametrize("high_layers", [(), (1,)])
 def test_a_mask_of_an_earlier_pass_keeps_no_settings(high_layers, families, token_ids):
     """Transformers' own mask, which the caller makes once."""
