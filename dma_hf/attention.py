@@ -300,34 +300,41 @@ def _attend_with_candidates(
 
 def _mask(layer: DMALayer, new: Step, geometry: MaskGeometry) -> Tensor | None:
     """Return the part of the mask that positions do not imply, boolean ``[B, H, T, kv_len]``, usually ``None``."""
-    hidden, visible = geometry.pattern, geometry.kv_range
-    if visible is None and layer.is_padded and layer.owner.capture is None and not torch.compiler.is_compiling():
-        # A mask that another function made has a pattern of all that it hides, and no range.
-        _refuse_shown_padding(layer, new, None if hidden is None else hidden.any(2).any(1))
-        layer.is_padded = hidden is not None  # no row has any, or it has left the window
-    if visible is None or (hidden is None and _is_plain(layer, new, visible)):
-        return hidden
-    seen = keys_in(visible, new.kv_len)[:, None, None]
-    return seen if hidden is None else seen & hidden
+    pattern, visible = geometry.pattern, geometry.kv_range
+    if pattern is None and visible is None:
+        if layer.is_padded and layer.owner.capture is None and not torch.compiler.is_compiling():
+            _refuse_shown_padding(layer, new, None)
+            layer.is_padded = False  # no row has any, or it has left the window
+        return None
+    return None if _is_plain(layer, new, pattern, visible) else _joined(pattern, visible, new.kv_len)
 
 
-def _is_plain(layer: DMALayer, new: Step, visible: Tensor) -> bool:
-    """Return whether a range of visible keys, integer ``[B, 2]``, has all keys of the row.
+def _joined(pattern: Tensor | None, visible: Tensor | None, kv_len: int) -> Tensor | None:
+    """Return a pattern without the keys outside the rows' ranges, as :class:`MaskGeometry` has both."""
+    if visible is None:
+        return pattern
+    seen = keys_in(visible, kv_len)[:, None, None]
+    return seen if pattern is None else seen & pattern
+
+
+def _is_plain(layer: DMALayer, new: Step, pattern: Tensor | None, visible: Tensor | None) -> bool:
+    """Return whether a mask is a range of visible keys, integer ``[B, 2]``, that has all keys of the row.
 
     The check waits for the device, so the layers of a step share its result. In decoding steps of a static cache it
     does not wait: the first layer asserts on the device.
     """
     is_static, length = isinstance(layer.tokens, Tensor), new.key.shape[2]
-    if torch.compiler.is_compiling() or (is_static and visible.is_cuda and length <= DECODED_AT_ONCE):
-        if layer.checks_steps:
+    if torch.compiler.is_compiling() or (is_static and new.key.is_cuda and length <= DECODED_AT_ONCE):
+        if pattern is None and visible is not None and layer.checks_steps:
             torch._assert_async(_has_all_keys(layer, new, visible), _CHANGED)
-        return True
+        return pattern is None
     known = None if is_static else layer.owner.plain
-    if known is None or known[0] is not visible:
-        known = visible, bool(_has_all_keys(layer, new, visible))
-        if not known[1]:
-            _refuse_shown_padding(layer, new, keys_in(visible, new.kv_len))
-        layer.owner.plain = known
+    mask = pattern if visible is None else visible
+    if known is None or known[0] is not mask:
+        is_plain = pattern is None and visible is not None and bool(_has_all_keys(layer, new, visible))
+        if layer.is_padded and not is_plain:
+            _refuse_shown_padding(layer, new, _joined(pattern, visible, new.kv_len))
+        known = layer.owner.plain = mask, is_plain
     return known[1]
 
 
@@ -339,16 +346,11 @@ def _has_all_keys(layer: DMALayer, new: Step, visible: Tensor) -> Tensor:
     return has_all.all()
 
 
-def _refuse_shown_padding(layer: DMALayer, new: Step, seen: Tensor | None) -> None:
-    """Raise if a mask shows padding, which is not stored.
-
-    ``seen``, boolean ``[B, kv_len]``, says which keys any query sees. ``None`` means all.
-    """
-    if torch.compiler.is_compiling():
-        return
+def _refuse_shown_padding(layer: DMALayer, new: Step, mask: Tensor | None) -> None:
+    """Raise if a mask, boolean ``[B, H, T, kv_len]``, or ``None``, shows padding, which is not stored."""
     start = layer.position_of(new)[:, None]
     padding = start + torch.arange(new.kv_len, device=start.device) < 0
-    if bool((padding if seen is None else padding & seen).any()):
+    if bool((padding if mask is None else padding & mask.any(2).any(1)).any()):
         raise ValueError(
             "attention_mask shows padding that it hid before, which the cache does not hold; keep the mask of the "
             "first call, or begin with a new cache"

@@ -70,7 +70,7 @@ class Owner:
         cache: The format as users call it, ``int8`` or ``int4``, or one for each layer.
         diagonal_tiles: Tiles before that of a query that are kept in 16 bits.
         sink_tiles: Tiles at the start that are kept in 16 bits.
-        plain: The last range of visible keys that was checked, and whether it had all keys of each row.
+        plain: The last range of visible keys, or pattern, that was checked, and whether it hid only padding.
         prompt_length: Tokens of the prompt during speculative decoding, else ``None``. The first call may also have
             candidates, which are decoding steps.
         expected_tokens: Tokens that ``generate`` may store, or ``None`` if it is not known.
@@ -82,7 +82,7 @@ class Owner:
     cache: str | tuple[str, ...]
     diagonal_tiles: int
     sink_tiles: int
-    plain: tuple[Tensor, bool] | None = None
+    plain: tuple[Tensor | None, bool] | None = None
     prompt_length: int | None = None
     expected_tokens: int | None = None
     capture: Capture | None = None

@@ -139,10 +139,10 @@ def test_a_later_mask_may_hide_more_keys(families, token_ids, assert_same, ident
         assert_same(actual, expected, tolerance=1e-9)
 
 
-@pytest.mark.parametrize("shown", [20, 50], ids=["in part", "all"])
+@pytest.mark.parametrize(("shown", "hidden"), [(20, 0), (50, 0), (50, 3)], ids=["in part", "all", "and hides others"])
 @pytest.mark.parametrize("max_cache_len", [None, LENGTH], ids=["dynamic", "static"])
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_a_later_mask_that_shows_padding_is_refused(name, max_cache_len, shown, families, token_ids):
+def test_a_later_mask_that_shows_padding_is_refused(name, max_cache_len, shown, hidden, families, token_ids):
     """Padding is not stored, so it cannot be attended to later. All of it is still in the window."""
     model = _model(families, name, "balanced+int8")
     ids, mask = token_ids(2, LENGTH), torch.ones(2, LENGTH, dtype=torch.int64)
@@ -150,6 +150,7 @@ def test_a_later_mask_that_shows_padding_is_refused(name, max_cache_len, shown, 
     cache = DMACache(model.config, max_cache_len=max_cache_len)
     model(ids[:, :120], attention_mask=mask[:, :120], past_key_values=cache)
     mask[0, 50 - shown :] = 1
+    mask[1, 100 : 100 + hidden] = 0
     with pytest.raises(ValueError, match="attention_mask shows padding that it hid before, which the cache does not"):
         model(ids[:, 120:121], attention_mask=mask[:, :121], past_key_values=cache)
 
