@@ -30,7 +30,6 @@ from prefill_cases import (
     assert_an_exact_start_has_no_low_tile,
     assert_matches_reference,
     assert_skips_as_the_reference,
-    pairs,
     that_skips,
 )
 from torch import Tensor
@@ -51,22 +50,26 @@ def computed_by(kernel: type[Any]) -> Iterator[list[str]]:
         yield calls
 
 
-@pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Run calls of any length on the warp-specialized kernel, and record them."""
-    use_kernel(monkeypatch, WarpSpecializedConfig)
-    with computed_by(WarpSpecializedConfig) as calls:
-        yield calls
-    forget_plans()
+LONG, SHORT = WarpSpecializedConfig.kernel, MultiCTAConfig.kernel
+kernels = pytest.mark.parametrize("kernel", [LONG, SHORT])
+short = pytest.mark.parametrize("kernel", [SHORT])
 
 
 @pytest.fixture
-def short_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Run calls of any length on the multi-CTA kernel, and record them."""
-    use_kernel(monkeypatch, MultiCTAConfig)
-    with computed_by(MultiCTAConfig) as calls:
+def kernel() -> str:
+    """The kernel for calls of any length."""
+    return LONG
+
+
+@pytest.fixture
+def launches(kernel: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Run calls of any length on a kernel, and record those that it computes, of which there must be some."""
+    config = WarpSpecializedConfig if kernel == LONG else MultiCTAConfig
+    use_kernel(monkeypatch, config)
+    with computed_by(config) as calls:
         yield calls
     forget_plans()
+    assert calls
 
 
 def without(monkeypatch: pytest.MonkeyPatch, run: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -167,96 +170,72 @@ FEW_EDGES = ("keys-end-early", "window-chunk", "padded-bidirectional", "sinks", 
 FEW_MASKED = ("causal", "of-keys", "bidirectional", "left-padded", "window-softcap-sinks")
 
 
+ALL_RECIPES = ("int8", "int8-pv16", "e4m3-rotated", "paper", "mxfp4-row", "int8-mxfp8", "fp4", "nvfp4", "mixed")
+CALLS = [
+    *product([LONG], SHAPES, (*ALL_RECIPES, "nvfp4-keys"), [128]),
+    *product([LONG], SHAPES, ["int8"], (64, 96, 192, 256)),
+    *product([LONG], SHAPES, ("e4m3-rotated", "int8-mxfp8"), (64, 256)),
+    *product([LONG], EDGES, ("int8", "nvfp4-keys"), [128]),
+    *product([LONG], EDGES, ["int8"], [256]),
+    *product([LONG], [name for name in EDGES if "window" not in name], ["int8"], [64]),
+    *product([LONG], FEW_EDGES, ("int8-pv16", "paper"), [128]),
+    *product([LONG], COMBINED, ["int8"], (96, 192)),
+    *product([SHORT], SHAPES, ("balanced", *ALL_RECIPES, "nvfp4-keys"), [128]),
+    *product([SHORT], SHAPES, ("balanced", "int8-pv16", "fp4"), (64, 96)),
+    *product([SHORT], SHAPES, ("e4m3-rotated", "paper", "nvfp4-keys"), [64]),
+    *product([SHORT], EDGES, ["balanced"], (64, 128)),
+    *product([SHORT], EDGES, ["nvfp4-keys"], [128]),
+    *product([SHORT], FEW_EDGES, ("int8-pv16", "paper", "fp4"), [128]),
+    *product([SHORT], COMBINED, ["int8-pv16"], [64]),
+    *product([SHORT], COMBINED, ["balanced"], [96]),
+]
+MASKED_CALLS = [
+    *product([LONG], MASKED, ["int8"], [128]),
+    *product([LONG], FEW_MASKED, ("paper", "fp4"), [128]),
+    *product([LONG], FEW_MASKED, ["int8"], [256]),
+    *product([SHORT], MASKED, ["balanced"], [128]),
+    *product([SHORT], FEW_MASKED, ("int8-pv16", "paper", "fp4"), [128]),
+    *product([SHORT], FEW_MASKED, ["balanced"], [64]),
+]
+"""Kernel, case, recipe and head dimension of each call."""
+
+
+@pytest.mark.parametrize(("kernel", "case", "recipe", "head_dim"), CALLS)
+def test_matches_the_reference(case: str, recipe: str, head_dim: int, launches: list[str]) -> None:
+    call = replace((SHAPES | EDGES)[case], head_dim=head_dim)
+    assert_matches_reference(call, RECIPES[recipe], torch.bfloat16, "cuda")
+
+
+@pytest.mark.parametrize(("kernel", "case", "recipe", "head_dim"), MASKED_CALLS)
+def test_masks_match_the_reference(case: str, recipe: str, head_dim: int, launches: list[str]) -> None:
+    assert_matches_reference(replace(MASKED[case], head_dim=head_dim), RECIPES[recipe], torch.bfloat16, "cuda")
+
+
 @pytest.mark.parametrize(
-    "recipe",
-    ["int8", "int8-pv16", "e4m3-rotated", "paper", "mxfp4-row", "int8-mxfp8", "fp4", "nvfp4", "mixed", "nvfp4-keys"],
+    ("kernel", "recipe"),
+    [*product([LONG], ("int8", "int8-pv16", "nvfp4-keys")), *product([SHORT], ("balanced", "int8-pv16"))],
 )
-@pytest.mark.parametrize("shape", SHAPES)
-def test_matches_the_reference(shape: str, recipe: str, launches: list[str]) -> None:
-    assert_matches_reference(SHAPES[shape], RECIPES[recipe], torch.bfloat16, "cuda")
-    assert launches
-
-
-@pytest.mark.parametrize(("shape", "recipe"), pairs(EDGES, ["int8", "nvfp4-keys"], FEW_EDGES, ["int8-pv16", "paper"]))
-def test_masked_tiles_match_the_reference(shape: str, recipe: str, launches: list[str]) -> None:
-    assert_matches_reference(EDGES[shape], RECIPES[recipe], torch.bfloat16, "cuda")
-    assert launches
-
-
-@pytest.mark.parametrize(
-    ("shape", "head_dim"),
-    [
-        *((name, 64) for name in EDGES if "window" not in name),
-        *((name, 256) for name in EDGES),
-        *((name, size) for name in COMBINED for size in (96, 192)),
-    ],
-)
-def test_masked_tiles_of_other_head_dims_match_the_reference(shape: str, head_dim: int, launches: list[str]) -> None:
-    assert_matches_reference(replace(EDGES[shape], head_dim=head_dim), RECIPES["int8"], torch.bfloat16, "cuda")
-    assert launches
-
-
-def assert_hidden_keys_may_be_anything(recipe: Recipe, is_causal: bool) -> None:
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_masked_keys_may_hold_any_value(recipe: str, is_causal: bool, launches: list[str]) -> None:
     length = 1100
     query, key, value = random_qkv(batch=2, q_len=length, kv_len=length, **HEADS, dtype=torch.bfloat16, device="cuda")
     starts, ends = torch.tensor([[345, 0], [1100, 690]], device="cuda")
     index = torch.arange(length, device="cuda")
     hidden = ((index < starts[:, None]) | (index >= ends[:, None]))[:, None, :, None]
-    options: dict[str, Any] = {
-        "kv_range": torch.stack([starts, ends], 1), "kv_offset": -starts, "q_offset": -starts, "is_causal": is_causal,
-    }  # fmt: skip
+    options: dict[str, Any] = {"kv_range": torch.stack([starts, ends], 1), "is_causal": is_causal}
+    if is_causal:  # otherwise visible keys begin inside a tile
+        options |= {"kv_offset": -starts, "q_offset": -starts}
     results = [
-        attention(query, *(x.masked_fill(hidden, filler) for x in (key, value)), recipe, **options)
+        attention(query, *(x.masked_fill(hidden, filler) for x in (key, value)), RECIPES[recipe], **options)
         for filler in (0.0, float("nan"))
     ]
     assert torch.equal(*results)
     assert results[0].isfinite().all()
 
 
-@pytest.mark.parametrize("recipe", ["int8", "int8-pv16", "nvfp4-keys"])
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_masked_keys_may_hold_any_value(recipe: str, is_causal: bool, launches: list[str]) -> None:
-    assert_hidden_keys_may_be_anything(RECIPES[recipe], is_causal)
-    assert launches
-
-
-@pytest.mark.parametrize("recipe", ["balanced", "int8-pv16"])
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_masked_keys_of_short_calls_may_hold_any_value(recipe: str, is_causal: bool, short_launches: list[str]) -> None:
-    assert_hidden_keys_may_be_anything(RECIPES[recipe], is_causal)
-    assert short_launches
-
-
-@pytest.mark.parametrize(
-    ("case", "recipe", "head_dim"),
-    [
-        *product(MASKED, ["int8"], [128]),
-        *product(FEW_MASKED, ["paper", "fp4"], [128]),
-        *product(FEW_MASKED, ["int8"], [256]),
-    ],
-)
-def test_masks_match_the_reference(case: str, recipe: str, head_dim: int, launches: list[str]) -> None:
-    assert_matches_reference(replace(MASKED[case], head_dim=head_dim), RECIPES[recipe], torch.bfloat16, "cuda")
-    assert launches
-
-
-@pytest.mark.parametrize(
-    ("recipe", "head_dim"),
-    [
-        *(("int8", size) for size in (64, 96, 192, 256)),
-        *((name, size) for name in ("e4m3-rotated", "int8-mxfp8") for size in (64, 256)),
-    ],
-)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_other_head_dims_match_the_reference(shape: str, recipe: str, head_dim: int, launches: list[str]) -> None:
-    assert_matches_reference(replace(SHAPES[shape], head_dim=head_dim), RECIPES[recipe], torch.bfloat16, "cuda")
-    assert launches
-
-
 def test_smoothed_mxfp8_high_tiles_match_the_reference(launches: list[str]) -> None:
     recipe = Recipe(low="mxint8", high="mxfp8", shared_scale="tile", smooth_k=True, pv="fp8")
     assert_matches_reference(SHAPES["odd"], recipe, torch.bfloat16, "cuda")
-    assert launches
 
 
 @pytest.mark.parametrize("bands", [(0, 0), (0, 2), (3, 0), (1, 1), (7, 0), (0, 7)])
@@ -273,29 +252,21 @@ def test_diagonal_and_sink_tiles_match_the_portable_kernel(
 
     out, lse = run()
     expected, expected_lse = without(monkeypatch, run)
-    assert launches == [WarpSpecializedConfig.kernel]
+    assert launches == [LONG]
     assert relative_error(out, expected) < 0.01
     torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=1e-5)
 
 
+@kernels
 @pytest.mark.parametrize("recipe", ["balanced", "int8-pv16", "paper", "nvfp4-keys"])
 @pytest.mark.parametrize("case", [name for name in EXACT_STARTS if name != "below"])
 def test_exact_starts_match_the_reference(case: str, recipe: str, launches: list[str]) -> None:
     assert_an_exact_start_has_no_low_tile(EXACT_STARTS[case], RECIPES[recipe], torch.bfloat16, "cuda")
-    assert launches
-
-
-@pytest.mark.parametrize("recipe", ["balanced", "int8-pv16", "paper", "nvfp4-keys"])
-@pytest.mark.parametrize("case", [name for name in EXACT_STARTS if name != "below"])
-def test_exact_starts_of_short_calls_match_the_reference(case: str, recipe: str, short_launches: list[str]) -> None:
-    assert_an_exact_start_has_no_low_tile(EXACT_STARTS[case], RECIPES[recipe], torch.bfloat16, "cuda")
-    assert short_launches
 
 
 @pytest.mark.parametrize("recipe", ["int8", "fp4", "nvfp4-keys"])
 def test_fp16_and_transposed_views_match_the_reference(recipe: str, launches: list[str]) -> None:
     assert_matches_reference(SHAPES["odd"], RECIPES[recipe], torch.float16, "cuda")
-    assert launches
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
@@ -325,56 +296,11 @@ def test_runs_are_bit_identical(launches: list[str]) -> None:
     assert len(launches) == 6
 
 
-@pytest.mark.parametrize(
-    ("recipe", "head_dim"),
-    [
-        *((name, size) for name in ("balanced", "int8-pv16", "fp4") for size in (64, 96, 128)),
-        *((name, size) for name in ("e4m3-rotated", "paper", "nvfp4-keys") for size in (64, 128)),
-        *((name, 128) for name in ("int8", "mxfp4-row", "int8-mxfp8", "nvfp4", "mixed")),
-    ],
-)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_short_calls_match_the_reference(shape: str, recipe: str, head_dim: int, short_launches: list[str]) -> None:
-    assert_matches_reference(replace(SHAPES[shape], head_dim=head_dim), RECIPES[recipe], torch.bfloat16, "cuda")
-    assert short_launches
-
-
-@pytest.mark.parametrize(
-    ("shape", "recipe", "head_dim"),
-    [
-        *product(EDGES, ["balanced"], [64, 128]),
-        *product(EDGES, ["nvfp4-keys"], [128]),
-        *product(FEW_EDGES, ["int8-pv16", "paper", "fp4"], [128]),
-        *product(COMBINED, ["int8-pv16"], [64]),
-        *product(COMBINED, ["balanced"], [96]),
-    ],
-)
-def test_masked_tiles_of_short_calls_match_the_reference(
-    shape: str, recipe: str, head_dim: int, short_launches: list[str]
-) -> None:
-    assert_matches_reference(replace(EDGES[shape], head_dim=head_dim), RECIPES[recipe], torch.bfloat16, "cuda")
-    assert short_launches
-
-
-@pytest.mark.parametrize(
-    ("case", "recipe", "head_dim"),
-    [
-        *product(MASKED, ["balanced"], [128]),
-        *product(FEW_MASKED, ["int8-pv16", "paper", "fp4"], [128]),
-        *product(FEW_MASKED, ["balanced"], [64]),
-    ],
-)
-def test_masks_of_short_calls_match_the_reference(
-    case: str, recipe: str, head_dim: int, short_launches: list[str]
-) -> None:
-    assert_matches_reference(replace(MASKED[case], head_dim=head_dim), RECIPES[recipe], torch.bfloat16, "cuda")
-    assert short_launches
-
-
+@short
 @pytest.mark.parametrize("bands", [(0, 0), (0, 2), (3, 0), (1, 1), (7, 0), (0, 7)])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_diagonal_and_sink_tiles_of_short_calls_match_the_portable_kernel(
-    head_dim: int, bands: tuple[int, int], short_launches: list[str], monkeypatch: pytest.MonkeyPatch
+    head_dim: int, bands: tuple[int, int], launches: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = replace(RECIPES["int8"], diagonal_tiles=bands[0], sink_tiles=bands[1])
     qkv = random_qkv(
@@ -386,12 +312,13 @@ def test_diagonal_and_sink_tiles_of_short_calls_match_the_portable_kernel(
 
     out, lse = run()
     expected, expected_lse = without(monkeypatch, run)
-    assert short_launches == [MultiCTAConfig.kernel]
+    assert launches == [SHORT]
     # The portable kernel starts with the high tiles, so it rounds probabilities relative to other maxima.
     assert relative_error(out, expected) < 0.02
     torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=1e-5)
 
 
+@short
 @pytest.mark.parametrize(
     ("head_dim", "name"),
     [
@@ -400,7 +327,7 @@ def test_diagonal_and_sink_tiles_of_short_calls_match_the_portable_kernel(
     ],
 )  # fmt: skip
 def test_short_calls_of_many_ctas_are_deterministic_and_match_the_portable_kernel(
-    head_dim: int, name: str, short_launches: list[str], monkeypatch: pytest.MonkeyPatch
+    head_dim: int, name: str, launches: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     qkv = random_qkv(
         batch=4, q_heads=16, kv_heads=4, q_len=2500, kv_len=2500, head_dim=head_dim, dtype=torch.bfloat16, device="cuda"
@@ -416,74 +343,50 @@ def test_short_calls_of_many_ctas_are_deterministic_and_match_the_portable_kerne
         again, again_lse = run()
         assert torch.equal(again, out)
         assert torch.equal(again_lse, lse)
-    assert short_launches
     expected, expected_lse = without(monkeypatch, run)
     assert relative_error(out, expected) < 0.02
     torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=1e-5)
 
 
-def test_swizzle_groups_need_not_divide_the_heads(short_launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@short
+def test_swizzle_groups_need_not_divide_the_heads(launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dma_kernels.prefill.plan.select_swizzle_group", lambda *_: 3)
     assert_matches_reference(SHAPES["odd"], RECIPES["balanced"], torch.bfloat16, "cuda")
-    assert short_launches
 
 
+@short
 @pytest.mark.parametrize("recipe", ["balanced", "int8", "e4m3-rotated", "int8-pv16", "paper", "nvfp4-keys"])
-def test_a_nan_query_makes_only_its_own_row_nan(recipe: str, short_launches: list[str]) -> None:
+def test_a_nan_query_makes_only_its_own_row_nan(recipe: str, launches: list[str]) -> None:
     query, key, value = random_qkv(q_len=700, kv_len=700, **HEADS, dtype=torch.bfloat16, device="cuda")
     expected = attention(query, key, value, RECIPES[recipe])
     query[0, 1, 650, 5] = float("nan")
     out = attention(query, key, value, RECIPES[recipe])
-    assert short_launches
     assert out[0, 1, 650].isnan().all()
     out[0, 1, 650] = expected[0, 1, 650]
     assert torch.equal(out, expected)
 
 
+@kernels
 @pytest.mark.parametrize(("case", "recipe"), COUNTED)
-def test_long_calls_skip_the_tiles_that_the_reference_skips(case: str, recipe: str, launches: list[str]) -> None:
+def test_the_tiles_that_the_reference_skips_are_skipped(case: str, recipe: str, launches: list[str]) -> None:
     assert_skips_as_the_reference(SPARSE[case], RECIPES[recipe], torch.bfloat16, "cuda")
-    assert launches
 
 
+@kernels
 @pytest.mark.parametrize(("case", "recipe"), UNCOUNTED)
-def test_long_calls_skip_tiles_without_counting_them(case: str, recipe: str, launches: list[str]) -> None:
+def test_tiles_are_skipped_without_counting_them(case: str, recipe: str, launches: list[str]) -> None:
     assert_matches_reference(SPARSE[case], that_skips(RECIPES[recipe]), torch.bfloat16, "cuda")
-    assert launches
 
 
+@kernels
 @pytest.mark.parametrize("case", SPARSE)
-def test_long_calls_skip_no_tile_of_an_exact_start(case: str, launches: list[str]) -> None:
+def test_no_tile_of_an_exact_start_is_skipped(case: str, launches: list[str]) -> None:
     recipe = replace(RECIPES["balanced"], exact_until=640)
     assert_skips_as_the_reference(SPARSE[case], recipe, torch.bfloat16, "cuda")
-    assert launches
-
-
-@pytest.mark.parametrize("case", SPARSE)
-def test_short_calls_skip_no_tile_of_an_exact_start(case: str, short_launches: list[str]) -> None:
-    recipe = replace(RECIPES["balanced"], exact_until=640)
-    assert_skips_as_the_reference(SPARSE[case], recipe, torch.bfloat16, "cuda")
-    assert short_launches
-
-
-@pytest.mark.parametrize("head_dim", [64, 256])
-def test_tiles_of_other_head_dims_are_skipped(head_dim: int, launches: list[str]) -> None:
-    assert_skips_as_the_reference(replace(SPARSE["gqa"], head_dim=head_dim), RECIPES["balanced"], torch.float16, "cuda")
-    assert launches
 
 
 @pytest.mark.parametrize(
-    ("case", "recipe", "head_dim"),
-    [*((*pair, 128) for pair in COUNTED), ("gqa", "balanced", 64), ("mask", "balanced", 64)],
+    ("kernel", "case", "head_dim"), [(LONG, "gqa", 64), (LONG, "gqa", 256), (SHORT, "gqa", 64), (SHORT, "mask", 64)]
 )
-def test_short_calls_skip_the_tiles_that_the_reference_skips(
-    case: str, recipe: str, head_dim: int, short_launches: list[str]
-) -> None:
-    assert_skips_as_the_reference(replace(SPARSE[case], head_dim=head_dim), RECIPES[recipe], torch.bfloat16, "cuda")
-    assert short_launches
-
-
-@pytest.mark.parametrize(("case", "recipe"), UNCOUNTED)
-def test_short_calls_skip_tiles_without_counting_them(case: str, recipe: str, short_launches: list[str]) -> None:
-    assert_matches_reference(SPARSE[case], that_skips(RECIPES[recipe]), torch.bfloat16, "cuda")
-    assert short_launches
+def test_tiles_of_other_head_dims_are_skipped(case: str, head_dim: int, launches: list[str]) -> None:
+    assert_skips_as_the_reference(replace(SPARSE[case], head_dim=head_dim), RECIPES["balanced"], torch.float16, "cuda")
