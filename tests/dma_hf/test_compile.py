@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from sampling import sampled
+from tiny_models import IDENTITY
 from transformers import CompileConfig, T5Config, T5Model
 
 import dma_hf
@@ -23,7 +24,7 @@ OTHERS = {"bert": {}, "bart": {"decoder_input_ids": torch.arange(3, 20).expand(2
 
 
 @pytest.mark.parametrize(
-    "name", sampled(["llama", "gemma3", "gpt_oss", "bert", "bart"], ("gemma3", "bert", "bart").__contains__)
+    "name", sampled(["llama", "gemma3", "gpt_oss", "bert", "bart"], ("gemma3", "bart").__contains__)
 )
 def test_a_forward_pass_compiles_to_one_graph(name, families, token_ids, assert_same):
     """Also for a padded batch: the graph does not depend on mask values."""
@@ -102,24 +103,22 @@ def test_compiled_gradients_equal_eager(families, token_ids):
 
 
 @pytest.mark.parametrize("name", sampled(["llama", "gemma3", "bert"], "llama".__eq__))
-def test_other_lengths_do_not_recompile(name, families, model_pair, token_ids, assert_same):
-    """The second length makes it symbolic; Transformers' own attention compiles as often."""
+def test_other_lengths_do_not_recompile(name, families, token_ids, assert_same):
+    """The second length makes it symbolic."""
     options = {} if name == "bert" else {"use_cache": False}
-    compiled_graphs = []
-    for model in model_pair(families[name]):
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        compiled = torch.compile(model, fullgraph=True, backend="eager")
-        for length in (300, 40, 129, 257, 64):
-            ids = token_ids(2, length)
-            logits = compiled(ids, **options).logits
-        compiled_graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-        assert_same(logits, model(ids, **options).logits)
-    assert compiled_graphs[1] <= max(2, compiled_graphs[0])
+    model = families[name].build("dma_mxfp")
+    dma_hf.configure(model, IDENTITY)
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    for length in (300, 40, 129, 257, 64):
+        ids = token_ids(2, length)
+        logits = compiled(ids, **options).logits
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+    assert_same(logits, model(ids, **options).logits)
 
 
 @pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")
-@pytest.mark.parametrize("strict", [False, True], ids=["export", "strict export"])
+@pytest.mark.parametrize("strict", sampled([False, True], lambda strict: not strict), ids=["export", "strict export"])
 def test_an_exported_model_equals_eager(strict, families, token_ids, assert_same):
     """With other lengths and other padding than those with which it was exported."""
     model = families["llama"].build("dma_mxfp")

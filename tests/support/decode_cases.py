@@ -84,6 +84,7 @@ CASES = {
     "ragged": Case(padding=(0, 300, 690)),
     "nothing-visible": Case(kv_len=40, q_len=3, padding=(0, 40, 38)),
     "window": Case(window=200),
+    "window-within-the-band": Case(window=100),
     "window-across-a-boundary": Case(kv_len=645, q_len=16, window=260),
     "softcap": Case(softcap=15.0),
     "softcap-above-all-logits": Case(softcap=1e7),
@@ -102,6 +103,20 @@ CASES = {
     "head-dim-256": Case(head_dim=256, kv_heads=1, kv_len=500),
     "head-dim-8": Case(head_dim=8),
 }
+
+
+SEVERAL_HEADS = (
+    "one-query", "mha", "across-a-boundary", "ragged", "window", "window-across-a-boundary", "window-within-the-band",
+)  # fmt: skip
+"""Cases in which an interpreter takes several KV heads, each as long again: a single key must show in one of them."""
+
+
+def interpreted(name: str) -> Case:
+    """Return a case for an interpreter, with one KV head if that suffices."""
+    case = CASES[name]
+    if name in SEVERAL_HEADS or case.sinks is not None:
+        return case
+    return replace(case, q_heads=case.q_heads // case.kv_heads, kv_heads=1)
 
 
 def scattered(storage: LayerStorage) -> LayerStorage:

@@ -329,7 +329,7 @@ def with_one_head(case: Case) -> Case:
 
 def assert_counting_changes_no_bit(dtype: torch.dtype, head_dim: int) -> None:
     """Hold a call of the Triton backend that counts skipped tiles against one that does not."""
-    case = replace(SPARSE["causal"], head_dim=head_dim)
+    case = with_one_head(replace(SPARSE["causal"], head_dim=head_dim))
     recipe = that_skips(RECIPES["balanced"])
     counted = case.call(recipe, "triton", dtype, "cpu", case.zero_counts("cpu"))
     for ours, expected in zip(counted, case.call(recipe, "triton", dtype, "cpu"), strict=True):

@@ -19,6 +19,7 @@ from decode_cases import (
     assert_steps_match,
     assert_storages_equal,
     gathered,
+    interpreted,
     scattered,
 )
 from dma_kernels.cache import decode
@@ -34,7 +35,7 @@ OF_INT8 = ("one-query", "ragged", "window", "at-a-boundary", "across-a-boundary"
 
 @pytest.mark.parametrize(("format", "case"), [*product(["int4"], CASES), *product(["int8"], OF_INT8)])
 def test_matches_the_reference(format: str, case: str) -> None:
-    assert_decode_matches(CASES[case], format, torch.float16, "cpu")
+    assert_decode_matches(interpreted(case), format, torch.float16, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -46,12 +47,12 @@ def test_matches_the_reference(format: str, case: str) -> None:
     ],
 )
 def test_steps_match_the_reference(format: str, case: str) -> None:
-    assert_steps_match(CASES[case], format, torch.float16, "cpu")
+    assert_steps_match(interpreted(case), format, torch.float16, "cpu")
 
 
 @pytest.mark.parametrize("case", ["many-columns", "window", "head-dim-80-96", "head-dim-8"])
 def test_rotated_keys_match_the_reference(case: str) -> None:
-    assert_decode_matches(CASES[case], ROTATED_KEYS, torch.float16, "cpu")
+    assert_decode_matches(interpreted(case), ROTATED_KEYS, torch.float16, "cpu")
 
 
 def test_rotated_keys_with_outliers_are_as_accurate_as_the_reference() -> None:
@@ -144,8 +145,8 @@ def test_any_number_of_ctas_splits_the_work(case: str, sms: int, monkeypatch: py
     """Fewer and more CTAs than work items: a CTA has several heads, or a head several CTAs."""
     monkeypatch.setattr(decode.chip, "sm_count", lambda device: sms)
     decode.launch_decode.plan.cache_clear()  # plans are not keyed by chip
-    assert_decode_matches(CASES[case], "int4", torch.float16, "cpu")
-    assert_steps_match(CASES[case], "int4", torch.float16, "cpu")
+    assert_decode_matches(interpreted(case), "int4", torch.float16, "cpu")
+    assert_steps_match(interpreted(case), "int4", torch.float16, "cpu")
     decode.launch_decode.plan.cache_clear()
 
 

@@ -78,7 +78,7 @@ def test_every_compute_path_matches_the_reference(
     recipe: str, arch: int, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chip, "INTERPRETED_ARCH", arch)
-    assert_matches_reference(CASES[case], RECIPES[recipe], torch.float16, "cpu")
+    assert_matches_reference(with_one_head(CASES[case]), RECIPES[recipe], torch.float16, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -208,16 +208,18 @@ def test_the_same_tiles_are_skipped_as_in_the_reference(
     [*product(EXACT_STARTS, ["balanced"]), *product(["chunk"], ("paper", "nvfp4-keys", "int8-pv16"))],
 )
 def test_an_exact_start_matches_the_reference(case: str, recipe: str) -> None:
-    assert_an_exact_start_has_no_low_tile(EXACT_STARTS[case], RECIPES[recipe], torch.float16, "cpu")
+    call = with_one_head(replace(EXACT_STARTS[case], head_dim=64))
+    assert_an_exact_start_has_no_low_tile(call, RECIPES[recipe], torch.float16, "cpu")
 
 
 def test_no_tile_of_an_exact_start_is_skipped() -> None:
     recipe = replace(RECIPES["balanced"], exact_until=640)
-    assert_skips_as_the_reference(SPARSE["inside-a-block"], recipe, torch.float16, "cpu")
+    call = with_one_head(replace(SPARSE["inside-a-block"], head_dim=64))
+    assert_skips_as_the_reference(call, recipe, torch.float16, "cpu")
 
 
 def test_an_infinite_threshold_skips_nothing() -> None:
-    case = replace(SPARSE["causal"], head_dim=64)
+    case = with_one_head(replace(SPARSE["causal"], head_dim=64))
     infinite = replace(RECIPES["balanced"], skip_threshold=math.inf)
     counts, expected_counts = case.zero_counts("cpu"), case.zero_counts("cpu")
     case.call(infinite, "reference", torch.float32, "cpu", expected_counts)
