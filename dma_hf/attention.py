@@ -335,7 +335,7 @@ def _is_plain(layer: DMALayer, new: Step, pattern: Tensor | None, visible: Tenso
         if layer.is_padded and not is_plain:
             _refuse_shown_padding(layer, new, _joined(pattern, visible, new.kv_len))
         known = layer.owner.plain = mask, is_plain
-    return known[1]
+    return known[1] and pattern is None
 
 
 def _has_all_keys(layer: DMALayer, new: Step, visible: Tensor) -> Tensor:

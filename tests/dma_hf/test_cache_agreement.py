@@ -7,6 +7,7 @@ is low when the sequence reaches its third.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -19,6 +20,7 @@ import dma_hf
 from dma_hf import DMACache
 from dma_hf import attention as adapter
 from dma_hf.masks import dma_mask
+from dma_hf.masks.geometry import CompactMask
 
 LENGTH = 300
 STEPS = [(0, 170), (170, 250), *((i, i + 1) for i in range(250, 259)), (259, 275), (275, LENGTH)]
@@ -137,6 +139,30 @@ def test_a_later_mask_may_hide_more_keys(families, token_ids, assert_same, ident
         outputs.append([model(ids[:, a:b], attention_mask=mask[:, :b], past_key_values=cache).logits for a, b in steps])
     for actual, expected in zip(*outputs, strict=True):
         assert_same(actual, expected, tolerance=1e-9)
+
+
+def test_a_layer_may_hide_more_keys_than_the_others_of_a_step(families, token_ids, assert_same, identity):
+    """Layers share the check of the padding, and each has its own pattern."""
+    model = _model(families, "llama", identity, diagonal_tiles=3)
+    ids, mask = token_ids(2, 200), torch.ones(2, 200, dtype=torch.int64)
+    mask[0, :50] = 0
+
+    def hide(module, args, kwargs):
+        """Hide the keys 60 to 79 from the second layer."""
+        seen = kwargs["attention_mask"]
+        pattern = torch.ones(1, 1, 1, seen.shape[3], dtype=torch.bool)
+        pattern[..., 60:80] = False
+        geometry = getattr(seen, "dma_geometry", None)
+        hidden = seen & pattern if geometry is None else CompactMask.of(replace(geometry, pattern=pattern), seen.device)
+        return args, kwargs | {"attention_mask": hidden}
+
+    model.model.layers[1].self_attn.register_forward_pre_hook(hide, with_kwargs=True)
+    steps, outputs = [(0, 190), *((i, i + 1) for i in range(190, 200))], []
+    for attention in ("dma_mxfp", "sdpa"):
+        model.set_attn_implementation(attention)
+        cache = DMACache(model.config) if attention == "dma_mxfp" else DynamicCache(config=model.config)
+        outputs.append(_decode(model, ids, cache, steps, mask))
+    assert_same(*outputs, mask, tolerance=1e-9)
 
 
 @pytest.mark.parametrize(("shown", "hidden"), [(20, 0), (50, 0), (50, 3)], ids=["in part", "all", "and hides others"])
