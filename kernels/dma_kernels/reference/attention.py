@@ -343,7 +343,9 @@ def _softmax_times_value(
     numerator: float | Tensor = 1.0
     if sinks is not None:
         # Sinks come last: relative to a dominant sink logit, probabilities would underflow in E4M3.
-        row_max, shift = shift, torch.maximum(shift, sinks)
+        # In a row that sees no key, the sink logit may be so low that its exponential underflows.
+        row_max = torch.where(denominator == 0, sinks.clamp(min=torch.finfo(sinks.dtype).min), shift)
+        shift = torch.maximum(row_max, sinks)
         numerator = torch.exp(row_max - shift)
         denominator = denominator * numerator + torch.exp(sinks - shift)
     lse = (denominator.log() + shift).squeeze(-1)

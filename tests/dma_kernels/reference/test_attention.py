@@ -156,6 +156,15 @@ def test_rows_without_keys_are_zero_under_every_recipe(recipe: Recipe) -> None:
         assert_bits_equal(lse, torch.full((1, 2, q_len), -math.inf))
 
 
+def test_the_lse_of_a_row_without_keys_is_its_sink_logit_however_low() -> None:
+    sinks = torch.tensor([3.0, -200.0, -1e9, -math.inf])
+    qkv = random_qkv(batch=2, q_heads=4, q_len=3, kv_len=5)
+    out, lse = attention_with_lse(*qkv, IDENTITY, kv_range=ints([2, 2], [0, 5]), sinks=sinks)
+    assert_bits_equal(out[0], torch.zeros_like(out[0]))
+    assert_bits_equal(lse[0], sinks[:, None].expand(4, 3))
+    assert lse[1].isfinite().all()
+
+
 class TestHiddenContent:
     @recipes
     @pytest.mark.parametrize("filler", [math.nan, math.inf, 1e30], ids=str)
