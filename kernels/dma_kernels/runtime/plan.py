@@ -275,7 +275,7 @@ class LaunchPlan:
             if direct is not None:
                 found.append((_filler((*launch.arguments, *launch.constants), index, direct), direct.run))
         self._settings = None  # another thread must not launch some of them
-        if len(found) == len(self.launches):
+        if found and len(found) == len(self.launches):  # an empty call has no launch, nor the interpreter a stream
             self._direct, self._settings = found, compiled_under
 
 
