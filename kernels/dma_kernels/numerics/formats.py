@@ -172,5 +172,5 @@ def block_format(name: str) -> BlockFormat:
     """
     try:
         return BLOCK_FORMATS[name]
-    except KeyError:
+    except (KeyError, TypeError):
         raise ValueError(f"unknown block format {name!r}; expected one of {', '.join(BLOCK_FORMATS)}") from None

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import formats
+from .call import is_int, is_integer
 from .formats import TILE, BlockFormat, ElementFormat, ScaleFormat, ScaleRounding, SharedScale, block_format
 from .transforms import first_tile
 
@@ -64,11 +65,13 @@ def quantize(
             first dimension.
 
     Raises:
-        TypeError: ``x`` is not floating point.
+        TypeError: ``x`` is not a floating-point tensor, or ``tile_offset`` not an int or an integer tensor.
         ValueError: ``x`` has fewer than two dimensions, an option is unknown, or options exclude each other. NVFP4
             scales and searched scales cannot be shared, and only NVFP4 has a ``global_scale``.
     """
-    fmt = block_format(format) if isinstance(format, str) else format
+    fmt = format if isinstance(format, BlockFormat) else block_format(format)
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
     if not x.is_floating_point():
         raise TypeError(f"x must be floating point, got {x.dtype}")
     if x.ndim < 2:
@@ -260,6 +263,8 @@ def _share_amax(amax: Tensor, shared: SharedScale, tile_offset: int | Tensor) ->
     if shared is SharedScale.ROW:
         return row
     length = row.shape[-2]
+    if not (is_integer(tile_offset) if isinstance(tile_offset, Tensor) else is_int(tile_offset)):
+        raise TypeError(f"tile_offset must be an int or an integer tensor, got {tile_offset!r}")
     if isinstance(tile_offset, Tensor):
         if tile_offset.ndim != 1 or (tile_offset.shape[0] != 1 and (row.ndim < 3 or len(tile_offset) != len(row))):
             raise ValueError(

@@ -59,7 +59,12 @@ def key_mean(key: Tensor, visible: Tensor | None = None) -> Tensor:
 
     Returns:
         fp32 (fp64 for fp64) ``[B, H, 1, D]``, rounded to bfloat16; 0 in rows without visible keys.
+
+    Raises:
+        ValueError: ``key`` does not have four dimensions.
     """
+    if key.ndim != 4:
+        raise ValueError(f"key must be [batch, heads, tokens, head_dim], got shape {list(key.shape)}")
     dtype = torch.promote_types(key.dtype, torch.float32)
     if visible is None:
         first = key[:, :, :TILE].to(dtype)

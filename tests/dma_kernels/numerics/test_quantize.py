@@ -293,6 +293,12 @@ TILES = {"format": "mxfp8", "shared_scale": "tile"}
     ("x", "options", "error", "message"),
     [
         (torch.zeros(2, 32, dtype=torch.int32), {"format": "mxfp8"}, TypeError, "x must be floating point"),
+        ([[1.0]], {"format": "mxfp8"}, TypeError, "x must be a torch.Tensor, got list"),
+        *((torch.zeros(2, 32), {"format": x}, ValueError, "unknown block format") for x in (3, None, ["mxfp8"])),
+        *(
+            (torch.zeros(2, 8, 32), {**TILES, "tile_offset": x}, TypeError, "tile_offset must be an int or an integer")
+            for x in (1.5, "3", torch.tensor([1.5, 2.0]))
+        ),
         (torch.zeros(32), {"format": "mxfp8"}, ValueError, r"x must be \[\.\.\., tokens, head_dim\]"),
         (torch.zeros(2, 32), {"format": "bf16"}, ValueError, "unknown block format 'bf16'; expected one of mxfp4"),
         *(

@@ -59,3 +59,7 @@ class TestKeyMean:
         assert_bits_equal(mean[2], torch.zeros(2, 1, 64))
         assert_bits_equal(key_mean(key), key_mean(key[:, :, :128]))
         assert_bits_equal(key_mean(torch.zeros(1, 2, 0, 8)), torch.zeros(1, 2, 1, 8))
+
+    def test_keys_without_a_batch_are_rejected(self) -> None:
+        with pytest.raises(ValueError, match=r"^key must be \[batch, heads, tokens, head_dim\], got shape"):
+            key_mean(torch.zeros(2, 300, 8))
