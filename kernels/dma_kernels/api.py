@@ -171,9 +171,12 @@ def _aligned_strides(call: AttentionCall) -> tuple[tuple[int, ...], ...] | None:
 def _tensors_of(call: AttentionCall) -> list[Any]:
     """Return the tensors of a call."""
     given: list[Any] = [call.query, call.key, call.value]
-    for other in (call.q_offset, call.kv_offset, call.kv_range, call.sinks, call.mask, call.tile_counts):
-        if other is not None and not is_int(other):
+    for other in (call.kv_range, call.sinks, call.mask, call.tile_counts):
+        if other is not None:
             given.append(other)
+    for offset in (call.q_offset, call.kv_offset):
+        if offset is not None and not is_int(offset):
+            given.append(offset)
     return given
 
 

@@ -6,7 +6,6 @@ too. They raise ``TypeError`` for a wrong type or dtype, and ``ValueError`` for 
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -19,6 +18,7 @@ from .recipe import Recipe
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MIN_HEAD_DIM, MAX_HEAD_DIM = 1, 256
 MAX_INT32 = (1 << 31) - 1
+MAX_FP32 = torch.finfo(torch.float32).max
 SHORT_CALL = 64
 """A causal call with fewer queries is short if it continues a sequence."""
 
@@ -199,7 +199,7 @@ def is_integer(tensor: Any) -> bool:
 
 
 def check_options(*, is_causal: Any, window: Any, scale: Any, softcap: Any) -> None:
-    """Check the options that are not tensors. ``scale`` and ``softcap`` must be positive and finite, or ``None``."""
+    """Check the options that are not tensors. ``scale`` and ``softcap``, if given, are positive and finite in fp32."""
     if not isinstance(is_causal, bool):
         raise TypeError(f"is_causal must be true or false, got {is_causal!r}")
     if scale is not None:
@@ -332,5 +332,5 @@ def _check_offset(name: str, offset: Any, query: Any) -> None:
 def _check_positive(name: str, number: Any) -> None:
     if isinstance(number, bool) or not isinstance(number, (int, float, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"{name} must be a positive finite number, got {number!r}")
-    if not 0.0 < number < math.inf:
+    if not 0.0 < number <= MAX_FP32:
         raise ValueError(f"{name} must be a positive finite number, got {number!r}")
