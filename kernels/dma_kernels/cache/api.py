@@ -11,7 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..numerics.call import check_kind, check_mask, check_options, check_sinks, is_integer, of_four_dimensions
+from ..numerics.call import (
+    check_count,
+    check_kind,
+    check_mask,
+    check_options,
+    check_sinks,
+    is_integer,
+    of_four_dimensions,
+)
 from ..numerics.formats import MAX_POSITION
 from ..runtime.chip import resolve_backend
 from ..runtime.reports import report
@@ -43,8 +51,8 @@ def cached_attention(
 
     Args:
         query: ``[B, Hq, T, D]`` in the dtype of the cache.
-        key: New keys ``[B, Hkv, T, D]``; ``None`` if they are stored already (at most
-            :attr:`LayerStorage.spare_tokens` of them).
+        key: New keys ``[B, Hkv, T, D]``; ``None`` if they are stored already. Then ``T`` is at most
+            :attr:`LayerStorage.spare_tokens`, less the tokens that are rolled back.
         value: New values ``[B, Hkv, T, Dv]``; ``None`` with ``key``.
         storage: The cache of the layer; written in place.
         is_causal: Whether a query attends to no key after its own position.
@@ -155,9 +163,10 @@ def restore(storage: LayerStorage, position: Tensor, length: int) -> tuple[Tenso
         Keys ``[B, Hkv, length, D]`` and values ``[B, Hkv, length, Dv]``; zeros where nothing is stored.
 
     Raises:
-        ValueError: ``position`` is not integer ``[B]``, or on another device than the cache.
+        ValueError: ``position`` is not integer ``[B]``, or on another device than the cache, or ``length`` is invalid.
         TypeError: ``position`` is not a tensor.
     """
+    check_count("length", length)
     _check_positions("position", position, storage.lengths, "the cache")
     if torch.compiler.is_compiling():
         keys, values = _restore(position, length, *_op_arguments(storage))
@@ -201,6 +210,12 @@ def _check_query(query: Tensor, key: Tensor, storage: LayerStorage) -> None:
         raise TypeError(f"query must have the dtype of the cache, {storage.key_residual.dtype}, got {query.dtype}")
     if key.shape[2] not in (0, query.shape[2]):
         raise ValueError(f"key must have as many tokens as query, {query.shape[2]}, got {key.shape[2]}")
+    limit = storage.spare_tokens - storage.rolled_back
+    if key.shape[2] == 0 and query.shape[2] > limit:
+        raise ValueError(
+            f"query must have at most {limit} tokens if their keys are stored already, got {query.shape[2]}; the cache "
+            "no longer holds all keys that the first of them attends to in 16 bits"
+        )
 
 
 def _check_mask(mask: Tensor | None, position: Tensor | None, query: Tensor) -> Tensor | None:

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..numerics.call import check_count
 from ..numerics.formats import MAX_POSITION, TILE
 from .formats import stored_format
 from .page_layout import PageLayout
@@ -406,7 +407,9 @@ class LayerStorage:
 
         Raises:
             RuntimeError: Keys just before the new end are stored as codes only, or were overwritten in a ring.
+            ValueError: ``count`` is not an integer of at least 0.
         """
+        check_count("count", count)
         rolled_back = self.rolled_back + count
         if rolled_back <= self.spare_tokens:
             return

@@ -210,6 +210,12 @@ def check_options(*, is_causal: Any, window: Any, scale: Any, softcap: Any) -> N
         raise ValueError(f"window must be an integer of at least 1, got {window!r}")
 
 
+def check_count(name: str, count: Any) -> None:
+    """Check a number of tokens."""
+    if not (is_int(count) and count >= 0):
+        raise ValueError(f"{name} must be an integer of at least 0, got {count!r}")
+
+
 def check_kind(name: str, tensor: Any, other: Any, whose: str = "query") -> None:
     """Check that an argument is a tensor on the device of ``other``, which messages call ``whose``."""
     if not isinstance(tensor, (Tensor, TensorLayout)):

@@ -264,6 +264,14 @@ class TestCrop:
         torch.compile(append, fullgraph=True, backend="aot_eager")(storage, other[:, :, :50], wrong[:, :, :50])
         assert storage.rolled_back == 70
 
+    @pytest.mark.parametrize("count", [-3, 1.0])
+    def test_an_invalid_count_is_an_error(self, count):
+        _, key, value = sequence(20)
+        storage = filled("int8", key, value)
+        with pytest.raises(ValueError, match=f"^count must be an integer of at least 0, got {count}"):
+            storage.crop(count)
+        assert storage.lengths.tolist() == [20, 20]
+
     def test_cropping_to_a_discarded_window_is_an_error(self):
         _, key, value = sequence(1000)
         storage = filled("int8", key, value, window=100)
@@ -292,6 +300,7 @@ class TestErrors:
             ({"value": None}, ValueError, "key and value must be given together"),
             ({"query": (2, 4, 4, 32)}, ValueError, "key must have as many tokens as query, 4, got 3"),
             ({"query": (2, 3, 3, 32)}, ValueError, r"query must be \[2, a multiple of 2, tokens, 32\]"),
+            ({"query": (2, 4, 130, 32), "key": None, "value": None}, ValueError, "query must have at most 129 tokens"),
             ({"query": None}, TypeError, r"query must be a torch\.Tensor, got NoneType"),
             ({"query": torch.ones(1, device="meta")}, ValueError, "query must be on the device of the cache, cpu"),
             ({"dtype": torch.float32}, TypeError, "key must have the dtype of the cache, torch.float64"),
@@ -363,6 +372,22 @@ def test_custom_ops_pass_opcheck():
     opcheck(_cached_attention, (query[:, :, 120:], *new, *pieces, *options))
     opcheck(_append, (*new, *pieces))
     opcheck(_restore, (torch.tensor([-3, 50]), 60, *pieces))
+
+
+def test_stored_queries_after_a_crop_need_the_keys_that_it_lost():
+    """Rolled-back tokens have displaced as many of the oldest residual keys, which the first queries would read."""
+    query, key, value = sequence(400)
+    storage = filled("int4", key, value)
+    storage.crop(100)
+    cached_attention(query[:, :, 271:300], None, None, storage)
+    with pytest.raises(ValueError, match="query must have at most 29 tokens if their keys are stored already, got 30"):
+        cached_attention(query[:, :, 270:300], None, None, storage)
+
+
+@pytest.mark.parametrize("length", [-1, 2.0, None])
+def test_an_invalid_length_is_rejected(length):
+    with pytest.raises(ValueError, match=f"^length must be an integer of at least 0, got {length}"):
+        restore(empty("int8"), torch.zeros(2).int(), length)
 
 
 @pytest.mark.parametrize("position", [torch.zeros(2), torch.zeros(1).int(), torch.zeros(2, device="meta").int()])
