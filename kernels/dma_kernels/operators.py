@@ -164,7 +164,8 @@ def _unless_transformed(op: Any, save: Any, backward: Any, has_vmap: bool) -> Ca
     They do not support the gradient of a registered operator.
     """
     members = {"forward": staticmethod(op), "setup_context": staticmethod(save), "backward": staticmethod(backward)}
-    transformed: Any = type("_Transformed", (torch.autograd.Function,), {**members, "generate_vmap_rule": has_vmap})
+    rule = {"generate_vmap_rule": True} if has_vmap else {"vmap": staticmethod(_refuse_vmap)}
+    transformed: Any = type("_Transformed", (torch.autograd.Function,), {**members, **rule})
 
     def call(*inputs: Any) -> Any:
         # Compilers use their own transforms.
@@ -172,3 +173,9 @@ def _unless_transformed(op: Any, save: Any, backward: Any, has_vmap: bool) -> Ca
         return transformed.apply(*inputs) if is_transformed else op(*inputs)
 
     return call
+
+
+def _refuse_vmap(*_: Any) -> Any:
+    raise NotImplementedError(
+        "torch.func.vmap does not apply to attention of packed documents; pack the documents of all entries instead"
+    )

@@ -83,7 +83,7 @@ def attention_varlen(
         ValueError: The lengths are inconsistent, or an argument is invalid as in :func:`attention`.
         TypeError: An argument has the wrong type.
         RuntimeError: The backend cannot run on this device, or a CUDA graph is captured with lengths on the device.
-        NotImplementedError: A forward-mode derivative is requested.
+        NotImplementedError: A forward-mode derivative or ``torch.func.vmap`` is requested.
     """
     call = AttentionCall(
         query, key, value, recipe, is_causal, scale, window=window, softcap=softcap, sinks=sinks,

@@ -270,6 +270,12 @@ def test_an_invalid_input_is_rejected(replaced: dict[str, Any], error: type[Exce
         attention_varlen(**(good | replaced))
 
 
+def test_vmap_is_rejected() -> None:
+    query, *others = packed((6, 9))
+    with pytest.raises(NotImplementedError, match=r"torch\.func\.vmap does not apply to attention of packed documents"):
+        torch.func.vmap(lambda query: attention_varlen(query, *others, BALANCED))(torch.stack((query, query)))
+
+
 @pytest.mark.gpu
 class TestOnAGpu:
     @pytest.mark.parametrize("recipe", ["balanced", "paper", "fp4"])
