@@ -6,6 +6,8 @@ imports this module, and with it the packages of the extra ``serve``.
 
 from __future__ import annotations
 
+from typing import Any
+
 from .internals import check_version, private_imports
 
 check_version("transformers serve")
@@ -19,7 +21,9 @@ with private_imports():
         DirectStreamer,
         GenerationState,
         get_response_template,
+        response_events_to_chunks,
     )
+    from transformers.cli.serving.utils import _decode_prefix as decode_prompt
     from transformers.cli.serving.utils import _GenerationCancelled as GenerationCancelled
     from transformers.generation.continuous_batching.cb_logits_processors import (
         ContinuousBatchingTopKLogitsWarper as BatchTopK,
@@ -39,7 +43,74 @@ __all__ = [
     "GenerationCancelled",
     "GenerationState",
     "ModelManager",
+    "Parser",
     "ResponseHandler",
+    "decode_prompt",
     "get_response_template",
     "infer_max_single_request_tokens",
 ]
+
+
+class Parser:
+    """Transformers' parser of the reasoning and the tool calls of an answer. A malformed tool call becomes text.
+
+    Transformers' own raises an error for it, so that the whole answer would fail.
+    """
+
+    def __init__(self, parser: Any) -> None:
+        self._parser, self._body = parser, ""
+        self.initial_events: list[dict[str, Any]] = parser.initial_events
+
+    def fits(self, prompt: str) -> bool:
+        """Return whether the prompt has the chat format of the parser, which Transformers chooses by the model type.
+
+        In another format, the parser would take the prompt for a part of the answer.
+        """
+        anchor = self._parser._spec.start_anchor_re
+        return anchor is None or anchor.search(prompt) is not None
+
+    def feed(self, text: str) -> list[dict[str, Any]]:
+        """Parse more text and return its events."""
+        try:
+            return [self._checked(event) for event in self._parser.feed(text)]
+        except ValueError:
+            return [self._skipped(), *self.feed("")]
+
+    def finalize(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Return the message and the last events.
+
+        Raises:
+            ValueError: The answer lacks a field that the template requires.
+        """
+        skipped = []
+        try:
+            message, events = self._parser.finalize()
+        except ValueError:
+            skipped = [self._skipped()]
+            message, events = self._parser.finalize()
+        return message, skipped + [self._checked(event) for event in events]
+
+    def _checked(self, event: dict[str, Any]) -> dict[str, Any]:
+        """Return an event, or the text of a tool call without a name or arguments."""
+        if event["field"] != "tool_calls":
+            return event
+        if event["type"] == "region_open":
+            self._body = ""
+        elif event["type"] == "region_chunk":
+            self._body += event["text"]
+        else:
+            try:
+                response_events_to_chunks([event])
+            except (KeyError, TypeError):
+                return _content(self._body)
+        return event
+
+    def _skipped(self) -> dict[str, Any]:
+        """Leave the region that could not be parsed, and return its text."""
+        event = _content(self._parser._body)
+        self._parser._reset_to_implicit()
+        return event
+
+
+def _content(text: str) -> dict[str, Any]:
+    return {"type": "region_chunk", "field": "content", "text": text}

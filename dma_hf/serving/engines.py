@@ -309,12 +309,12 @@ class Batched(Engine):
             answer.last_token = next(reversed(output.generated_tokens), None)
             try:
                 streamer.put(output)
-            except Exception as failure:  # the tokenizers library raises nothing narrower
+                if error is None and output.is_finished():
+                    streamer.end()
+            except Exception as failure:  # the tokenizers library raises nothing narrower; other answers wait, too
                 error = failure
             if error is not None:
                 answer.fail(ApiError(f"generation failed: {error}", status=500 if self.is_alive else 503))
-            elif output.is_finished():
-                streamer.end()
 
         def cancel() -> None:
             streamer.cancel()

@@ -19,7 +19,9 @@ from dma_hf.integrations.serving import (
     CompletionHandler,
     GenerationState,
     ModelManager,
+    Parser,
     ResponseHandler,
+    decode_prompt,
     get_response_template,
 )
 
@@ -76,8 +78,17 @@ class _Generation(GenerationState):  # type: ignore[misc]
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, config: GenerationConfig, response_parser: Any = None, **_: Any
     ) -> tuple[Answer, Answer]:
-        """Keep the arguments for :meth:`start`. Return the answer as the queue and as the streamer."""
-        self._arguments = inputs, config, response_parser
+        """Keep the arguments for :meth:`start`. Return the answer as the queue and as the streamer.
+
+        Raises:
+            ApiError: The request has tools, which cannot be parsed.
+        """
+        parser = None if response_parser is None else Parser(response_parser)
+        if parser is not None and not parser.fits(decode_prompt(processor, inputs["input_ids"])):
+            if self._body.passed_on().get("tools"):
+                raise no_tools()
+            parser = None
+        self._arguments = inputs, config, parser
         return self.answer, self.answer
 
     def start(self) -> None:
@@ -128,6 +139,11 @@ def too_long(room: int, asked: str, param: str) -> ApiError:
     return ApiError(message, param=param, code="context_length_exceeded")
 
 
+def no_tools() -> ApiError:
+    """Return the error of a request with tools for a model without them."""
+    return ApiError("tools: the model's chat template has none", param="tools")
+
+
 class Route:
     """A route. It checks a request, has it answered, and converts the answer to OpenAI's format."""
 
@@ -170,7 +186,7 @@ class Route:
         if has_tools and (
             "tools" not in str(tokenizer.chat_template) or get_response_template(tokenizer, model) is None
         ):
-            raise ApiError("tools: the model's chat template has none", param="tools")
+            raise no_tools()
 
     def _prepare(self, generation: _Generation, request_id: str, body: GenerationRequest) -> Any:
         """Run Transformers' handler, which tokenizes the prompt but starts nothing, and return its stream of events.
@@ -256,7 +272,8 @@ class _Choices(Route):
             yield piece(self._fields(item))
         if answer.error is not None:
             raise answer.error
-        yield piece(self.last, "tool_calls" if calls else answer.finish_reason)
+        reason = answer.finish_reason
+        yield piece(self.last, "tool_calls" if calls and reason == "stop" else reason)
         if options.include_usage:
             yield common | {"choices": [], "usage": answer.usage}
 

@@ -468,6 +468,19 @@ def test_an_answer_that_ends_with_its_last_token_is_not_cut_off(options):
             engine.close()
 
 
+def test_an_answer_whose_end_fails_neither_waits_for_ever_nor_delays_others(monkeypatch):
+    def fail(streamer):
+        raise KeyError("name")
+
+    monkeypatch.setattr("dma_hf.serving.engines.CBStreamer.end", fail)
+    engine, gate = load(_options(attn="dma_mxfp+int4", continuous_batching=True, cache_gib=0.05))
+    body = json.dumps({"prompt": "The captain", "max_tokens": 2}).encode()
+    try:
+        assert asyncio.run(asyncio.wait_for(_ask(gate, "/v1/completions", "POST", body=body), 10)) == 500
+    finally:
+        engine.close()
+
+
 async def _answer_all(scope, receive, send):
     await send({"type": "http.response.start", "status": 200, "headers": []})
     await send({"type": "http.response.body"})
@@ -555,38 +568,76 @@ def test_a_tokenizer_that_cannot_decode_streams_is_refused():
 class Scripted(Engine):
     """Says the same to every request."""
 
-    said = '<think>one and one</think>\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    def __init__(self, model, tokenizer, said="Aye"):
+        super().__init__(model, tokenizer)
+        self._said = said
 
     def start(self, answer, inputs, config, body, parser):
         loop = asyncio.get_running_loop()
         answer.streamer = DirectStreamer(self.tokenizer.backend_tokenizer, loop, answer, parser)
         answer.streamer.put(inputs["input_ids"])
-        for token in self.tokenizer.encode(self.said, add_special_tokens=False):
+        for token in self.tokenizer.encode(self._said, add_special_tokens=False):
             answer.streamer.put(torch.tensor([token]))
         answer.streamer.end()
 
 
-@pytest.mark.parametrize("is_streamed", [False, True])
-def test_reasoning_and_tool_calls_are_parsed(folder, is_streamed):
+def _asked_for_tools(folder, said, *, end="<|im_start|>assistant{{ '\\n' }}", **fields):
+    """Ask a model that answers ``said`` and whose prompts end with ``end``. Return the status and the answer."""
     loaded = load_model(str(folder), dtype="float32", device="cpu")
-    loaded.tokenizer.chat_template = "{% if tools %}{{ tools }}{% endif %}" + TEMPLATE
+    loaded.tokenizer.chat_template = "{% if tools %}{{ tools }}{% endif %}" + TEMPLATE + end
     loaded.model.config.model_type = "qwen3"  # whose response template Transformers knows
     tools = [{"type": "function", "function": {"name": "add"}}]
-    body = {"messages": CHAT, "tools": tools, "stream": is_streamed, "max_tokens": 100}
-    gate, sent = make_app(Scripted(loaded.model, loaded.tokenizer)), []
-    asyncio.run(_ask(gate, "/v1/chat/completions", "POST", body=json.dumps(body).encode(), sent=sent))
+    body = {"messages": CHAT, "tools": tools, "max_tokens": 100} | fields
+    gate, sent = make_app(Scripted(loaded.model, loaded.tokenizer, said)), []
+    return asyncio.run(_ask(gate, "/v1/chat/completions", "POST", body=json.dumps(body).encode(), sent=sent)), sent
+
+
+def _say(*arguments, **fields):
+    """Return the message of an answer, joined from pieces if it is streamed, and why it ended."""
+    status, sent = _asked_for_tools(*arguments, **fields)
+    assert status == 200
     text = b"".join(message.get("body", b"") for message in sent).decode()
-    if is_streamed:
-        choices = [json.loads(event[6:])["choices"][0] for event in text.split("\n\n") if event.startswith("data: {")]
-        reasoning = "".join(choice["delta"].get("reasoning_content", "") for choice in choices)
-        (calls,) = [choice["delta"]["tool_calls"] for choice in choices if "tool_calls" in choice["delta"]]
-        reason = choices[-1]["finish_reason"]
-    else:
+    if not fields.get("stream"):
         (choice,) = json.loads(text)["choices"]
-        reasoning, calls = choice["message"]["reasoning_content"], choice["message"]["tool_calls"]
-        reason = choice["finish_reason"]
-    assert (reasoning, reason) == ("one and one", "tool_calls")
-    assert [call["function"] for call in calls] == [{"name": "add", "arguments": '{"a": 1}'}]
+        return choice["message"], choice["finish_reason"]
+    choices = [json.loads(event[6:])["choices"][0] for event in text.split("\n\n") if event.startswith("data: {")]
+    deltas = [choice["delta"] for choice in choices]
+    message = {name: "".join(each.get(name, "") for each in deltas) for name in ("content", "reasoning_content")}
+    calls = [call for each in deltas for call in each.get("tool_calls", ())]
+    return message | {"tool_calls": calls}, choices[-1]["finish_reason"]
+
+
+ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_reasoning_and_tool_calls_are_parsed(folder, is_streamed):
+    message, reason = _say(folder, f"<think>one and one</think>\n{ADD}", stream=is_streamed)
+    assert (message["reasoning_content"], reason) == ("one and one", "tool_calls")
+    assert [call["function"] for call in message["tool_calls"]] == [{"name": "add", "arguments": '{"a": 1}'}]
+
+
+@pytest.mark.parametrize("wrong", ['{"name": add}', '{"name": "add"}', '{"foo": 1}', "[1]", '"add"'])
+@pytest.mark.parametrize("end", ["</tool_call>", ""])
+def test_a_malformed_tool_call_is_text(folder, wrong, end):
+    """Small models write them often. The answer must not fail, and later calls are still calls."""
+    later = f" and {ADD}" if end else ""
+    message, reason = _say(folder, f"So <tool_call>{wrong}{end}{later}")
+    assert message["content"] == f"So{wrong}" + " and" * bool(later)
+    assert (len(message.get("tool_calls", ())), reason) == ((1, "tool_calls") if later else (0, "stop"))
+
+
+def test_an_answer_that_is_cut_off_after_a_tool_call_says_so(folder):
+    message, reason = _say(folder, f"{ADD}\n<tool_call>", max_tokens=20)
+    assert (len(message["tool_calls"]), reason) == (1, "length")
+
+
+def test_a_chat_format_that_the_parser_does_not_know_leaves_the_text_as_it_is(folder):
+    """Transformers chooses the parser by the model type. DeepSeek-R1-Distill-Qwen has another chat format than Qwen."""
+    message, reason = _say(folder, ADD, end="Assistant:", tools=None)
+    assert (message["content"], reason) == (ADD, "stop")
+    status, sent = _asked_for_tools(folder, ADD, end="Assistant:")
+    assert (status, json.loads(sent[-1]["body"])["error"]["param"]) == (400, "tools")
 
 
 def test_others_are_answered_while_a_prompt_is_tokenized(folder, monkeypatch):
