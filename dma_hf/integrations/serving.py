@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
 from .internals import check_version, private_imports
 
 check_version("transformers serve")
@@ -45,10 +48,20 @@ __all__ = [
     "ModelManager",
     "Parser",
     "ResponseHandler",
+    "decode_as_continuation",
     "decode_prompt",
     "get_response_template",
     "infer_max_single_request_tokens",
 ]
+
+
+def decode_as_continuation(streamer: Any, tokenizer: Tokenizer) -> None:
+    """Let a new streamer decode its text as that after a word.
+
+    Decoders in the style of SentencePiece, such as those of Llama 2 and Mistral, drop a space at the start of a text.
+    """
+    word = tokenizer.encode("a", add_special_tokens=False).ids
+    streamer._decode_stream = DecodeStream(word, skip_special_tokens=True)
 
 
 class Parser:

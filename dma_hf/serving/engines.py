@@ -22,10 +22,11 @@ from dma_hf.integrations.serving import (
     CBStreamer,
     DirectStreamer,
     GenerationCancelled,
+    decode_as_continuation,
     infer_max_single_request_tokens,
 )
 
-from .requests import ApiError, GenerationRequest
+from .requests import ApiError, CompletionRequest, GenerationRequest
 
 SECONDS = 1.0  # between two looks for a stopped thread
 CPU_BATCH_TOKENS = 2048  # a batch cannot be interrupted; Transformers' default of 8,192 takes half a minute on a CPU
@@ -141,6 +142,12 @@ class Engine(ABC):
         self.prompts = ThreadPoolExecutor(1)  # tokenizes one prompt at a time; meanwhile streams go on
         self.room = getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
+    def _attach(self, streamer: Any, answer: Answer, body: GenerationRequest) -> None:
+        """Let a streamer of Transformers write an answer."""
+        answer.streamer = streamer
+        if isinstance(body, CompletionRequest):
+            decode_as_continuation(streamer, self.tokenizer.backend_tokenizer)
+
     @abstractmethod
     def start(self, answer: Answer, inputs: Any, config: GenerationConfig, body: Any, parser: Any) -> None:
         """Generate an answer to the inputs of a request, whose body is a :class:`GenerationRequest`.
@@ -186,7 +193,8 @@ class Sequential(Engine):
         self, answer: Answer, inputs: Any, config: GenerationConfig, body: GenerationRequest, parser: Any
     ) -> None:
         loop = asyncio.get_running_loop()
-        answer.streamer = streamer = _Streamer(self.tokenizer.backend_tokenizer, loop, answer, parser)
+        streamer = _Streamer(self.tokenizer.backend_tokenizer, loop, answer, parser)
+        self._attach(streamer, answer, body)
         future = loop.run_in_executor(self._thread, self._generate, answer, inputs, config, body)
 
         def cancel() -> None:
@@ -300,9 +308,8 @@ class Batched(Engine):
         manager, name, loop = self._manager, uuid.uuid4().hex, asyncio.get_running_loop()
         while manager.get_result(timeout=0) is not None:
             pass  # late tokens of cancelled requests, with their prompts; otherwise they would fill the memory
-        answer.streamer = streamer = CBStreamer(
-            manager, name, self.tokenizer.backend_tokenizer, loop, answer, response_parser=parser
-        )
+        streamer = CBStreamer(manager, name, self.tokenizer.backend_tokenizer, loop, answer, response_parser=parser)
+        self._attach(streamer, answer, body)
 
         def take(output: Any) -> None:
             error = output.error

@@ -28,6 +28,8 @@ from dma_eval.load.backends import activate, parse_backends
 from dma_eval.load.models import load_model
 from sampling import sampled
 from served import DEMO_MODEL, served
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 from transformers.cli.serving.utils import ReasoningText
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
@@ -463,6 +465,40 @@ def test_an_answer_that_ends_with_its_last_token_is_not_cut_off(options):
 
     try:
         assert asyncio.run(say_twice()) == ("length", "stop")
+    finally:
+        if options:
+            engine.close()
+
+
+def _spaced_tokenizer(kind):
+    """Return a tokenizer that keeps spaces at the start of words, and whose decoder drops the one at the start."""
+    words = {"▁sailed": 0, "▁The": 1, "▁captain": 2, "a": 3, "▁a": 4, "▁": 5}
+    tokenizer = Tokenizer(models.BPE(words, [], ignore_merges=True))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    if kind == "llama2":
+        tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+@pytest.mark.parametrize("kind", ["metaspace", "llama2"])
+@pytest.mark.parametrize("options", [{}, {"continuous_batching": True, "cache_gib": 0.05}], ids=["alone", "batched"])
+def test_a_continuation_keeps_the_space_before_its_first_word(options, kind):
+    """A chat does not: its answer is a text of its own."""
+    engine, gate = load(_options(attn="dma_mxfp+int4", **options))
+    engine.tokenizer = _spaced_tokenizer(kind)
+    engine.tokenizer.chat_template = TEMPLATE
+    torch.nn.init.zeros_(engine.model.get_output_embeddings().weight)  # so that every token is the first one
+
+    async def say(path, **body):
+        sent, body = [], json.dumps(body | {"max_tokens": 2, "temperature": 0, "ignore_eos": True}).encode()
+        assert await _ask(gate, path, "POST", body=body, sent=sent) == 200
+        return _text(json.loads(sent[-1]["body"]))
+
+    async def say_both():
+        return await say("/v1/completions", prompt="The captain"), await say("/v1/chat/completions", messages=CHAT)
+
+    try:
+        assert asyncio.run(say_both()) == (" sailed sailed", "sailed sailed")
     finally:
         if options:
             engine.close()
