@@ -19,6 +19,7 @@ import pytest
 import yaml
 from dma_eval.commands import serve
 from dma_eval.commands.serve import ServeOptions
+from dma_eval.errors import UserError
 from dma_eval.load.backends import activate, parse_backends
 from dma_eval.load.models import load_model
 from sampling import sampled
@@ -246,6 +247,23 @@ def test_the_application_takes_options_as_texts():
     assert (args.continuous_batching, args.device_map) == (True, "auto")
     with pytest.raises(ValueError, match=r": replica; valid: .*replicas, "):
         _built({"model": "org/name", "replica": 2})
+
+
+@pytest.mark.usefixtures("ray")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"api_key": ""}, "--api-key: "),
+        ({"cache_gib": "1"}, "--cache-gib is for --continuous-batching"),
+        ({"replicas": "2", "max_replicas": "1"}, "--max-replicas: "),
+    ],
+    ids=str,
+)
+def test_the_application_refuses_what_the_command_refuses(options, message, monkeypatch):
+    """Otherwise an empty key would leave the server open."""
+    monkeypatch.delenv("DMA_HF_API_KEY", raising=False)
+    with pytest.raises(UserError, match=message):
+        _built({"model": "org/name"} | options)
 
 
 def _replica(application, seconds_per_part=0.0):

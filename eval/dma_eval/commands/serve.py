@@ -109,15 +109,8 @@ def serve(args: ServeOptions) -> int:
         raise UserError(f"serve needs {', '.join(missing)}, not installed here: pip install 'dma-hf[serve]'")
     if args.api_key is None:
         args = replace(args, api_key=os.environ.get(API_KEY_VARIABLE))
-    if args.api_key == "":
-        raise UserError(f"--api-key: expected a key, got ''; leave out --api-key and {API_KEY_VARIABLE} to need none")
     parse_name(args.attn)
-    if args.cache_gib is not None and not args.continuous_batching:
-        raise UserError("--cache-gib is for --continuous-batching; without it a cache grows with its request")
-    if args.compile and not args.continuous_batching:
-        raise UserError("--compile is for --continuous-batching")
-    if args.max_replicas is not None and args.max_replicas < args.replicas:
-        raise UserError(f"--max-replicas: expected at least --replicas {args.replicas}, got {args.max_replicas}")
+    _check(args)
     on_ray = args.replicas > 1 or args.max_replicas is not None or args.ray_address is not None
     ranks, rank = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("RANK", 0)))
     if ranks > 1 and (on_ray or not args.continuous_batching or args.device_map is not None):
@@ -152,6 +145,18 @@ def serve(args: ServeOptions) -> int:
         if ranks > 1 and isinstance(engine, Batched):
             engine.close()
     return _end_process()
+
+
+def _check(args: ServeOptions) -> None:
+    """Check options that exclude each other, and the key."""
+    if args.api_key == "":
+        raise UserError(f"--api-key: expected a key, got ''; leave out --api-key and {API_KEY_VARIABLE} to need none")
+    if args.cache_gib is not None and not args.continuous_batching:
+        raise UserError("--cache-gib is for --continuous-batching; without it a cache grows with its request")
+    if args.compile and not args.continuous_batching:
+        raise UserError("--compile is for --continuous-batching")
+    if args.max_replicas is not None and args.max_replicas < args.replicas:
+        raise UserError(f"--max-replicas: expected at least --replicas {args.replicas}, got {args.max_replicas}")
 
 
 def _interrupt_when_terminated() -> None:
@@ -208,12 +213,15 @@ def build_application(arguments: dict[str, Any]) -> Application:
     Without ``api_key``, the API key comes from an environment variable on the nodes.
 
     Raises:
+        UserError: Arguments exclude each other, or the key is empty.
         ValueError: An argument is unknown, or has a value of a wrong type.
     """
     known = ServeOptions.__dataclass_fields__
     if unknown := arguments.keys() - known:
         raise ValueError(f"unknown options of dma-hf serve: {', '.join(unknown)}; valid: {', '.join(known)}")
-    return _make_application(TypeAdapter(ServeOptions).validate_python(arguments))  # Ray passes texts
+    args = TypeAdapter(ServeOptions).validate_python(arguments)  # Ray passes texts
+    _check(args)
+    return _make_application(args)
 
 
 def _make_application(args: ServeOptions) -> Application:
