@@ -51,7 +51,7 @@ class Section(dict[str, Any]):
 class DMAConfig(Recipe):
     """Settings of a model that runs ``dma_mxfp``. The default is the preset ``balanced``::
 
-        DMAConfig(low="nvfp4", cache="int4")
+        DMAConfig(low="mxfp4", cache="int4")
         DMAConfig.from_preset("fp4", cache="int8")
         DMAConfig.from_toml("my.toml")
 

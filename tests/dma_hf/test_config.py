@@ -51,6 +51,15 @@ def test_configurations_round_trip(config, tmp_path):
     assert DMAConfig.from_dict(LlamaConfig.from_pretrained(tmp_path).dma_mxfp) == config
 
 
+def test_the_examples_in_its_docstring_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    DMAConfig().to_toml("my.toml")
+    examples = [line for line in DMAConfig.__doc__.splitlines() if line.startswith("        DMAConfig")]
+    assert len(examples) == 3
+    for example in examples:
+        assert isinstance(eval(example.strip()), DMAConfig)
+
+
 def test_the_recipe_has_only_numerics():
     config = DMAConfig(low="mxint8", backend="reference")
     recipe = config.recipe
