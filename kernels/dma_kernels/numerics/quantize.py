@@ -65,9 +65,9 @@ def quantize(
             first dimension.
 
     Raises:
-        TypeError: ``x`` is not a floating-point tensor, or ``tile_offset`` not an int or an integer tensor.
-        ValueError: ``x`` has fewer than two dimensions, an option is unknown, or options exclude each other. NVFP4
-            scales and searched scales cannot be shared, and only NVFP4 has a ``global_scale``.
+        TypeError: An argument has the wrong type, or ``x`` is not floating point.
+        ValueError: A shape is invalid, an option is unknown, or options exclude each other. NVFP4 scales and searched
+            scales cannot be shared, and only NVFP4 has a ``global_scale``.
     """
     fmt = format if isinstance(format, BlockFormat) else block_format(format)
     if not isinstance(x, Tensor):
@@ -91,6 +91,8 @@ def quantize(
             # An infinity or a NaN breaks its own block, not the head.
             finite = F.pad(amax.masked_fill(~amax.isfinite(), 0.0), (0, 1, 0, 1))  # so that no dimension is empty
             global_scale = nvfp4_global_scale(finite.amax((-2, -1), keepdim=True), rounding)
+        else:
+            _check_global_scale(global_scale, (*x.shape[:-2], 1, 1))
         scale, other = (
             _nvfp4_block_scale(amax, global_scale, largest) for largest in (formats.E2M1_MAX, formats.E2M1_SECOND)
         )
@@ -237,6 +239,14 @@ def _choice(name: str, value: str, enum: type[_Choice]) -> _Choice:
         return enum(value)
     except ValueError:
         raise ValueError(f"{name} must be one of {', '.join(enum)}; got {value!r}") from None
+
+
+def _check_global_scale(scale: Any, full: tuple[int, ...]) -> None:
+    if not isinstance(scale, Tensor):
+        raise TypeError(f"global_scale must be a torch.Tensor, got {type(scale).__name__}")
+    shape = (*(1,) * (len(full) - scale.ndim), *scale.shape)
+    if len(shape) > len(full) or any(size not in (1, whole) for size, whole in zip(shape, full, strict=True)):
+        raise ValueError(f"global_scale must be broadcastable to {list(full)}, got shape {list(scale.shape)}")
 
 
 def _scale_as_quotient(scale: Tensor, global_scale: Tensor | None) -> tuple[Tensor, Tensor | float]:
