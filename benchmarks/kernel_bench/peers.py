@@ -60,7 +60,7 @@ def import_peer(name: str) -> Any:
     SDPA keeps its backends: importing vLLM switches cuDNN's off.
     """
     title, package = PACKAGES[name]
-    has_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+    has_cudnn = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     try:
         return importlib.import_module(name)
     except ImportError as error:
