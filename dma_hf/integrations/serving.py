@@ -8,9 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
-
 from .internals import check_version, private_imports
 
 check_version("transformers serve")
@@ -55,13 +52,13 @@ __all__ = [
 ]
 
 
-def decode_as_continuation(streamer: Any, tokenizer: Tokenizer) -> None:
+def decode_as_continuation(streamer: Any, tokenizer: Any) -> None:
     """Let a new streamer decode its text as that after a word.
 
     Decoders in the style of SentencePiece, such as those of Llama 2 and Mistral, drop a space at the start of a text.
     """
     word = tokenizer.encode("a", add_special_tokens=False).ids
-    streamer._decode_stream = DecodeStream(word, skip_special_tokens=True)
+    streamer._decode_stream = type(streamer._decode_stream)(word, skip_special_tokens=True)
 
 
 class Parser:

@@ -305,6 +305,19 @@ class ResponseRequest(GenerationRequest):
     tools: list[ResponseTool] | None = None
     tool_choice: Literal["auto", "none"] = "auto"
 
+    @model_validator(mode="after")
+    def _check_first(self) -> ResponseRequest:
+        if not self.instructions and self.input[0].type != "message":
+            raise ValueError("input: expected a message before function calls and their outputs")
+        return self
+
+    def passed_on(self) -> dict[str, Any]:
+        """The fields that Transformers' handler reads. It would replace a system message by the instructions."""
+        fields = super().passed_on()
+        if instructions := fields.pop("instructions", None):
+            fields["input"].insert(0, {"role": "system", "content": _as_parts(instructions)})
+        return fields
+
 
 class LoadRequest(BaseModel):
     """The body of ``/load_model``."""

@@ -190,6 +190,7 @@ def test_a_stop_string_ends_an_answer(client, expected, asked):
 
 
 CHAT = [{"role": "user", "content": "The captain"}]
+CALL = {"type": "function_call", "call_id": "1", "name": "add", "arguments": "{}"}
 NESTED = json.loads('{"a":' * 900 + "1" + "}" * 900)
 
 
@@ -674,6 +675,32 @@ def test_a_chat_format_that_the_parser_does_not_know_leaves_the_text_as_it_is(fo
     assert (message["content"], reason) == (ADD, "stop")
     status, sent = _asked_for_tools(folder, ADD, end="Assistant:")
     assert (status, json.loads(sent[-1]["body"])["error"]["param"]) == (400, "tools")
+
+
+@pytest.mark.parametrize("first", [{"role": "developer", "content": "Be kind."}, CALL], ids=["message", "call"])
+def test_instructions_replace_nothing_of_the_input(folder, monkeypatch, first):
+    loaded, seen = load_model(str(folder), dtype="float32", device="cpu"), []
+    apply = loaded.tokenizer.apply_chat_template
+
+    def note(messages, **options):
+        seen.extend((each["role"], each["content"]) for each in messages)
+        return apply(messages, **options)
+
+    monkeypatch.setattr(loaded.tokenizer, "apply_chat_template", note)
+    body = {"input": [first, {"role": "user", "content": "Hello"}], "instructions": "Be brief."}
+    gate = make_app(Scripted(loaded.model, loaded.tokenizer))
+    assert asyncio.run(_ask(gate, "/v1/responses", "POST", body=json.dumps(body).encode())) == 200
+    begun = ("assistant", "") if first is CALL else ("system", "Be kind.")
+    assert seen == [("system", "Be brief."), begun, ("user", "Hello")]
+
+
+def test_an_input_that_begins_with_a_call_is_refused(folder):
+    """Transformers would take all of it for the parts of one message, and drop them."""
+    loaded = load_model(str(folder), dtype="float32", device="cpu")
+    loaded.tokenizer.chat_template = "{{ messages }}"
+    body = {"input": [CALL, {"role": "user", "content": "Hello"}]}
+    gate = make_app(Scripted(loaded.model, loaded.tokenizer))
+    assert asyncio.run(_ask(gate, "/v1/responses", "POST", body=json.dumps(body).encode())) == 400
 
 
 def test_others_are_answered_while_a_prompt_is_tokenized(folder, monkeypatch):
