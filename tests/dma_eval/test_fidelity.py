@@ -162,6 +162,16 @@ def test_a_range_without_a_scored_position(fidelity):
     assert [cell.strip("+-") for cell in positions(section).rows[0]] == ["sdpa", "–", *["0.00 %"] * 3]
 
 
+def test_caches_are_compared_with_fp32_too(fidelity, model_folder):
+    """Also if the 16-bit cache of the model's own dtype is among the backends."""
+    model, options = load_model(str(model_folder), dtype="bfloat16", device="cpu"), {"head_windows": 0, "prompts": 0}
+    alone, beside = (
+        fidelity(*names, "dma_mxfp+int8", model=model, **options).tokens.backends[-1]
+        for names in (("sdpa",), ("sdpa", "sdpa+dynamic"))
+    )
+    assert (beside.reference, beside.kl_mean) == (None, alone.kl_mean)
+
+
 @pytest.mark.parametrize("is_from_gguf", [True, False])
 def test_in_fp32(loaded, model_folder, is_from_gguf):
     """Transformers marks what it loads from GGUF as quantized, and will not convert it; its weights are plain."""

@@ -126,6 +126,31 @@ def test_other_models_need_none(loaded, compared):
     assert dynamic.nll == pytest.approx(sdpa.nll, rel=1e-5)
 
 
+def test_every_cache_of_other_models_is_compared_with_the_first_backend(compared):
+    """Also if the 16-bit cache is named, and in any order."""
+    found = [
+        compared(*names, context=512, max_windows=1).backends
+        for names in (("sdpa", "dma_mxfp+int4"), ("sdpa", "sdpa+dynamic", "dma_mxfp+int4"))
+    ]
+    assert [each.reference for each in found[1]] == [None, None, None]
+    assert found[0][1].kl_mean > 1e-6
+    assert found[1][2].kl_mean == found[0][1].kl_mean
+
+
+def test_a_reference_may_be_named_after_what_is_compared_with_it(hybrid, text_file):
+    part = PerplexityPart(contexts=[512], max_windows=1)
+
+    def measure(*names):
+        section = measure_perplexity(Session(hybrid, parse_backends(names)), load_text(str(text_file)), part)
+        return {each.label: each for each in section.backends}
+
+    before = measure("sdpa", "sdpa+dynamic", "dma_mxfp+int8")["dma_mxfp+int8"]
+    after = measure("sdpa", "dma_mxfp+int8", "sdpa+dynamic")["dma_mxfp+int8"]
+    assert before.kl_mean > 0
+    assert (after.reference, after.kl_mean) == ("sdpa+dynamic", before.kl_mean)
+    assert (after.kl_max, after.top1_agreement) == (before.kl_max, before.top1_agreement)
+
+
 def test_it_is_added_once_and_only_for_caches(hybrid):
     def labels(*names):
         return [each.label for each in with_references(hybrid.model, parse_backends(names))]
@@ -134,6 +159,8 @@ def test_it_is_added_once_and_only_for_caches(hybrid):
     assert labels("sdpa", "sdpa+dynamic", "dma_mxfp+int8") == ["sdpa", "sdpa+dynamic", "dma_mxfp+int8"]
     assert labels("sdpa", "dma_mxfp+int8", "sdpa+dynamic") == ["sdpa", "dma_mxfp+int8", "sdpa+dynamic"]
     assert labels("sdpa", "dma_mxfp+int8", "sdpa+hqq4") == ["sdpa", "sdpa+dynamic", "dma_mxfp+int8", "sdpa+hqq4"]
+    others = ["sdpa", "sdpa+dynamic", "eager+dynamic", "dma_mxfp+int8"]
+    assert labels("sdpa", "eager+dynamic", "dma_mxfp+int8") == others  # eager is not the first
     assert not needs_chunks(hybrid.model, parse_backends(["sdpa", "sdpa+dynamic"]))
 
 

@@ -39,6 +39,7 @@ class Backend:
     implementation: str  # its name in Transformers (``attn_implementation``)
     config: DMAConfig | None = None  # settings of ``dma_mxfp``; ``None`` for every other implementation
     peer_cache: str | None = None  # suffix of the cache of Transformers that it reads through
+    reference: str | None = None  # label of what it is compared with, if not the first of a run
 
     @property
     def reads_cache(self) -> bool:
@@ -111,9 +112,20 @@ def with_references(model: PreTrainedModel, backends: Sequence[Backend]) -> tupl
     """
     if not needs_chunks(model, backends) or backends[0].reads_cache:
         return tuple(backends)
-    first = next(index for index, each in enumerate(backends) if each.reads_cache)
-    is_there = reference_of(backends, backends[first]) is not backends[0] or backends[first].peer_cache == DYNAMIC
-    return tuple(backends) if is_there else (*backends[:first], in_chunks(backends[0]), *backends[first:])
+    chunked = in_chunks(backends[0])
+    given = next((each for each in backends if replace(each, label=chunked.label) == chunked), None)
+    if given is None:
+        first = next(index for index, each in enumerate(backends) if each.reads_cache)
+        backends = (*backends[:first], chunked, *backends[first:])
+    return compared_with(given or chunked, backends)
+
+
+def compared_with(chunked: Backend, backends: Sequence[Backend]) -> tuple[Backend, ...]:
+    """Return backends of which those that read through a cache, except a 16-bit one, have ``chunked`` as reference."""
+    return tuple(
+        replace(each, reference=chunked.label) if each.reads_cache and each.peer_cache != DYNAMIC else each
+        for each in backends
+    )
 
 
 def needs_chunks(model: PreTrainedModel, backends: Sequence[Backend]) -> bool:
@@ -129,15 +141,6 @@ def is_hybrid(model: PreTrainedModel) -> bool:
 def in_chunks(backend: Backend) -> Backend:
     """Return a backend that reads through the 16-bit cache of Transformers."""
     return replace(backend, label=f"{backend.label}{DYNAMIC}", peer_cache=DYNAMIC)
-
-
-def reference_of(backends: Sequence[Backend], backend: Backend) -> Backend:
-    """Return what a backend is compared with: the first one, or for a cache the same in chunks, if it is there."""
-    first = backends[0]
-    if not backend.reads_cache or backend.peer_cache == DYNAMIC:
-        return first
-    chunked = in_chunks(first)
-    return next((each for each in backends if replace(each, label=chunked.label) == chunked), first)
 
 
 def implementations() -> list[str]:

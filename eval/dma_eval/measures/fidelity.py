@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import dma_hf
 from dma_eval.config import FidelityPart, PerplexityPart
 from dma_eval.errors import UserError, one_line
-from dma_eval.load.backends import Backend, activate, in_chunks, needs_chunks
+from dma_eval.load.backends import Backend, activate, compared_with, in_chunks, needs_chunks
 from dma_eval.load.data import Text, Window
 from dma_eval.load.reading import common_prefix, continued, probed
 from dma_eval.results import Divergence, FidelitySection, Generation, HeadErrors
@@ -48,7 +48,7 @@ def measure_fidelity(session: Session, text: Text, part: FidelityPart) -> Fideli
         loaded.check_positions(prompt_tokens + part.new_tokens, "half of --context with --new-tokens")
     reference_model = cache(lambda: in_fp32(loaded.model))  # needed unless every piece is saved
     chunked = [in_chunks(REFERENCE)] if needs_chunks(loaded.model, session.backends) else []
-    runs = [REFERENCE, *chunked, *session.backends]
+    runs = [REFERENCE, *chunked, *(compared_with(chunked[0], session.backends) if chunked else session.backends)]
     in_full: dict[str, Any] = {"reference_model": reference_model, "references": 1 + len(chunked)}
     tokens = compare(session, reading, runs, place=("fidelity", "tokens"), **in_full)
     results = tokens.backends[1 + len(chunked) :]

@@ -27,7 +27,7 @@ import dma_hf
 from dma_eval.config import DEFAULT_CONTEXT, PerplexityPart
 from dma_eval.console import Progress
 from dma_eval.errors import UserError, one_line
-from dma_eval.load.backends import Backend, activate, reference_of
+from dma_eval.load.backends import Backend, activate
 from dma_eval.load.data import Text, Window, leading_tokens, make_windows, tokenize
 from dma_eval.load.models import LoadedModel
 from dma_eval.load.reading import NonFiniteLogitsError, origin, read
@@ -116,7 +116,7 @@ def compare(
     reference_model: Callable[[], PreTrainedModel] | None = None,
     references: int = 1,
 ) -> PerplexitySection:
-    """Run every backend on every window. The first one is the reference, or what :func:`reference_of` returns.
+    """Run every backend on every window. The first one is the reference of all that name no other.
 
     A backend that raises or gives logits that are not finite is stopped and marked as failed. The others continue.
     Finished batches are saved under the names ``place``, and reused for the same ``seed``, if the model depends on one.
@@ -200,19 +200,18 @@ def _read_batch(
     loaded_bytes: int,
     progress: Progress,
 ) -> list[Pass]:
-    """Run every backend that has not failed on ``ids``, ``[B, T]``."""
-    backends = [backend for _, backend, _ in runs]
-    references = [reference_of(backends, backend) for backend in backends]
+    """Run every backend that has not failed on ``ids``, ``[B, T]``: first those that others are compared with."""
+    references = [backend.reference or runs[0][1].label for _, backend, _ in runs]
     logits_of: dict[str, Tensor] = {}  # of references, by label
-    passes = []
-    for (model, backend, has_failed), reference in zip(runs, references, strict=True):
-        passes.append(made := Pass(failure="failed before" if has_failed else None))
+    passes = [Pass(failure="failed before" if has_failed else None) for _, _, has_failed in runs]
+    order = sorted(zip(runs, references, passes, strict=True), key=lambda each: each[0][1].label not in references)
+    for (model, backend, has_failed), reference, made in order:
         try:
             if not has_failed:
                 logits = _forward(model, backend, ids, made, loaded_bytes)
-                expected = logits_of.get(reference.label, [None] * len(batch))
+                expected = logits_of.get(reference, [None] * len(batch))
                 made.scores = list(map(score, logits, ids, batch, expected))
-                if backend in references:
+                if backend.label in references:
                     logits_of[backend.label] = logits
                 del logits, expected
         except NonFiniteLogitsError as error:
@@ -288,10 +287,9 @@ def summarize(
     passes = dict(zip((backend.label for backend in backends), zip(*batches, strict=True), strict=True))
     results = []
     for backend in backends:
-        label = reference_of(backends, backend).label
-        reference = passes[label] if all(each.failure is None for each in passes[label]) else None
-        result = _summarize(backend, passes[backend.label], reference, windows, context)
-        results.append(result if label == backends[0].label else replace(result, reference=label))
+        compared = passes[backend.reference or backends[0].label]
+        reference = compared if all(each.failure is None for each in compared) else None
+        results.append(_summarize(backend, passes[backend.label], reference, windows, context))
     return results
 
 
@@ -300,8 +298,9 @@ def _summarize(
 ) -> BackendResult:
     fallbacks = dict(sum((Counter(each.fallbacks) for each in passes), Counter[str]()))
     failure = next((each.failure for each in passes if each.failure is not None), None)
+    facts: dict[str, Any] = backend.info | {"reference": backend.reference}
     if failure is not None:
-        return BackendResult(**backend.info, failure=failure, fallbacks=fallbacks)
+        return BackendResult(**facts, failure=failure, fallbacks=fallbacks)
     nll = _all(passes, "nll")
     mean = float(nll.mean())
     positions = np.concatenate([np.arange(window.first, window.length) for window in windows])
@@ -322,7 +321,7 @@ def _summarize(
             "position_kl": _bucket_means(kl, positions, edges),
         }
     return BackendResult(
-        **backend.info,
+        **facts,
         failure=None,
         perplexity=_exp(mean),
         nll=mean,

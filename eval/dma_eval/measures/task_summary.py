@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from dma_eval.config import TasksPart
 from dma_eval.environment import portable
-from dma_eval.load.backends import reference_of
 from dma_eval.results import GroupMetric, MetricResult, MetricValue, TaskBackend, TaskResult, TaskSection
 from dma_eval.session import Session
 
@@ -110,7 +109,7 @@ def summarize_tasks(
 ) -> TaskSection:
     """Compare every backend's answers with the first one's. They are given by backend label and task name."""
     labels = [backend.label for backend in session.backends]
-    references = {each.label: reference_of(session.backends, each).label for each in session.backends}
+    references = {each.label: each.reference or labels[0] for each in session.backends}
     tasks: list[TaskResult] = []
     groups: list[GroupMetric] = []
     for name in names:
@@ -131,7 +130,7 @@ def summarize_tasks(
         is_complete = bool(numbers) and len(numbers) == len(accuracies) and len(own) == len(names)
         made = TaskBackend(
             **backend.info,
-            reference=None if references[backend.label] == labels[0] else references[backend.label],
+            reference=backend.reference,
             failures={portable(name): unit for name, unit in units.items() if isinstance(unit, str)},
             low_share={portable(name): each.low_share for name, each in own.items() if each.low_share is not None},
             fallbacks=dict(sum((Counter(record.fallbacks) for record in own.values()), Counter[str]())),
