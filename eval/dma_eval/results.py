@@ -377,9 +377,13 @@ def merged(previous: Report, new: Report) -> Report:
 
 
 def low_share(lengths: Sequence[int], config: Mapping[str, Any]) -> float:
-    """Return the share of visible keys in low tiles, over causal sequences without a window."""
+    """Return the share of visible keys in low tiles, over causal sequences without a window.
+
+    What is read through a packed cache has low tiles below ``exact_until`` too.
+    """
     band: int = (config["sink_tiles"] + config["diagonal_tiles"]) * TILE
-    first = max(band + TILE, config.get("exact_until", 0))  # reports of older configurations do not have it
+    exact = 0 if config.get("cache") else config.get("exact_until", 0)  # reports of older configurations lack it
+    first = max(band + TILE, exact)
     tiles = ((begin, min(length, begin + TILE)) for length in lengths for begin in range(first, length, TILE))
     low = sum((begin - band) * (end - begin) for begin, end in tiles)
     return low / sum(length * (length + 1) // 2 for length in lengths)

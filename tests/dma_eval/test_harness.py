@@ -47,12 +47,13 @@ def hugging_face(loaded):
 @pytest.mark.parametrize("length", [1, 384, 385, 700])
 @pytest.mark.parametrize(("diagonal", "sinks"), [(1, 1), (3, 0)])
 @pytest.mark.parametrize("exact_until", [None, 0, 512])
-def test_low_keys_are_those_of_the_rule(length, diagonal, sinks, exact_until):
-    """Reports of older configurations have no ``exact_until``."""
+@pytest.mark.parametrize("cache", [None, "int4"])
+def test_low_keys_are_those_of_the_rule(length, diagonal, sinks, exact_until, cache):
+    """Reports of older configurations have no ``exact_until``. A packed cache is read in codes from the start."""
     query, key = torch.arange(length)[:, None] // 128, torch.arange(length) // 128
-    is_low = (key < query - diagonal) & (key >= sinks) & (query >= (exact_until or 0) // 128)
+    is_low = (key < query - diagonal) & (key >= sinks) & (query >= (0 if cache else exact_until or 0) // 128)
     start = {} if exact_until is None else {"exact_until": exact_until}
-    share = low_share([length, 1], {"diagonal_tiles": diagonal, "sink_tiles": sinks} | start)
+    share = low_share([length, 1], {"diagonal_tiles": diagonal, "sink_tiles": sinks, "cache": cache} | start)
     assert share == int(is_low.sum()) / (length * (length + 1) // 2 + 1)
 
 
