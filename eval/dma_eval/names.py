@@ -41,9 +41,9 @@ def split_suffix(name: str) -> tuple[str, str]:
     return name.removesuffix(suffix), suffix
 
 
-def reads_cache(label: str) -> bool:
-    """Return whether the backend with this label reads through a cache."""
-    return bool(split_suffix(label)[1])
+def cache_suffix(label: str) -> str:
+    """Return ``+CACHE`` of the backend with this label, which ends in `` #1`` if its name was given twice."""
+    return split_suffix(label.partition(" #")[0])[1]
 
 
 def is_file(setting: str) -> bool:

@@ -239,6 +239,14 @@ class TestMeasured:
         assert cache_of("dma_mxfp:balanced+int4", {"cache": "int4"}) == "DMACache, int4"
         assert cache_of("sdpa+hqq4", None) == "QuantizedCache of Transformers, hqq4"
 
+    def test_a_cache_that_is_named_twice_is_explained(self, section):
+        """Repeats have a number after the name of the cache."""
+        assert cache_of("sdpa+hqq4 #2", None) == "QuantizedCache of Transformers, hqq4"
+        assert cache_of("sdpa+dynamic #1", None) == "DynamicCache of Transformers"
+        backends = [replace(section.backends[1], label=f"dma_mxfp+int4 #{which}") for which in (1, 2)]
+        notes = perplexity_page(replace(section, backends=[section.backends[0], *backends])).notes
+        assert any("every token is read through a `DMACache`" in note for note in notes)
+
 
 @pytest.mark.usefixtures("drawn")
 class TestPlots:

@@ -11,7 +11,7 @@ import jinja2
 import numpy as np
 from numpy.typing import NDArray
 
-from dma_eval.names import SIMULATED, TILE, reads_cache
+from dma_eval.names import SIMULATED, TILE, cache_suffix
 from dma_eval.results import (
     FidelitySection,
     HeadErrors,
@@ -106,7 +106,7 @@ def templates() -> jinja2.Environment:
         "telling": TELLING,
         "held": HELD,
     }
-    environment.tests |= {"reads_cache": reads_cache, "simulated": lambda label: label.startswith(SIMULATED)}
+    environment.tests |= {"reads_cache": cache_suffix, "simulated": lambda label: label.startswith(SIMULATED)}
     environment.filters |= {
         "n": lambda value: f"{value:,}",
         "share": share,

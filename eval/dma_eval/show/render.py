@@ -16,7 +16,7 @@ from markdown_it import MarkdownIt
 from dma_eval.environment import Environment
 from dma_eval.errors import UserError, one_line
 from dma_eval.files import check_folder, slug
-from dma_eval.names import DYNAMIC, reads_cache
+from dma_eval.names import DYNAMIC, cache_suffix
 from dma_eval.results import ModelInfo, Origin, Report, backend_configs, backend_groups
 
 from .pages import MISSING, PAGES, Page, Table, templates
@@ -166,9 +166,10 @@ def measured(model: ModelInfo) -> str:
 def cache_of(label: str, config: dict[str, Any] | None) -> str:
     if config is not None and config.get("cache"):
         return f"DMACache, {config['cache']}"
-    if label.endswith(DYNAMIC):
+    suffix = cache_suffix(label)
+    if suffix == DYNAMIC:
         return "DynamicCache of Transformers"
-    return f"QuantizedCache of Transformers, {label.rpartition('+')[2]}" if reads_cache(label) else "none"
+    return f"QuantizedCache of Transformers, {suffix.removeprefix('+')}" if suffix else "none"
 
 
 def versions(environment: Environment) -> str:
