@@ -250,6 +250,13 @@ class TestMeasured:
 
 @pytest.mark.usefixtures("drawn")
 class TestPlots:
+    def test_without_a_reference_the_losses_themselves_are_shown(self, section):
+        reference, other, *_ = section.backends
+        failed = replace(reference, failure="no room", position_nll=[])
+        axes = plot_positions(replace(section, backends=[failed, other]), "A title").axes
+        assert axes[0].get_ylabel() == "Loss, nats per token"
+        assert axes[0].lines[0].get_ydata().tolist() == pytest.approx(other.position_nll, nan_ok=True)
+
     def test_is_a_picture(self, report, section, tmp_path):
         """With a failed backend in it, and positions without a token; and of one backend alone."""
         for shown in (report.perplexity[0], replace(section, backends=section.backends[:1])):

@@ -106,20 +106,23 @@ def plot_positions(section: PerplexitySection, title: str) -> Figure:
     has_kl = any(result.position_kl for result in others)
     axes = figure.subplots(1, 2 if has_kl else 1, squeeze=False)[0]
     centers = [(low + high - 1) / 2 for low, high in pairwise(section.position_edges)]
-    losses = {result.label: np.array(result.position_nll or [0.0] * len(centers), float) for result in section.backends}
+    losses = {each.label: np.array(each.position_nll, float) for each in section.backends if each.position_nll}
+    is_compared = bool(others) and reference.label in losses  # else the losses themselves are shown
     changes: list[float] = []
     styles = line_styles(result.label for result in section.backends).values()
     for result, (color, line) in zip(section.backends, styles, strict=True):
         width = 2.4 if result is reference else 1.5
-        if result.position_nll:
-            change = losses[result.label] - losses[result.reference or reference.label] * bool(others)
+        if result.label in losses:
+            base = losses.get(result.reference or reference.label, np.nan) if is_compared else 0.0
+            change = losses[result.label] - base
             changes += change[np.isfinite(change)].tolist()
             axes[0].plot(centers, change, line, color=color, linewidth=width, label=result.label)
         if has_kl and result.position_kl and result is not reference:
             values = np.array([value or None for value in result.position_kl], float)  # the scale is a logarithm
             axes[1].plot(centers, values, line, color=color, linewidth=1.5, label=result.label)
-    axes[0].set_ylabel(f"Loss minus that of {reference.label}, nats per token" if others else "Loss, nats per token")
-    if others:
+    loss = f"Loss minus that of {reference.label}" if is_compared else "Loss"
+    axes[0].set_ylabel(f"{loss}, nats per token")
+    if is_compared:
         _fit(axes[0], changes)
     if has_kl:
         axes[1].set_ylabel(f"KL from {reference.label}, nats per token")
