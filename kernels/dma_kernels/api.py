@@ -67,7 +67,8 @@ def attention(
             it sees keys at most ``window`` positions away.
         softcap: Caps scores: ``softcap * tanh(score / softcap)``, after ``scale``.
         sinks: One logit per query head, ``[Hq]``, that takes part in the softmax without a value.
-        mask: Boolean, broadcastable to ``[B, Hq, Tq, Tk]``, for example ``[Tq, Tk]``. False hides a key.
+        mask: Boolean, broadcastable to ``[B, Hq, Tq, Tk]``, for example ``[Tq, Tk]``. False hides a key. With the
+            Triton backend, keys and values that it hides must be finite; those outside ``kv_range`` may hold anything.
         tile_counts: int64 ``[Hq, 2]``, contiguous; needs a recipe with ``skip_threshold``. For each query head, the
             call adds the number of pairs of query block and low tile that it skipped, and the number that it examined.
             Only complete blocks of 64 positions count, with the tiles in which they see a key.
