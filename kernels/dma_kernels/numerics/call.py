@@ -6,6 +6,7 @@ too. They raise ``TypeError`` for a wrong type or dtype, and ``ValueError`` for 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -233,14 +234,19 @@ def check_sinks(sinks: Any, query: Any) -> None:
         raise TypeError(f"sinks must be floating point, got {sinks.dtype}")
 
 
+def is_broadcastable(shape: Sequence[int], full: Sequence[int]) -> bool:
+    """Whether a tensor of a shape broadcasts to the full shape."""
+    missing = len(full) - len(shape)
+    return missing >= 0 and all(size in (1, whole) for size, whole in zip(shape, full[missing:], strict=True))
+
+
 def check_mask(mask: Any, query: Any, columns: int | None) -> None:
     """Check that a mask is boolean and broadcasts to ``[B, Hq, T, columns]``; ``None`` for any number of columns."""
     check_kind("mask", mask, query)
     if mask.dtype != torch.bool:
         raise TypeError(f"mask must be boolean, got {mask.dtype}")
-    shape = (*(1,) * (4 - mask.ndim), *mask.shape)
-    full = (*query.shape[:3], shape[-1] if columns is None else columns)
-    if len(shape) > 4 or any(size not in (1, whole) for size, whole in zip(shape, full, strict=True)):
+    full = (*query.shape[:3], (1, *mask.shape)[-1] if columns is None else columns)
+    if not is_broadcastable(mask.shape, full):
         raise ValueError(f"mask must be broadcastable to {list(full)}, got {list(mask.shape)}")
 
 

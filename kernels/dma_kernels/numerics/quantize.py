@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import formats
-from .call import is_int, is_integer
+from .call import is_broadcastable, is_int, is_integer
 from .formats import TILE, BlockFormat, ElementFormat, ScaleFormat, ScaleRounding, SharedScale, block_format
 from .transforms import first_tile
 
@@ -244,8 +244,7 @@ def _choice(name: str, value: str, enum: type[_Choice]) -> _Choice:
 def _check_global_scale(scale: Any, full: tuple[int, ...]) -> None:
     if not isinstance(scale, Tensor):
         raise TypeError(f"global_scale must be a torch.Tensor, got {type(scale).__name__}")
-    shape = (*(1,) * (len(full) - scale.ndim), *scale.shape)
-    if len(shape) > len(full) or any(size not in (1, whole) for size, whole in zip(shape, full, strict=True)):
+    if not is_broadcastable(scale.shape, full):
         raise ValueError(f"global_scale must be broadcastable to {list(full)}, got shape {list(scale.shape)}")
 
 
