@@ -75,7 +75,7 @@ def prepare(backend: Backend, shape: Shape, device: torch.device, dtype: torch.d
     key, value = (random(shape.kv_heads, shape.length) for _ in range(2))
     attend = partial(F.scaled_dot_product_attention, query, enable_gqa=True)
     if backend.label in STEPS:
-        run, stored = STEPS[backend.label](backend.label, query, key, value)
+        run, stored = STEPS[backend.label](query, key, value)
         return Step(run, stored, stored)
     if backend.label in QUANTIZED:
         cache = quantized_cache(LlamaConfig(num_hidden_layers=1), backend.label.removeprefix("sdpa"))

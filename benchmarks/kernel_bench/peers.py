@@ -361,5 +361,8 @@ PEERS: dict[str, Callable[[Inputs], Prepared]] = {
     "sage": sage_attention,
 }
 """What prefill with ``dma_mxfp`` is compared with, by name in results."""
-STEPS = {**dict.fromkeys(FLASH_3, flash_attention_3_step), **dict.fromkeys(VLLM, vllm_step)}
+STEPS: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Run, int]]] = {
+    **{name: partial(flash_attention_3_step, name) for name in FLASH_3},
+    **{name: partial(vllm_step, name) for name in VLLM},
+}
 """What decoding is compared with beside PyTorch's attention, by name in results."""

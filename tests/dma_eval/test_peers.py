@@ -38,7 +38,7 @@ def attend(query, key, value, causal=False, cache_seqlens=None, softmax_scale=No
 
 
 def paged_attend(query, key, value, *, seqused_k, block_table, scheduler_metadata, fa_version, **options):
-    """Do what vLLM's FlashAttention-3 says that it does for steps of decoding: keys and values lie in pages."""
+    """Do what vLLM's FlashAttention-3 says that it does for steps of decoding: keys and values are in pages."""
     assert fa_version == 3
     assert options["max_seqlen_q"] == 1
     assert options["causal"]
@@ -81,7 +81,7 @@ def test_prefill_is_attention_to_the_precision_of_the_numbers(name, limit, is_ca
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_is_attention_and_reads_what_is_stored(name):
     query, key, value = tensors(1, 2 * VLLM_PAGE)
-    run, stored = STEPS[name](name, query, key, 8.0 * value)
+    run, stored = STEPS[name](query, key, 8.0 * value)
     expected = F.scaled_dot_product_attention(query, key, 8.0 * value, enable_gqa=True)
     is_fp8 = {**FLASH_3, **VLLM}[name]
     out = run()
