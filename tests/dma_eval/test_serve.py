@@ -400,16 +400,27 @@ def test_continuous_batching(suffix, end, folder, expected, question):
     assert hot != expected[suffix] == cold
 
 
-def test_late_tokens_of_cancelled_requests_do_not_fill_the_memory():
-    engine, gate = load(_options(attn="dma_mxfp+int4", continuous_batching=True, cache_gib=0.05))
-    body = json.dumps({"prompt": "The captain", "max_tokens": 2}).encode()
-    for _ in range(3):
-        engine._manager.output_router.deliver(GenerationOutput("cancelled", prompt_ids=[1] * 1000))
+@contextmanager
+def _loaded(**options):
+    """An engine and its application in this process."""
+    engine, gate = load(_options(attn="dma_mxfp+int4", **options))
     try:
-        assert asyncio.run(_ask(gate, "/v1/completions", "POST", body=body)) == 200
-        assert engine._manager.get_result(timeout=0) is None
+        yield engine, gate
     finally:
-        engine.close()
+        if "continuous_batching" in options:
+            engine.close()
+
+
+BATCHED = {"continuous_batching": True, "cache_gib": 0.05}
+engines = pytest.mark.parametrize("options", [{}, BATCHED], ids=["alone", "batched"])
+
+
+def test_late_tokens_of_cancelled_requests_do_not_fill_the_memory():
+    with _loaded(**BATCHED) as (engine, gate):
+        for _ in range(3):
+            engine._manager.output_router.deliver(GenerationOutput("cancelled", prompt_ids=[1] * 1000))
+        asyncio.run(_answer(gate, "/v1/completions", prompt="The captain", max_tokens=2))
+        assert engine._manager.get_result(timeout=0) is None
 
 
 async def _ask(gate, path, method="GET", key=None, *, body=b"", sent=None):
@@ -432,6 +443,13 @@ async def _ask(gate, path, method="GET", key=None, *, body=b"", sent=None):
     return status
 
 
+async def _answer(gate, path, **body):
+    """Send a request that succeeds, and return its answer."""
+    sent = []
+    assert await _ask(gate, path, "POST", body=json.dumps(body).encode(), sent=sent) == 200
+    return json.loads(sent[-1]["body"])
+
+
 @pytest.mark.parametrize(
     ("path", "body", "name"),
     [
@@ -443,32 +461,22 @@ async def _ask(gate, path, method="GET", key=None, *, body=b"", sent=None):
 def test_a_model_that_is_loaded_already_is_served(folder, path, body, name):
     """As the guide shows it for Python. Transformers would add a revision to the name."""
     loaded = load_model(str(folder), dtype="float32", device="cpu")
-    gate, sent = make_app(Sequential(loaded.model, loaded.tokenizer), name=name), []
-    assert asyncio.run(_ask(gate, f"/v1/{path}", "POST", body=json.dumps(body).encode(), sent=sent)) == 200
-    assert json.loads(sent[-1]["body"])["model"] == (name or str(folder))
+    gate = make_app(Sequential(loaded.model, loaded.tokenizer), name=name)
+    assert asyncio.run(_answer(gate, f"/v1/{path}", **body))["model"] == (name or str(folder))
 
 
-@pytest.mark.parametrize("options", [{}, {"continuous_batching": True, "cache_gib": 0.05}], ids=["alone", "batched"])
+@engines
 def test_an_answer_that_ends_with_its_last_token_is_not_cut_off(options):
-    engine, gate = load(_options(attn="dma_mxfp+int4", **options))
+    async def say_twice(engine, gate):
+        asked = {"prompt": "The captain", "max_tokens": 1}
+        first = await _answer(gate, "/v1/completions", **asked)
+        (token,) = engine.tokenizer.encode(_text(first), add_special_tokens=False)
+        ends = json.dumps({"eos_token_id": token})
+        second = await _answer(gate, "/v1/completions", **asked, generation_config=ends)
+        return [answer["choices"][0]["finish_reason"] for answer in (first, second)]
 
-    async def say(**fields):
-        sent = []
-        body = json.dumps({"prompt": "The captain", "max_tokens": 1} | fields).encode()
-        assert await _ask(gate, "/v1/completions", "POST", body=body, sent=sent) == 200
-        (choice,) = json.loads(sent[-1]["body"])["choices"]
-        return choice["text"], choice["finish_reason"]
-
-    async def say_twice():
-        text, reason = await say()
-        (token,) = engine.tokenizer.encode(text, add_special_tokens=False)
-        return reason, (await say(generation_config=json.dumps({"eos_token_id": token})))[1]
-
-    try:
-        assert asyncio.run(say_twice()) == ("length", "stop")
-    finally:
-        if options:
-            engine.close()
+    with _loaded(**options) as (engine, gate):
+        assert asyncio.run(say_twice(engine, gate)) == ["length", "stop"]
 
 
 def _spaced_tokenizer(kind):
@@ -482,27 +490,20 @@ def _spaced_tokenizer(kind):
 
 
 @pytest.mark.parametrize("kind", ["metaspace", "llama2"])
-@pytest.mark.parametrize("options", [{}, {"continuous_batching": True, "cache_gib": 0.05}], ids=["alone", "batched"])
+@engines
 def test_a_continuation_keeps_the_space_before_its_first_word(options, kind):
-    """A chat does not: its answer is a text of its own."""
-    engine, gate = load(_options(attn="dma_mxfp+int4", **options))
-    engine.tokenizer = _spaced_tokenizer(kind)
-    engine.tokenizer.chat_template = TEMPLATE
-    torch.nn.init.zeros_(engine.model.get_output_embeddings().weight)  # so that every token is the first one
+    """The answer in a chat does not continue a text."""
 
-    async def say(path, **body):
-        sent, body = [], json.dumps(body | {"max_tokens": 2, "temperature": 0, "ignore_eos": True}).encode()
-        assert await _ask(gate, path, "POST", body=body, sent=sent) == 200
-        return _text(json.loads(sent[-1]["body"]))
+    async def say_both(gate):
+        asked = {"max_tokens": 2, "temperature": 0, "ignore_eos": True}
+        continued = await _answer(gate, "/v1/completions", prompt="The captain", **asked)
+        return _text(continued), _text(await _answer(gate, "/v1/chat/completions", messages=CHAT, **asked))
 
-    async def say_both():
-        return await say("/v1/completions", prompt="The captain"), await say("/v1/chat/completions", messages=CHAT)
-
-    try:
-        assert asyncio.run(say_both()) == (" sailed sailed", "sailed sailed")
-    finally:
-        if options:
-            engine.close()
+    with _loaded(**options) as (engine, gate):
+        engine.tokenizer = _spaced_tokenizer(kind)
+        engine.tokenizer.chat_template = TEMPLATE
+        torch.nn.init.zeros_(engine.model.get_output_embeddings().weight)  # so that every token is the first one
+        assert asyncio.run(say_both(gate)) == (" sailed sailed", "sailed sailed")
 
 
 def test_an_answer_whose_end_fails_neither_waits_for_ever_nor_delays_others(monkeypatch):
@@ -510,12 +511,9 @@ def test_an_answer_whose_end_fails_neither_waits_for_ever_nor_delays_others(monk
         raise KeyError("name")
 
     monkeypatch.setattr("dma_hf.serving.engines.CBStreamer.end", fail)
-    engine, gate = load(_options(attn="dma_mxfp+int4", continuous_batching=True, cache_gib=0.05))
     body = json.dumps({"prompt": "The captain", "max_tokens": 2}).encode()
-    try:
+    with _loaded(**BATCHED) as (_, gate):
         assert asyncio.run(asyncio.wait_for(_ask(gate, "/v1/completions", "POST", body=body), 10)) == 500
-    finally:
-        engine.close()
 
 
 async def _answer_all(scope, receive, send):
