@@ -1,7 +1,7 @@
 """Transformers' HTTP server (``transformers serve``), which :mod:`dma_hf.serving` builds on.
 
-Its handlers turn requests into prompts, and answers into OpenAI's format. Its streamers decode tokens. Only the server
-imports this module, and with it the packages of the extra ``serve``.
+Its handlers turn requests into prompts, and answers into OpenAI's format. Its streamers decode tokens, and its parser
+finds reasoning and tool calls. Only the server imports this module, and with it the packages of the extra ``serve``.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class Answer(asyncio.Queue[Any]):
     def __init__(self, stops: Iterable[str]) -> None:
         super().__init__()
         self.prompt_tokens = self.max_new_tokens = 0  # set when they are known, before the answer starts
-        self.end_tokens: Sequence[int] = ()  # likewise
+        self.end_tokens: Sequence[int] = ()  # set with them
         self.streamer: Any = None  # counts the tokens; set by the engine, like the next
         self.on_cancel: Callable[[], Any] = lambda: None
         self.last_token: int | None = None
