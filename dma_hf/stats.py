@@ -25,7 +25,7 @@ class Use(NamedTuple):
     """How a call was computed.
 
     Attributes:
-        kernel: ``warp-specialized``, ``multi-CTA``, ``portable`` or ``reference`` for prompts, and for later chunks
+        kernel: ``warp-specialized``, ``one-warpgroup``, ``portable`` or ``reference`` for prompts, and for later chunks
             over a cache. Short calls over plain keys run ``split-KV``, or ``sdpa``, which is PyTorch's kernel. Steps
             over a packed cache run ``decode``. Several kernels of one call are joined by " + ".
         recipe: The preset with these numerics, or ``custom``.

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from dma_kernels import attention
-from dma_kernels.prefill.config import MultiCTAConfig, PortableConfig, WarpSpecializedConfig
+from dma_kernels.prefill.config import OneWarpgroupConfig, PortableConfig, WarpSpecializedConfig
 from dma_kernels.prefill.plan import forget_plans
 from dma_kernels.runtime.chip import triton_version
 from dma_kernels.testing import random_qkv, relative_error
@@ -79,7 +79,7 @@ def test_swizzle_groups_of_heads_are_all_computed(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    "kernel", [PortableConfig, MultiCTAConfig, WarpSpecializedConfig], ids=lambda kernel: kernel.kernel
+    "kernel", [PortableConfig, OneWarpgroupConfig, WarpSpecializedConfig], ids=lambda kernel: kernel.kernel
 )
 def test_infinities_and_the_largest_fp16_values_match_the_reference(
     kernel: type[Any], monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,4 @@
-"""The warp-specialized and multi-CTA kernels on Hopper, against the reference and the portable kernel."""
+"""The warp-specialized and one-warpgroup kernels on Hopper, against the reference and the portable kernel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from dma_kernels import Recipe, attention, attention_with_lse
-from dma_kernels.prefill.config import MultiCTAConfig, PortableConfig, WarpSpecializedConfig
+from dma_kernels.prefill.config import OneWarpgroupConfig, PortableConfig, WarpSpecializedConfig
 from dma_kernels.prefill.plan import forget_plans
 from dma_kernels.runtime.reports import kernel_reports
 from dma_kernels.testing import random_qkv, relative_error
@@ -50,7 +50,7 @@ def computed_by(kernel: type[Any]) -> Iterator[list[str]]:
         yield calls
 
 
-LONG, SHORT = WarpSpecializedConfig.kernel, MultiCTAConfig.kernel
+LONG, SHORT = WarpSpecializedConfig.kernel, OneWarpgroupConfig.kernel
 kernels = pytest.mark.parametrize("kernel", [LONG, SHORT])
 short = pytest.mark.parametrize("kernel", [SHORT])
 
@@ -64,7 +64,7 @@ def kernel() -> str:
 @pytest.fixture
 def launches(kernel: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Run calls of any length on a kernel, and record those that it computes, of which there must be some."""
-    config = WarpSpecializedConfig if kernel == LONG else MultiCTAConfig
+    config = WarpSpecializedConfig if kernel == LONG else OneWarpgroupConfig
     use_kernel(monkeypatch, config)
     with computed_by(config) as calls:
         yield calls

@@ -23,7 +23,7 @@ from dma_kernels.prefill.hopper import (
     hadamard,
     mask,
     mma,
-    multi_cta,
+    one_warpgroup,
     pipeline,
     skipping,
     softmax,
@@ -318,7 +318,7 @@ class NamedBarriers:
 
 
 MODULES = (
-    attend, hadamard, mask, mma, multi_cta, pipeline, skipping, softmax, tile_range,
+    attend, hadamard, mask, mma, one_warpgroup, pipeline, skipping, softmax, tile_range,
     warp_specialized,
 )  # fmt: skip
 

@@ -16,7 +16,7 @@ def use_kernel(monkeypatch: pytest.MonkeyPatch, kernel: type[Any]) -> None:
     def select_config(call: AttentionCall, geometry: AttentionGeometry, path: config.ComputePath, arch: int) -> Any:
         configure = {
             config.WarpSpecializedConfig: config.configure_warp_specialized,
-            config.MultiCTAConfig: config.configure_multi_cta,
+            config.OneWarpgroupConfig: config.configure_one_warpgroup,
             config.PortableConfig: lambda *_: config.portable_config(
                 arch, path, call.query.shape[3], call.value.shape[3], has_softcap=call.softcap is not None
             ),

@@ -4,7 +4,7 @@
 :func:`select_config` the kernel and its configuration, whose class stands for the kernel.
 
 Rejected variants, with timings: ``benchmarks/prefill-portable.md``, ``benchmarks/prefill-warp-specialized.md`` and
-``benchmarks/prefill-multi-cta.md``.
+``benchmarks/prefill-one-warpgroup.md``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ L2_BYTES = 8 << 20
 also pass through Hopper's 50 MB L2 cache."""
 WARP_SPECIALIZED_HEAD_DIMS = (64, 96, 128, 160, 192, 224, 256)
 """Queries are quantized in chunks of 32 channels."""
-MULTI_CTA_HEAD_DIMS = (64, 96, 128)
+ONE_WARPGROUP_HEAD_DIMS = (64, 96, 128)
 
 
 @dataclass(frozen=True)
@@ -100,10 +100,10 @@ class WarpSpecializedConfig:
 
 
 @dataclass(frozen=True)
-class MultiCTAConfig:
-    """Configuration of Hopper's multi-CTA kernel, which runs several CTAs per SM."""
+class OneWarpgroupConfig:
+    """Configuration of Hopper's one-warpgroup kernel, which runs several CTAs per SM."""
 
-    kernel: ClassVar[str] = "multi-CTA"  # name of the kernel in reports
+    kernel: ClassVar[str] = "one-warpgroup"  # name of the kernel in reports
     value_stages: int  # pipeline stages of values, 1 or 2
     registers: int  # registers per thread
     # most keys that a query attends to on average, in calls that are long enough for the warp-specialized kernel
@@ -137,15 +137,15 @@ def select_compute_path(recipe: Recipe, arch: int, channels: int = 128) -> Compu
 
 def select_config(
     call: AttentionCall, geometry: AttentionGeometry, path: ComputePath, arch: int
-) -> WarpSpecializedConfig | MultiCTAConfig | PortableConfig:
+) -> WarpSpecializedConfig | OneWarpgroupConfig | PortableConfig:
     """Return the configuration of the fastest kernel that computes a call. The interpreter runs no Gluon."""
     if not chip.is_interpreted():
-        multi_cta = configure_multi_cta(call, geometry, path, arch)
+        one_warpgroup = configure_one_warpgroup(call, geometry, path, arch)
         warp_specialized = configure_warp_specialized(call, geometry, path, arch)
-        if warp_specialized is not None and _is_fastest(warp_specialized, multi_cta, call, geometry):
+        if warp_specialized is not None and _is_fastest(warp_specialized, one_warpgroup, call, geometry):
             return warp_specialized
-        if multi_cta is not None:
-            return multi_cta
+        if one_warpgroup is not None:
+            return one_warpgroup
     return portable_config(arch, path, call.query.shape[3], call.value.shape[3], has_softcap=call.softcap is not None)
 
 
@@ -158,38 +158,41 @@ def configure_warp_specialized(
     dequantized; values of low tiles are E4M3 or 16-bit.
     """
     config = warp_specialized_config(arch, path, call.query.shape[3])
-    # Four warpgroups lack registers for both ends of a window (H200: 1.17x the time of the multi-CTA kernel), and for a
-    # mask (compiled, not timed).
+    # Four warpgroups lack registers for both ends of a window (H200: 1.17x the time of the one-warpgroup kernel), and
+    # for a mask (compiled, not timed).
     is_plain = geometry.window is None and geometry.mask is None
     is_supported = config is not None and (is_plain or config.consumer_warpgroups < 4) and _is_loadable(call, path)
     return config if is_supported else None
 
 
 def _is_fastest(
-    config: WarpSpecializedConfig, multi_cta: MultiCTAConfig | None, call: AttentionCall, geometry: AttentionGeometry
+    config: WarpSpecializedConfig,
+    one_warpgroup: OneWarpgroupConfig | None,
+    call: AttentionCall,
+    geometry: AttentionGeometry,
 ) -> bool:
-    """Whether a call is long enough for the warp-specialized kernel, so that the multi-CTA kernel is not faster."""
+    """Whether a call is long enough for the warp-specialized kernel, so that the one-warpgroup kernel is not faster."""
     batch, heads, q_len, _ = call.query.shape
     seen = geometry.kv_len if geometry.window is None else min(geometry.kv_len, geometry.window)
     if seen < config.min_keys or batch * heads * q_len < config.min_rows:
         return False
     # The instructions of a softcap or a mask outweigh the gain of warp specialization (H200, 12K with a mask: 3,151 us,
-    # multi-CTA kernel 1,947 us).
+    # one-warpgroup kernel 1,947 us).
     is_plain = call.softcap is None and geometry.mask is None
-    if multi_cta is None or not is_plain:
-        return multi_cta is None
+    if one_warpgroup is None or not is_plain:
+        return one_warpgroup is None
     # The mean number of keys that a query attends to, if the last one attends to all.
     if geometry.window is None:
         mean_keys = geometry.kv_len - q_len / 2 if geometry.is_causal else geometry.kv_len
     else:
         mean_keys = min(geometry.kv_len, geometry.window if geometry.is_causal else 2 * geometry.window)
-    return mean_keys > multi_cta.max_mean_keys
+    return mean_keys > one_warpgroup.max_mean_keys
 
 
-def configure_multi_cta(
+def configure_one_warpgroup(
     call: AttentionCall, geometry: AttentionGeometry, path: ComputePath, arch: int
-) -> MultiCTAConfig | None:
-    """Return the configuration of the multi-CTA kernel for a call; ``None`` if it cannot compute it.
+) -> OneWarpgroupConfig | None:
+    """Return the configuration of the one-warpgroup kernel for a call; ``None`` if it cannot compute it.
 
     Head dimensions are 64, 96 or 128; values of low tiles are E4M3 or the caller's own.
     """
@@ -198,7 +201,7 @@ def configure_multi_cta(
         and geometry.query_blocks(call.query.shape[2], ROWS, ROWS) <= MAX_CTAS
         and _is_loadable(call, path)
     )
-    return multi_cta_config(arch, path, call.query.shape[3]) if is_supported else None
+    return one_warpgroup_config(arch, path, call.query.shape[3]) if is_supported else None
 
 
 def is_dense_causal(geometry: AttentionGeometry, q_len: int) -> bool:
@@ -295,16 +298,16 @@ def split_kv_config(arch: int, head_dim: int, value_dim: int, rows: int) -> Spli
     )
 
 
-def multi_cta_config(arch: int, path: ComputePath, head_dim: int) -> MultiCTAConfig | None:
-    """Return the configuration of the multi-CTA kernel; ``None`` if there is none."""
-    if arch != 90 or head_dim not in MULTI_CTA_HEAD_DIMS or path.low_key is None:
+def one_warpgroup_config(arch: int, path: ComputePath, head_dim: int) -> OneWarpgroupConfig | None:
+    """Return the configuration of the one-warpgroup kernel; ``None`` if there is none."""
+    if arch != 90 or head_dim not in ONE_WARPGROUP_HEAD_DIMS or path.low_key is None:
         return None
     if head_dim == 64:
-        return MultiCTAConfig(value_stages=2, registers=128, max_mean_keys=7_168)  # four CTAs per SM
+        return OneWarpgroupConfig(value_stages=2, registers=128, max_mean_keys=7_168)  # four CTAs per SM
     are_keys_8bit, are_values_8bit = path.low_key is not DEQUANTIZED, path.low_value is E4M3_VALUES
     # Three CTAs per SM. Faster than the warp-specialized kernel up to this many keys (H200, Triton 3.6).
     max_mean_keys = {2: 4_096, 1: 2_560, 0: 1_536}[are_keys_8bit + are_values_8bit]
-    return MultiCTAConfig(value_stages=1, registers=168, max_mean_keys=max_mean_keys)
+    return OneWarpgroupConfig(value_stages=1, registers=168, max_mean_keys=max_mean_keys)
 
 
 def warp_specialized_config(arch: int, path: ComputePath, head_dim: int) -> WarpSpecializedConfig | None:
@@ -321,7 +324,7 @@ def warp_specialized_config(arch: int, path: ComputePath, head_dim: int) -> Warp
         # The output takes half the registers, so four fit: 16K takes 1,923 us, with three 2,061 us (H200).
         return WarpSpecializedConfig(4, stages=4, registers=112, min_keys=4_096, min_rows=32 * 8_192)
     if head_dim == 64 and are_keys_8bit:
-        return None  # the multi-CTA kernel is faster at any length
+        return None  # the one-warpgroup kernel is faster at any length
     # As many stages as fit in shared memory at 128 channels.
     stages = {(True, True): 4, (True, False): 3, (False, True): 3, (False, False): 2}[are_keys_8bit, are_values_8bit]
     # One CTA fills an SM, so it needs long rows to hide its prologue and epilogue.

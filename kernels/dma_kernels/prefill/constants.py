@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ..numerics.formats import padded_channels
 from ..numerics.transforms import hadamard_size
-from .config import MultiCTAConfig, PortableConfig, SplitKVConfig, WarpSpecializedConfig
+from .config import OneWarpgroupConfig, PortableConfig, SplitKVConfig, WarpSpecializedConfig
 from .operands import TILE_SCALED
 
 
@@ -142,10 +142,10 @@ class WarpSpecializedConstants(_HopperConstants):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MultiCTAConstants(_HopperConstants):
-    """Constexprs of the multi-CTA kernel."""
+class OneWarpgroupConstants(_HopperConstants):
+    """Constexprs of the one-warpgroup kernel."""
 
-    tuning: MultiCTAConfig  # stages
+    tuning: OneWarpgroupConfig  # stages
     q_form: str  # form of the queries that the CTA quantizes: ``int8`` or ``e4m3``
     q_format: str  # format of these queries
     is_ceil: bool  # whether their scales are rounded up

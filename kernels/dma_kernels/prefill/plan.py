@@ -25,7 +25,7 @@ from ..runtime import chip
 from ..runtime.reports import report
 from .config import (
     ComputePath,
-    MultiCTAConfig,
+    OneWarpgroupConfig,
     PortableConfig,
     select_compute_path,
     select_config,
@@ -180,7 +180,7 @@ def launch_attention(
         return
     from .hopper import host
 
-    launch = host.launch_multi_cta if isinstance(config, MultiCTAConfig) else host.launch_warp_specialized
+    launch = host.launch_one_warpgroup if isinstance(config, OneWarpgroupConfig) else host.launch_warp_specialized
     launch(inputs)
 
 

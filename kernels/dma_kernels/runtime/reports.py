@@ -2,7 +2,7 @@
 
 Host code reports the kernel that it launches by name:
 
-* ``warp-specialized``, ``multi-CTA`` or ``portable`` for prefill and chunked prefill;
+* ``warp-specialized``, ``one-warpgroup`` or ``portable`` for prefill and chunked prefill;
 * ``split-KV``, or PyTorch's ``sdpa``, for short calls over unquantized keys and values;
 * ``decode`` for decode steps over a packed cache;
 * ``reference`` for torch.

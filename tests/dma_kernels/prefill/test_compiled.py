@@ -65,7 +65,7 @@ LONG = [call for call in CALLS if ":long" in call]
 """Calls of the warp-specialized kernel."""
 
 SHORT = [call for call in CALLS if re.fullmatch(r"[\w-]+:90:(64|96|128)(:(padded|mask|skip))?", call)]
-"""Calls of the multi-CTA kernel."""
+"""Calls of the one-warpgroup kernel."""
 
 
 def calls(names: Iterable[str]) -> pytest.MarkDecorator:
@@ -82,7 +82,7 @@ def test_a_call_uses_the_matrix_instructions_and_fits_in_the_memory_of_the_chip(
     call: str, compiled: CompiledCalls
 ) -> None:
     attention = compiled[call][-1]
-    kind = "warp_specialized_kernel" if call in LONG else "multi_cta_kernel" if call in SHORT else "kernel"
+    kind = "warp_specialized_kernel" if call in LONG else "one_warpgroup_kernel" if call in SHORT else "kernel"
     assert attention["name"] == f"prefill_{kind}"
     units, most_spills = CALLS[call]
     for unit in units:
@@ -99,13 +99,13 @@ def test_ctas_launched_early_write_nothing_before_they_wait(call: str, compiled:
     for kernel in compiled[call]:
         before, *after = kernel["ptx"].split("griddepcontrol.wait")
         name = kernel["name"]
-        waits = name in ("prefill_warp_specialized_kernel", "prefill_multi_cta_kernel") or (
+        waits = name in ("prefill_warp_specialized_kernel", "prefill_one_warpgroup_kernel") or (
             use_pdl and name == "quantize_q_kernel"
         )
         assert len(after) == int(waits), name
         assert not after or not re.search(r"\b(st\.global|red\.|atom\.)", before), name
         # Unquantized queries are the caller's, so their load may precede the wait. A packed bitmask's may not.
-        is_asked = name == "prefill_multi_cta_kernel" and not {"quantize_q_kernel", "pack_mask_kernel"} & set(names)
+        is_asked = name == "prefill_one_warpgroup_kernel" and not {"quantize_q_kernel", "pack_mask_kernel"} & set(names)
         assert not after or before.count("cp.async.bulk") == is_asked, name
 
 

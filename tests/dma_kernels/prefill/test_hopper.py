@@ -24,12 +24,12 @@ from dma_kernels.prefill import config as configs
 from dma_kernels.prefill.config import (
     ROWS,
     ComputePath,
-    MultiCTAConfig,
+    OneWarpgroupConfig,
     PortableConfig,
     WarpSpecializedConfig,
-    configure_multi_cta,
+    configure_one_warpgroup,
     configure_warp_specialized,
-    multi_cta_config,
+    one_warpgroup_config,
     select_compute_path,
     select_config,
     warp_specialized_config,
@@ -86,29 +86,29 @@ def choice_of(
 def test_the_interpreter_always_selects_the_portable_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(select_config(*choice_of("int8")), PortableConfig)
     monkeypatch.setattr(chip, "is_interpreted", lambda: False)
-    assert isinstance(select_config(*choice_of("int8")), MultiCTAConfig)
+    assert isinstance(select_config(*choice_of("int8")), OneWarpgroupConfig)
 
 
 @pytest.mark.parametrize(("limits", "call", "kernel"), [
-    ({"max_mean_keys": LENGTH}, {}, MultiCTAConfig),
+    ({"max_mean_keys": LENGTH}, {}, OneWarpgroupConfig),
     ({}, {}, WarpSpecializedConfig),
-    ({}, {"softcap": 30.0}, MultiCTAConfig),
-    ({}, {"mask": MASK}, MultiCTAConfig),
+    ({}, {"softcap": 30.0}, OneWarpgroupConfig),
+    ({}, {"mask": MASK}, OneWarpgroupConfig),
     ({"min_rows": 2 * LENGTH}, {}, WarpSpecializedConfig),
-    ({"min_rows": 2 * LENGTH + 1}, {}, MultiCTAConfig),
+    ({"min_rows": 2 * LENGTH + 1}, {}, OneWarpgroupConfig),
     ({"min_keys": LENGTH}, {}, WarpSpecializedConfig),
-    ({"min_keys": LENGTH + 1}, {}, MultiCTAConfig),
+    ({"min_keys": LENGTH + 1}, {}, OneWarpgroupConfig),
     ({"min_keys": 200}, {"window": 200}, WarpSpecializedConfig),
-    ({"min_keys": 201}, {"window": 200}, MultiCTAConfig),
-    ({"max_mean_keys": LENGTH // 2}, {}, MultiCTAConfig),
+    ({"min_keys": 201}, {"window": 200}, OneWarpgroupConfig),
+    ({"max_mean_keys": LENGTH // 2}, {}, OneWarpgroupConfig),
     ({"max_mean_keys": LENGTH // 2 - 1}, {}, WarpSpecializedConfig),
     ({"max_mean_keys": LENGTH - 1}, {"is_causal": False}, WarpSpecializedConfig),
-    ({"max_mean_keys": 200}, {"window": 200}, MultiCTAConfig),
+    ({"max_mean_keys": 200}, {"window": 200}, OneWarpgroupConfig),
     ({"max_mean_keys": 199}, {"window": 200}, WarpSpecializedConfig),
-    ({"max_mean_keys": 200}, {"window": 100, "is_causal": False}, MultiCTAConfig),
+    ({"max_mean_keys": 200}, {"window": 100, "is_causal": False}, OneWarpgroupConfig),
     ({"max_mean_keys": 199}, {"window": 100, "is_causal": False}, WarpSpecializedConfig),
     ({}, {"head_dim": 64}, WarpSpecializedConfig),
-    ({}, {"head_dim": 64, "window": 200}, MultiCTAConfig),  # four warpgroups take no window
+    ({}, {"head_dim": 64, "window": 200}, OneWarpgroupConfig),  # four warpgroups take no window
     ({}, {"head_dim": 80}, PortableConfig),
     ({}, {"change": misaligned}, PortableConfig),
 ])  # fmt: skip
@@ -118,7 +118,7 @@ def test_the_fastest_kernel_that_supports_a_call_is_selected(
     monkeypatch.setattr(chip, "is_interpreted", lambda: False)
     limits = {"max_mean_keys": 0, "min_keys": 0, "min_rows": 0} | limits
     for name, fields in (
-        ("multi_cta_config", ["max_mean_keys"]),
+        ("one_warpgroup_config", ["max_mean_keys"]),
         ("warp_specialized_config", ["min_keys", "min_rows"]),
     ):
         configure, changes = getattr(configs, name), {field: limits[field] for field in fields}
@@ -126,7 +126,7 @@ def test_the_fastest_kernel_that_supports_a_call_is_selected(
     assert isinstance(select_config(*choice_of("balanced", **call)), kernel)
 
 
-@pytest.mark.parametrize(("arch", "head_dim", "recipe", "is_warp_specialized", "is_multi_cta"), [
+@pytest.mark.parametrize(("arch", "head_dim", "recipe", "is_warp_specialized", "is_one_warpgroup"), [
     (90, 128, "int8", True, True),
     (90, 128, "paper", True, True),
     (90, 128, "fp4", True, True),
@@ -145,18 +145,18 @@ def test_the_fastest_kernel_that_supports_a_call_is_selected(
     (89, 128, "int8", False, False),
 ])  # fmt: skip
 def test_the_kernels_are_configured_for_hopper_alone(
-    arch: int, head_dim: int, recipe: str, is_warp_specialized: bool, is_multi_cta: bool
+    arch: int, head_dim: int, recipe: str, is_warp_specialized: bool, is_one_warpgroup: bool
 ) -> None:
     call = arch, select_compute_path(RECIPES[recipe], arch), head_dim
     assert (warp_specialized_config(*call) is not None) == is_warp_specialized
-    assert (multi_cta_config(*call) is not None) == is_multi_cta
+    assert (one_warpgroup_config(*call) is not None) == is_one_warpgroup
 
 
-def test_multi_cta_kernel_rejects_more_blocks_than_a_grid_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_warpgroup_kernel_rejects_more_blocks_than_a_grid_has(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
     for most in (-(-LENGTH // ROWS), -(-LENGTH // ROWS) - 1):
         monkeypatch.setattr(configs, "MAX_CTAS", most)
-        taken.append(configure_multi_cta(*choice_of("balanced")) is not None)
+        taken.append(configure_one_warpgroup(*choice_of("balanced")) is not None)
     assert taken == [True, False]
 
 
@@ -251,7 +251,7 @@ MASKS_OF_OTHER_RECIPES = ("heads", "inside-a-tile", "packed-left-padded", "windo
 
 @pytest.fixture
 def is_short() -> bool:
-    """Whether the multi-CTA kernel is emulated."""
+    """Whether the one-warpgroup kernel is emulated."""
     return False
 
 
@@ -296,7 +296,7 @@ def emulated(is_short: bool, monkeypatch: pytest.MonkeyPatch) -> None:
                 low_tiles=geometry.low_tiles(query.shape[2], recipe),
             )  # fmt: skip
             made = replace(made, query_global_scale=query_global_scale(query, recipe))
-            config = (configure_multi_cta if is_short else configure_warp_specialized)(call, geometry, path, 90)
+            config = (configure_one_warpgroup if is_short else configure_warp_specialized)(call, geometry, path, 90)
             assert config is not None
             out, lse = new_results(query, value)
             sinks = None if call.sinks is None else call.sinks.contiguous()
@@ -325,7 +325,7 @@ WARP_SPECIALIZED_CALLS = [
     *product(OF_OTHER_RECIPES, ("int8-mxfp8", "nvfp4-keys"), [128]),
     *((case, "int8", 64) for case in OF_OTHER_RECIPES if "window" not in case),
 ]
-MULTI_CTA_CALLS = [
+ONE_WARPGROUP_CALLS = [
     *product(["causal"], ("balanced", *RECIPES_TAKEN), [128]),
     *product(["causal"], ("int8-pv16", "fp4", "paper", "nvfp4-keys"), [64]),
     *product(["causal"], ("balanced", "fp4"), [96]),
@@ -337,7 +337,9 @@ MULTI_CTA_CALLS = [
 
 @pytest.mark.parametrize(
     ("is_short", "case", "recipe", "head_dim"),
-    dict.fromkeys([*((False, *call) for call in WARP_SPECIALIZED_CALLS), *((True, *call) for call in MULTI_CTA_CALLS)]),
+    dict.fromkeys(
+        [*((False, *call) for call in WARP_SPECIALIZED_CALLS), *((True, *call) for call in ONE_WARPGROUP_CALLS)]
+    ),
 )
 def test_emulated_calls_match_the_reference(case: str, recipe: str, head_dim: int, emulated: None) -> None:
     assert_matches_reference(replace(CASES[case], head_dim=head_dim), RECIPES[recipe], torch.bfloat16, "cpu")

@@ -14,10 +14,10 @@ from ...numerics.layout import head_blocks, matrix_blocks
 from ...runtime import chip
 from ...runtime.launch import launch_kernel
 from ..config import ROWS, is_dense_causal
-from ..constants import MultiCTAConstants, WarpSpecializedConstants
+from ..constants import OneWarpgroupConstants, WarpSpecializedConstants
 from ..operands import RAW, TILE_SCALED, AttentionInputs
 from .bitmask import pack_mask
-from .multi_cta import prefill_multi_cta_kernel
+from .one_warpgroup import prefill_one_warpgroup_kernel
 from .quantize_q import QuantizedQueries, quantize_q
 from .warp_specialized import prefill_warp_specialized_kernel
 
@@ -64,8 +64,8 @@ def launch_warp_specialized(inputs: AttentionInputs) -> None:
     )  # fmt: skip
 
 
-def launch_multi_cta(inputs: AttentionInputs) -> None:
-    """Launch the multi-CTA kernel."""
+def launch_one_warpgroup(inputs: AttentionInputs) -> None:
+    """Launch the one-warpgroup kernel."""
     query, geometry, config = inputs.query, inputs.geometry, inputs.config
     high, low = inputs.operands.high, inputs.low
     recipe = inputs.recipe
@@ -76,7 +76,7 @@ def launch_multi_cta(inputs: AttentionInputs) -> None:
     channels = padded_channels(head_dim)
     *bitmask, blocks = pack_mask(geometry, batch, q_len, low.key.shape[2] // TILE)
     kv_heads, swizzle_group = high.key.shape[1], inputs.swizzle_group
-    constants = MultiCTAConstants(
+    constants = OneWarpgroupConstants(
         q_heads=q_heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -90,7 +90,7 @@ def launch_multi_cta(inputs: AttentionInputs) -> None:
         masks_low=not is_dense_causal(geometry, q_len),
     )
     launch_kernel(
-        prefill_multi_cta_kernel, {"CONFIG": constants},
+        prefill_one_warpgroup_kernel, {"CONFIG": constants},
         (swizzle_group * (q_heads // kv_heads), blocks, -(-inputs.kv_rows // swizzle_group)),
         _heads(query if queries is None else queries.high, ROWS),
         None if queries is None else _heads(queries.low, ROWS),

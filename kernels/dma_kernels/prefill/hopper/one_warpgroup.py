@@ -1,4 +1,4 @@
-"""The multi-CTA prefill kernel for Hopper, in Gluon, for short calls, masks and softcaps.
+"""The one-warpgroup prefill kernel for Hopper, in Gluon, for short calls, masks and softcaps.
 
 A CTA is one warpgroup with 64 query positions of a head, and three or four CTAs share an SM. While one waits, the
 others compute. This also hides prologues and epilogues, which the warp-specialized kernel exposes. A stage is refilled
@@ -290,7 +290,7 @@ def _attend_to_low(low, softmax, acc):
         "window", "diagonal_tiles", "sink_tiles", "exact_tiles",
     ],
 )  # fmt: skip
-def prefill_multi_cta_kernel(
+def prefill_one_warpgroup_kernel(
     q_desc, q_low_desc, k_desc, v_desc, k_low_desc, v_low_desc,
     out_ptr, lse_ptr, q_descale_ptr, mean_ptr, k_descale_ptr, v_descale_ptr, sinks_ptr, seq_info_ptr,
     stride_ob, stride_oh, stride_ot,
@@ -307,7 +307,7 @@ def prefill_multi_cta_kernel(
     - ``k_low_desc``: 16-bit keys are loaded by half tiles.
     - ``v_low_desc``: ``None`` if low values are the caller's own, which ``v_desc`` describes.
     - ``mean_ptr``: mean key that smoothing subtracted, fp32 ``[B, Hkv, D]``, or ``None``.
-    - ``CONFIG``: :class:`~..constants.MultiCTAConstants`.
+    - ``CONFIG``: :class:`~..constants.OneWarpgroupConstants`.
     """
     D: gl.constexpr = CONFIG.block_d
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
