@@ -332,6 +332,15 @@ def test_a_cluster_that_is_missing_is_named(run, refused):
     assert "--port: " in refused(run(*cluster, "--port", 0))
 
 
+@pytest.mark.usefixtures("ray")
+def test_a_ray_of_this_machine_that_fails_is_no_matter_of_an_address(run, refused, monkeypatch):
+    def fail(*_, **options):
+        raise OSError("no processes left")
+
+    monkeypatch.setattr("dma_hf.serving.replicas.running", fail)
+    assert refused(run("serve", DEMO_MODEL, "--replicas", 2)).endswith("Ray did not start: no processes left")
+
+
 def test_ray_that_is_missing_is_named(run, refused, monkeypatch):
     monkeypatch.setattr(serve, "find_spec", lambda name: None if name == "ray" else name)
     assert "--replicas needs ray, " in refused(run("serve", DEMO_MODEL, "--replicas", 2))

@@ -244,6 +244,8 @@ def _serve_replicas(args: ServeOptions) -> int:
         # Anyone who reaches Ray's ports can run code, unless they need a token.
         os.environ.setdefault("RAY_AUTH_MODE", "token")
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        # Ray kills its proxy if it has not started in three times 5 seconds, too few where all cores are busy.
+        os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
         with _listen(args) as listener:
             port = listener.getsockname()[1]
     elif port == 0:
@@ -261,7 +263,8 @@ def _serve_replicas(args: ServeOptions) -> int:
             with console.working(f"Starting {args.replicas} replicas of {args.model}"):
                 stack.enter_context(replicas.running(application, address=args.ray_address, host=args.host, port=port))
         except (OSError, RayError, ValueError) as error:
-            raise UserError(f"--ray-address: {one_line(error)}") from error
+            place = "Ray did not start" if args.ray_address is None else "--ray-address"
+            raise UserError(f"{place}: {one_line(error)}") from error
         except RuntimeError as error:
             raise UserError(one_line(error)) from error
         _interrupt_when_terminated()  # after Ray has installed its own handlers
