@@ -287,11 +287,7 @@ def _attend_with_candidates(
     outputs = []
     for part in (slice(0, prompt), slice(prompt, query.shape[2])):
         step = replace(new, key=new.key[:, :, part], value=new.value[:, :, part], is_first=part.start == 0)
-        if not isinstance(layer.tokens, Tensor):
-            step.kv_len = part.stop
         seen = geometry.of_queries(part.start, part.stop)
-        if seen.pattern is not None and seen.pattern.shape[3] > 1:
-            seen = replace(seen, pattern=seen.pattern[..., : step.kv_len])
         layer.is_offloading = is_offloading and part.start > 0
         outputs.append(attend(layer, step, query[:, :, part], seen, recipe, tile_counts, **options))
     new.is_stored = True
