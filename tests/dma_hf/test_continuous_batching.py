@@ -187,3 +187,16 @@ class TestName:
         del manager
         gc.collect()
         assert llama.config._attn_implementation == dma_hf.NAME
+
+
+def test_positions_of_a_batch_begin_at_the_first_key_of_each_request():
+    """A prompt of 5 tokens, a step over 9 keys, and one at position 30 whose window holds 11 keys."""
+    starts = torch.tensor([0, 5, 6, 7]), torch.tensor([0, 5, 14, 25])
+    requests = paged_attention._read_requests(*starts, torch.tensor([[0, 1, 2, 3, 4, 8, 30]]))
+    prompt, (rows, keys, decoding) = requests.groups
+    assert prompt == (slice(0, 5), slice(0, 5), {"q_offset": 0, "kv_offset": 0})
+    assert {name: value.tolist() for name, value in decoding.items()} == {
+        "q_offset": [8, 30], "kv_offset": [0, 20], "kv_range": [[0, 9], [0, 11]],
+    }  # fmt: skip
+    assert rows.tolist() == [[5], [6]]
+    assert keys.tolist() == [[*range(5, 14), 14, 15], [*range(14, 25)]]
