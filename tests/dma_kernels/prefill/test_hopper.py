@@ -245,7 +245,7 @@ CASES = {
 }  # fmt: skip
 OF_OTHER_RECIPES = ("few-queries", "left-padded", "softcap-and-sinks", "window-chunk")
 """Cases of recipes that share the code of masks, which all cases test with one recipe."""
-MASKS_OF_OTHER_RECIPES = ("packed-left-padded", "window-softcap-sinks")
+MASKS_OF_OTHER_RECIPES = ("heads", "inside-a-tile", "packed-left-padded", "window-softcap-sinks")
 """The same for masks."""
 
 
@@ -322,7 +322,7 @@ WARP_SPECIALIZED_CALLS = [
     *(("causal", "int8", 96), ("causal", "e4m3-rotated", 192), ("causal", "int8-mxfp8", 256)),
     *product(("causal", "few-queries", "wide"), ["int8"], [256]),
     *product(CASES, ["int8"], [128]),
-    *product(OF_OTHER_RECIPES, ["nvfp4-keys"], [128]),
+    *product(OF_OTHER_RECIPES, ("int8-mxfp8", "nvfp4-keys"), [128]),
     *((case, "int8", 64) for case in OF_OTHER_RECIPES if "window" not in case),
 ]
 ONE_WARPGROUP_CALLS = [
@@ -348,8 +348,8 @@ def test_emulated_calls_match_the_reference(case: str, recipe: str, head_dim: in
 @pytest.mark.parametrize(
     ("is_short", "recipe", "head_dim", "case"),
     [
-        *((False, "int8", 256, case) for case in ("heads", "inside-a-tile", *MASKS_OF_OTHER_RECIPES)),
-        *((True, "balanced", 64, case) for case in MASKED if case != "packed"),  # left-padded ones are packed, too
+        *((False, "int8", 256, case) for case in MASKS_OF_OTHER_RECIPES),
+        *((True, "balanced", 64, case) for case in MASKED),
         *((True, "int8-pv16", 128, case) for case in MASKS_OF_OTHER_RECIPES),
     ],
 )
@@ -401,8 +401,8 @@ def test_emulated_masked_keys_may_hold_any_value(recipe: str, is_causal: bool, e
 @pytest.mark.parametrize(
     ("case", "recipe", "is_short"),
     [
-        *((case, "balanced", False) for case in EXACT_STARTS if case != "prompt"),
-        *product(("inside-a-tile", "left-padded", "bidirectional"), ["balanced"], [True]),
+        *product(EXACT_STARTS, ["balanced"], [False]),
+        *product(("prompt", "inside-a-tile", "left-padded", "bidirectional"), ["balanced"], [True]),
         ("prompt", "int8-pv16", True),
     ],
 )
@@ -430,6 +430,7 @@ def test_emulated_swizzle_groups_need_not_divide_the_heads(emulated: None, monke
         *product(("window", "left-padded"), ["balanced"], [False]),
         *product(["inside-a-tile"], ["fp4"], (False, True)),
         *product(["causal"], ("int8-pv16", "nvfp4-keys"), (False, True)),
+        ("sinks", "balanced", True),
         *(("softcap", "balanced", False), ("right-padded", "balanced", False)),
     ],
 )
