@@ -333,7 +333,7 @@ def test_a_cluster_that_is_missing_is_named(run, refused):
 
 
 @pytest.mark.usefixtures("ray")
-def test_a_ray_of_this_machine_that_fails_is_no_matter_of_an_address(run, refused, monkeypatch):
+def test_a_local_ray_that_does_not_start_is_not_blamed_on_the_address(run, refused, monkeypatch):
     def fail(*_, **options):
         raise OSError("no processes left")
 
