@@ -46,7 +46,7 @@ def _check(model, prompts, **options):
 
 @pytest.mark.parametrize(
     ("name", "batch_tokens"),
-    [("mistral", None), ("gemma2", None), ("llama", 64), ("gemma3", 64)],
+    [*((name, None) for name in ("llama", "mistral", "gemma2", "gemma3", "gpt_oss")), ("llama", 64), ("gemma3", 64)],
 )
 def test_requests_of_many_lengths_equal_isolated_ones(name, batch_tokens, families, prompts):
     """Long prompts exceed a batch of 64 tokens, so chunks of some run next to decode steps of others."""
