@@ -14,10 +14,21 @@ TILE = tl.constexpr(formats.TILE)
 TILE_SHIFT = tl.constexpr(formats.TILE_SHIFT)
 # Rows of the first tile loaded at a time; the reduction over rows comes last.
 _ROWS = tl.constexpr(32)
-# The interpreter runs plain Python as it is.
-attended_start = tile_ranges.attended_start if IS_INTERPRETED else triton.jit(tile_ranges.attended_start)
-attended_stop = tile_ranges.attended_stop if IS_INTERPRETED else triton.jit(tile_ranges.attended_stop)
-first_band_tile = tile_ranges.first_band_tile if IS_INTERPRETED else triton.jit(tile_ranges.first_band_tile)
+
+
+def _compiled(function: Any) -> Any:
+    """Return a function of integers for kernels; the interpreter runs it as plain Python."""
+    if not IS_INTERPRETED:
+        return triton.jit(function)
+    return lambda *arguments: function(*(x.value if isinstance(x, tl.constexpr) else x for x in arguments))
+
+
+attended_start = _compiled(tile_ranges.attended_start)
+attended_stop = _compiled(tile_ranges.attended_stop)
+first_band_tile = _compiled(tile_ranges.first_band_tile)
+high_ranges = _compiled(tile_ranges.high_ranges)
+low_ranges = _compiled(tile_ranges.low_ranges)
+unmasked_range = _compiled(tile_ranges.unmasked_range)
 
 
 class Rows(NamedTuple):

@@ -107,7 +107,7 @@ class AttentionGeometry:
         diagonal_tiles, exact_tiles = recipe.diagonal_tiles, recipe.exact_tiles(is_causal=self.is_causal)
         before_start, before_stop, after_start, after_stop = low_ranges(
             first_query, first_band_tile(last_query, diagonal_tiles, exact_tiles), start, stop, diagonal_tiles,
-            recipe.sink_tiles, TILE_SHIFT, self.is_causal,
+            recipe.sink_tiles, TILE_SHIFT, TILE_SHIFT, self.is_causal,
         )  # fmt: skip
         before, after = range(before_start, before_stop), range(after_start, after_stop)
         tiles = range(before_start, after_stop) if before and after else before or after

@@ -1,7 +1,7 @@
 """The tiles that a block of queries visits. All ranges are half-open.
 
 The reference calls these functions, and Triton and Gluon compile the same source. So they use only arithmetic, ``min``
-and ``max``, sizes are arguments, and types are comments.
+and ``max``, sizes are arguments, and types are comments. A block has ``2 ** shift`` keys, of one tile.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def first_band_tile(q_tile, diagonal_tiles, exact_tiles):
     # type: (int, int, int) -> int
     """Return the first tile of a query tile's band: 0 for the ``exact_tiles`` at the start, which have no low tiles.
 
-    Tiles before 0 are sinks. The portable kernel passes positions in place of tiles, and gets a position.
+    Tiles before 0 are sinks.
     """
     return (q_tile - diagonal_tiles) * (q_tile >= exact_tiles)
 
 
 def high_ranges(band_tile, last_q_tile, start, stop, diagonal_tiles, sink_tiles, shift, tile_shift, is_causal):
     # type: (int, int, int, int, int, int, int, int, bool) -> tuple[int, int, int, int]
-    """Return the blocks of ``2 ** shift`` keys in tiles that are high for some query: the sinks, then the band.
+    """Return the blocks in tiles that are high for some query: the sinks, then the band.
 
     Args:
         band_tile: First tile of the first query's band.
@@ -66,18 +66,26 @@ def high_ranges(band_tile, last_q_tile, start, stop, diagonal_tiles, sink_tiles,
     return sinks_start, sinks_stop, band_start, band_stop
 
 
-def low_ranges(q_tile, last_band_tile, start, stop, diagonal_tiles, sink_tiles, tile_shift, is_causal):
-    # type: (int, int, int, int, int, int, int, bool) -> tuple[int, int, int, int]
-    """Return the tiles that are low for some query: start and stop before the band, then after it.
+def low_ranges(q_tile, last_band_tile, start, stop, diagonal_tiles, sink_tiles, shift, tile_shift, is_causal):
+    # type: (int, int, int, int, int, int, int, int, bool) -> tuple[int, int, int, int]
+    """Return the blocks in tiles that are low for some query: start and stop before the band, then after it.
 
     ``q_tile`` is the tile of the first query, ``last_band_tile`` the first tile of the last query's band. Others are
     those of :func:`high_ranges`.
     """
-    last = (stop + (1 << tile_shift) - 1) >> tile_shift
-    before_start = max(start >> tile_shift, sink_tiles)
-    before_stop = max(min(last_band_tile, last), before_start)
+    last = (stop + (1 << shift) - 1) >> shift
+    blocks = 1 << (tile_shift - shift)
+    before_start = max(start >> shift, blocks * sink_tiles)
+    before_stop = max(min(blocks * last_band_tile, last), before_start)
     after_start, after_stop = before_stop, before_stop
     if not is_causal:
-        after_start = max(q_tile + diagonal_tiles + 1, before_start)
+        after_start = max(blocks * (q_tile + diagonal_tiles + 1), before_start)
         after_stop = max(last, after_start)
     return before_start, before_stop, after_start, after_stop
+
+
+def unmasked_range(first, last, start, stop, shift):
+    # type: (int, int, int, int, int) -> tuple[int, int]
+    """Return the blocks of ``first..last`` all of whose keys lie in the unmasked range ``start..stop`` of positions."""
+    first = min(max(first, (start + (1 << shift) - 1) >> shift), last)
+    return first, max(min(last, stop >> shift), first)

@@ -9,6 +9,8 @@ high tiles (sinks and band), masked low tiles, and full low tiles, which take mo
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -25,14 +27,46 @@ from ..device.tiles import (
     attended_stop,
     first_band_tile,
     head_rows,
+    high_ranges,
     load_in_range,
     load_positions,
+    low_ranges,
+    unmasked_range,
 )
 from ..numerics.geometry import SKIP_BLOCK
 from .channel_chunks import load_chunks, quantize_row_chunks, store_chunks
-from .key_ranges import QueryBlock, high_ranges, low_ranges
 
 _SKIP_BLOCK = tl.constexpr(SKIP_BLOCK)
+
+
+class QueryBlock(NamedTuple):
+    """The queries of a CTA, all of one tile, and their keys; ranges are positions."""
+
+    i_b: Any  # batch row
+    i_kv: Any  # kv head
+    i_h: Any  # query head
+    i_head: Any  # kv head, counted over all batch rows
+    q_pos: Any  # query positions, int32 ``[BLOCK_M]``
+    q_tile: Any  # their tile
+    band_tile: Any  # first tile of its band
+    start: Any  # union range: keys that some query attends to
+    end: Any
+    full_start: Any  # unmasked range: keys that all of them attend to
+    full_end: Any
+    diagonal_tiles: Any  # high tiles before the queries' own
+    sink_tiles: Any  # high tiles at the start of the sequence
+    k_start: Any  # position of key 0, in row 0 of the caller's keys
+    aligned_start: Any  # position of row 0 of tile-padded storage
+    visibility: Any  # :class:`~..device.scores.Visibility`
+
+
+@triton.jit
+def _low_ranges(block, CONFIG: tl.constexpr):
+    """Return the low blocks of ``BLOCK_N`` keys: start and stop before the band, then after it."""
+    return low_ranges(
+        block.q_tile, block.band_tile, block.start, block.end, block.diagonal_tiles, block.sink_tiles,
+        CONFIG.tuning.block_n.bit_length() - 1, TILE_SHIFT, CONFIG.is_causal,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -76,11 +110,8 @@ def _stage_queries(
     # For other forms with 256 channels, values live across the branch would spill in the loop over low tiles.
     has_low_tiles = True
     if IN_CHUNKS or CONFIG.block_d <= 128:
-        has_low_tiles = tl.maximum(block.start, block.sink_end) < tl.minimum(block.end, block.band_start)
-        if not CONFIG.is_causal:
-            has_low_tiles = has_low_tiles | (
-                tl.maximum(tl.maximum(block.start, block.band_end), block.sink_end) < block.end
-            )
+        before_start, before_stop, after_start, after_stop = _low_ranges(block, CONFIG)
+        has_low_tiles = (before_start < before_stop) | (after_start < after_stop)
     if has_low_tiles:
         if IN_CHUNKS:
             chunks = load_chunks(q_rows, queries, 0, q_len, D)
@@ -107,10 +138,13 @@ def _attend_to_high(
     FORM: tl.constexpr = CONFIG.high_form
     FORMAT: tl.constexpr = CONFIG.high_format
     i_b, i_kv = block.i_b, block.i_kv
-    sinks_first, sinks_last, band_first, band_last = high_ranges(block, CONFIG.has_low, BLOCK_H.bit_length() - 1)
-    count = sinks_last - sinks_first
-    for t in tl.range(0, count + band_last - band_first, num_stages=CONFIG.tuning.high_stages):
-        position = tl.where(t < count, sinks_first + t, band_first + t - count) * BLOCK_H
+    sinks_start, sinks_stop, band_start, band_stop = high_ranges(
+        block.band_tile, block.q_tile, block.start, block.end, block.diagonal_tiles, block.sink_tiles,
+        BLOCK_H.bit_length() - 1, TILE_SHIFT, CONFIG.is_causal,
+    )  # fmt: skip
+    count = sinks_stop - sinks_start
+    for t in tl.range(0, count + band_stop - band_start, num_stages=CONFIG.tuning.high_stages):
+        position = tl.where(t < count, sinks_start + t, band_start + t - count) * BLOCK_H
         k_row = storage_row(position, block.k_start, block.aligned_start, FORM)
         if FORM == "raw":
             k = load_unquantized(k_desc, k_rows, i_b, i_kv, k_row, k_len, True, CONFIG.use_raw_tma, D, BLOCK_D, BLOCK_H)
@@ -156,13 +190,15 @@ def _attend_to_low(
     IS_CAUSAL: tl.constexpr = CONFIG.is_causal
     SKIPS: tl.constexpr = skip_threshold is not None
     i_head, q_pos, visibility = block.i_head, block.q_pos, block.visibility
-    before, after = low_ranges(block, IS_CAUSAL, N_SHIFT)
+    before_start, before_stop, after_start, after_stop = _low_ranges(block, CONFIG)
+    full_1, stop_1 = unmasked_range(before_start, before_stop, block.full_start, block.full_end, N_SHIFT)
+    full_2, stop_2 = unmasked_range(after_start, after_stop, block.full_start, block.full_end, N_SHIFT)
     # The masked blocks: two ranges before the band, then two after it. ``n_...`` counts those up to a range's end.
-    n_1 = before.full_first - before.first
-    n_2 = n_1 + before.last - before.full_last
-    n_3 = n_2 + after.full_first - after.first
-    n_masked = n_3 + after.last - after.full_last
-    n_full = before.full_last - before.full_first
+    n_1 = full_1 - before_start
+    n_2 = n_1 + before_stop - stop_1
+    n_3 = n_2 + full_2 - after_start
+    n_masked = n_3 + after_stop - stop_2
+    n_full = stop_1 - full_1
     if SKIPS:
         # m_i is the largest logit in high tiles. Incomplete blocks skip no tile.
         first_of_block = q_pos & -_SKIP_BLOCK
@@ -174,16 +210,14 @@ def _attend_to_low(
         tiles_kept = tl.zeros([BLOCK_M], tl.int32)
 
     for IS_FULL in tl.static_range(0, 2):
-        steps = n_full + after.full_last - after.full_first if IS_FULL else n_masked
+        steps = n_full + stop_2 - full_2 if IS_FULL else n_masked
         tile = -1  # the tile of ``is_kept``
         for t in tl.range(0, steps, num_stages=CONFIG.tuning.num_stages if IS_FULL else 1):
             if IS_FULL:
-                i_block = tl.where(t < n_full, before.full_first + t, after.full_first + t - n_full)
+                i_block = tl.where(t < n_full, full_1 + t, full_2 + t - n_full)
             else:
-                i_block = tl.where(t < n_1, before.first + t, before.full_last + t - n_1)
-                i_block = tl.where(
-                    t < n_2, i_block, tl.where(t < n_3, after.first + t - n_2, after.full_last + t - n_3)
-                )
+                i_block = tl.where(t < n_1, before_start + t, stop_1 + t - n_1)
+                i_block = tl.where(t < n_2, i_block, tl.where(t < n_3, after_start + t - n_2, stop_2 + t - n_3))
             position = i_block * BLOCK_N
             k_row = storage_row(position, block.k_start, block.aligned_start, FORM)
             k, k_scale = load_keys(
@@ -336,6 +370,7 @@ def prefill_kernel(
     - ``seq_info_ptr``: int32 ``[B, 4]``, which replaces ``q_offset`` and ``kv_offset``, the positions of query 0 and
       key 0 (:class:`~dma_kernels.numerics.geometry.AttentionGeometry`).
     - ``v_low_len``, ``storage_len``: rows of low values, and of tile-padded storage.
+    - ``sink_tiles``: high tiles at the start of the sequence; all tiles if the recipe has one precision.
     - ``exact_tiles``: query tiles at the start of the sequence that have no low tiles.
     - ``blocks``: CTAs per query head.
     - ``CONFIG``: :class:`~.constants.PortableConstants`.
@@ -390,10 +425,8 @@ def prefill_kernel(
     o_n = tl.arange(0, CONFIG.tuning.block_n)
     o_v = tl.arange(0, BLOCK_DV)
     aligned_start = (k_start >> TILE_SHIFT) << TILE_SHIFT
-    tile_start = (block_start >> TILE_SHIFT) << TILE_SHIFT
-    sink_end = sink_tiles * TILE
-    band_start = first_band_tile(tile_start, diagonal_tiles * TILE, exact_tiles * TILE)
-    band_end = tile_start + (diagonal_tiles + 1) * TILE
+    q_tile = first >> TILE_SHIFT
+    band_tile = first_band_tile(q_tile, diagonal_tiles, exact_tiles)
     q_rows = head_rows(query, i_b, i_h)
     mask_base = mask.ptr
     if HAS_MASK:
@@ -402,8 +435,8 @@ def prefill_kernel(
         visible_start, visible_end, window, mask_base, mask.stride_t, mask.stride_d, q_start, q_end, k_start
     )
     block = QueryBlock(
-        i_b, i_kv, i_h, i_head, q_pos, start, end, full_start, full_end, sink_end, band_start, band_end, k_start,
-        aligned_start, visibility,
+        i_b, i_kv, i_h, i_head, q_pos, q_tile, band_tile, start, end, full_start, full_end, diagonal_tiles, sink_tiles,
+        k_start, aligned_start, visibility,
     )  # fmt: skip
 
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)

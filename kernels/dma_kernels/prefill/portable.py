@@ -7,13 +7,16 @@ from typing import Any
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..numerics.formats import TILE, UNQUANTIZED
+from ..numerics.formats import TILE, TILE_SHIFT, UNQUANTIZED
 from ..numerics.layout import Strided, broadcast_strides, head_blocks, is_describable, matrix_blocks
 from ..runtime import chip
 from ..runtime.launch import launch_kernel
 from .constants import PortableConstants
 from .kernel import prefill_kernel
 from .operands import RAW, AttentionInputs, Scale
+
+ALL_TILES = 1 << (31 - TILE_SHIFT)
+"""Sink tiles that hold every position in int32."""
 
 
 def launch(inputs: AttentionInputs) -> None:
@@ -83,6 +86,7 @@ def launch(inputs: AttentionInputs) -> None:
         geometry.q_offset, geometry.kv_offset, q_len, geometry.kv_len,
         low.value.shape[2], storage_len, blocks,
         inputs.swizzle_group, inputs.kv_rows,
-        geometry.window, recipe.diagonal_tiles, recipe.sink_tiles, recipe.exact_tiles(is_causal=geometry.is_causal),
+        geometry.window, recipe.diagonal_tiles, recipe.sink_tiles if has_low else ALL_TILES,
+        recipe.exact_tiles(is_causal=geometry.is_causal),
         inputs.softcap, inputs.logit_scale, inputs.skip_threshold, **options,
     )  # fmt: skip

@@ -10,8 +10,14 @@ from typing import Any, NamedTuple
 import pytest
 import triton.language as tl
 from dma_kernels.cache import decode_kernel
-from dma_kernels.numerics.tile_ranges import attended_start, attended_stop, first_band_tile, high_ranges, low_ranges
-from dma_kernels.prefill import key_ranges
+from dma_kernels.numerics.tile_ranges import (
+    attended_start,
+    attended_stop,
+    first_band_tile,
+    high_ranges,
+    low_ranges,
+    unmasked_range,
+)
 
 TILE_SHIFT = 2
 """Tiles of 4 positions."""
@@ -87,59 +93,34 @@ def test_each_tile_is_visited_in_the_precisions_that_some_query_needs(
             found = high_ranges(bands[0], q_tiles[-1], *rest, shift, TILE_SHIFT, block.is_causal)
             visited = [*range(*found[:2]), *range(*found[2:])]
             assert visited == sorted({k >> shift for k in union if is_high(k >> TILE_SHIFT)}), (block, shift)
-        before_start, before_stop, after_start, after_stop = low_ranges(
-            q_tiles[0], bands[1], *rest, TILE_SHIFT, block.is_causal
-        )
-        low = {k >> TILE_SHIFT for k in union} - set(range(sink_tiles))
-        before = {tile for tile in low if any(tile < start for start in starts.values())}
-        after = {tile for tile in low if any(tile > q + diagonal_tiles for q in q_tiles)}
-        assert set(range(before_start, before_stop)) == before, block
-        assert set(range(after_start, after_stop)) == (set() if block.is_causal else after), block
+        low = set(union) - {k for k in union if k >> TILE_SHIFT < sink_tiles}
+        before = {k for k in low if any(k >> TILE_SHIFT < start for start in starts.values())}
+        after = {k for k in low if not block.is_causal and any(k >> TILE_SHIFT > q + diagonal_tiles for q in q_tiles)}
+        for shift in (0, 1, 2):
+            found = low_ranges(q_tiles[0], bands[1], *rest, shift, TILE_SHIFT, block.is_causal)
+            assert set(range(*found[:2])) == {k >> shift for k in before}, (block, shift)
+            assert set(range(*found[2:])) == {k >> shift for k in after}, (block, shift)
 
 
-def as_python(function: Any, name: str) -> Callable[..., Any]:
-    """Return a Triton or Gluon function of scalars as plain Python; its module calls the language ``name``."""
-    language = SimpleNamespace(maximum=max, minimum=min, where=lambda condition, a, b: a if condition else b)
-    scope: dict[str, Any] = {}
-    for key, value in function.fn.__globals__.items():
-        inner = getattr(value, "fn", None)
-        if isinstance(inner, FunctionType) and inner.__module__ == function.fn.__module__:
-            value = FunctionType(inner.__code__, scope)
-        scope[key] = value.value if isinstance(value, tl.constexpr) else value
-    scope[name] = language
-    return FunctionType(function.fn.__code__, scope)
-
-
-@pytest.mark.parametrize(("diagonal_tiles", "sink_tiles"), [*product((0, 1), (0, 2))])
-def test_the_portable_kernel_visits_each_key_once_and_masks_what_some_query_does_not_see(
-    diagonal_tiles: int, sink_tiles: int
-) -> None:
-    find_high, find_low = as_python(key_ranges.high_ranges, "tl"), as_python(key_ranges.low_ranges, "tl")
-    tile = 1 << TILE_SHIFT
+def test_blocks_are_unmasked_if_every_query_attends_to_all_their_keys() -> None:
     for block in blocks(range(1, 5)):
-        if block.first >> TILE_SHIFT != block.last >> TILE_SHIFT:
-            continue  # a block of queries lies in one tile
-        union, full = range(*block.union_range()), range(*block.unmasked_range())
-        q_tile = block.first >> TILE_SHIFT
-        band = range((q_tile - diagonal_tiles) * tile, (q_tile + diagonal_tiles + 1) * tile)
-        positions = SimpleNamespace(
-            start=union.start, end=union.stop, full_start=full.start, full_end=full.stop,
-            sink_end=sink_tiles * tile, band_start=band.start, band_end=band.stop,
-        )  # fmt: skip
-        high = {k for k in union if k in band or k < sink_tiles * tile}
-        for shift in (1, 2):
-            found = find_high(positions, True, shift)
-            assert [*range(*found[:2]), *range(*found[2:])] == sorted({k >> shift for k in high}), block
-            low = find_low(positions, block.is_causal, shift)
-            visited = [i for part in low for i in range(part.first, part.last)]
-            assert visited == sorted({k >> shift for k in set(union) - high}), block
-            for part in low:
-                unmasked = range(part.full_first, part.full_last)
-                assert part.first <= unmasked.start <= unmasked.stop <= part.last
-                inside = [
-                    i for i in range(part.first, part.last) if set(range(i << shift, (i + 1) << shift)) <= {*full}
-                ]
-                assert list(unmasked) == inside, block
+        union, unmasked = block.union_range(), {*range(*block.unmasked_range())}
+        for shift in (0, 1, 2):
+            first, last = union[0] >> shift, max(union[0], union[1] - 1 + (1 << shift)) >> shift
+            start, stop = unmasked_range(first, last, *block.unmasked_range(), shift)
+            assert first <= start <= stop <= last, (block, shift)
+            inside = [i for i in range(first, last) if {*range(i << shift, (i + 1) << shift)} <= unmasked]
+            assert [*range(start, stop)] == inside, (block, shift)
+
+
+def head_work() -> Callable[..., Any]:
+    """Return the decode kernel's function of that name as plain Python."""
+    function = decode_kernel._head_work.fn
+    scope = {
+        name: value.value if isinstance(value, tl.constexpr) else value for name, value in vars(decode_kernel).items()
+    }
+    scope["gl"] = SimpleNamespace(maximum=max, minimum=min)
+    return FunctionType(function.__code__, scope)
 
 
 @pytest.mark.parametrize("has_new", [True, False])
@@ -147,7 +128,7 @@ def test_the_portable_kernel_visits_each_key_once_and_masks_what_some_query_does
 def test_a_decode_step_visits_each_tile_in_the_precisions_that_some_query_needs(
     window: int | None, has_new: bool
 ) -> None:
-    find = as_python(decode_kernel._head_work, "gl")
+    find = head_work()
     config = SimpleNamespace(W=4, HAS_WINDOW=window is not None)
     for stored, q_len, diagonal_tiles, sink_tiles in product(
         (1, 2, 127, 128, 129, 255, 256, 300, 512, 700), (1, 2, 16), (0, 1, 2), (0, 1, 3)

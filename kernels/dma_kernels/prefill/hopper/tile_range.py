@@ -106,7 +106,7 @@ class BlockInfo:
         last_band_tile = first_band_tile(self.last_q_tile, self.diagonal_tiles, self.exact_tiles)
         start, stop, start_2, stop_2 = _low_ranges(
             self.q_tile, last_band_tile, self.kv_start, self.kv_stop, self.diagonal_tiles, self.sink_tiles,
-            TILE_SHIFT, self.IS_CAUSAL,
+            TILE_SHIFT, TILE_SHIFT, self.IS_CAUSAL,
         )  # fmt: skip
         return TileRange(start=start, stop=stop, start_2=start_2, stop_2=stop_2, HAS_SECOND=not self.IS_CAUSAL)
 
