@@ -335,25 +335,25 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
             self.storage.crop(-tokens_to_remove)
             self.tokens += tokens_to_remove
             if self.tokens == 0:
-                self._start_anew()
+                self.clear()
+                self.storage.lengths.zero_()
 
     def reset(self) -> None:
         """Remove all tokens, and forget the batch size."""
-        self.storage = self.pending = None  # type: ignore[assignment]
-        self.tokens = 0
-        self.is_empty, self.is_initialized, self.is_settled = True, False, False
+        self.clear()
+        self.storage = None  # type: ignore[assignment]
+        self.is_initialized = False
 
-    def clear(self, batch: int, dtype: torch.dtype, device: torch.device) -> bool:
-        """Remove all tokens and keep the storage, whose lengths the caller sets to 0.
-
-        Returns whether the storage is for ``batch`` rows of a dtype on a device.
-        """
+    def clear(self) -> None:
+        """Remove all tokens and keep the storage, whose lengths the caller sets to 0."""
         self.pending = None
+        self.is_empty, self.is_settled = True, False
+        if isinstance(self.tokens, Tensor):
+            self.tokens.zero_()
+        else:
+            self.tokens = 0
         if self.is_initialized:
-            if (len(self.storage.lengths), self.storage.key_residual.dtype, self.device) != (batch, dtype, device):
-                return False
-            self._reset_counters()
-        return True
+            self.storage.appended = 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
@@ -379,20 +379,6 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
     def hold(self, storage: LayerStorage) -> None:
         """Replace the storage."""
         self.storage = storage
-
-    def _start_anew(self) -> None:
-        """Remove all tokens."""
-        self._reset_counters()
-        self.storage.lengths.zero_()
-
-    def _reset_counters(self) -> None:
-        """Reset the counters and the padding of the rows, but not the storage's lengths."""
-        if isinstance(self.tokens, Tensor):
-            self.tokens.zero_()
-        else:
-            self.tokens = 0
-        self.storage.appended = 0
-        self.is_empty, self.is_settled = True, False
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> None:
         self.flush()
@@ -456,9 +442,9 @@ class DMAStaticLayer(DMALayer):
 
     def reset(self) -> None:
         """Remove all tokens, and keep the tensors."""
-        self.pending = None
+        self.clear()
         if self.is_initialized:
-            self._start_anew()
+            self.storage.lengths.zero_()
 
     def hold(self, storage: LayerStorage) -> None:
         """Replace the storage, at the same address if shapes and devices match, because compiled steps use it."""

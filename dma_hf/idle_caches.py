@@ -52,15 +52,16 @@ def _is_cleared(layer: Any, new: Any, batch: int, dtype: torch.dtype, device: to
     """
     if type(layer) is not type(new) or getattr(layer, "max_cache_len", None) != getattr(new, "max_cache_len", None):
         return False
-    if isinstance(layer, DMALayer):
-        return layer.format == new.format and layer.clear(batch, dtype, device)
-    if type(layer) is not StaticLayer or not layer.is_initialized:
+    is_packed = isinstance(layer, DMALayer)
+    if not (layer.format == new.format if is_packed else type(layer) is StaticLayer):
         return False
-    keys = layer.keys
-    is_writable = torch.is_inference_mode_enabled() or not keys.is_inference()
-    if not is_writable or (len(keys), keys.dtype, keys.device) != (batch, dtype, device):
-        return False
-    layer.reset()
+    if layer.is_initialized:
+        keys = layer.storage.key_residual if is_packed else layer.keys
+        is_writable = torch.is_inference_mode_enabled() or not keys.is_inference()
+        if not is_writable or (len(keys), keys.dtype, layer.device) != (batch, dtype, device):
+            return False
+    remove_tokens = layer.clear if is_packed else layer.reset
+    remove_tokens()
     return True
 
 
