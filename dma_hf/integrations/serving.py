@@ -1,29 +1,31 @@
 """Transformers' HTTP server (``transformers serve``), which :mod:`dma_hf.serving` builds on.
 
-Its handlers turn requests into prompts, and answers into OpenAI's format. Its streamers decode tokens, and its parser
-finds reasoning and tool calls. Only the server imports this module, and with it the packages of the extra ``serve``.
+Its handlers convert messages for chat templates, and write the events of ``/v1/responses``. Its streamers decode
+tokens, and its parser finds reasoning and tool calls. Only the server imports this module, and with it the packages of
+the extra ``serve``.
 """
 
 from __future__ import annotations
 
+import inspect
+from asyncio import Queue
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 from .internals import check_version, private_imports
 
 check_version("transformers serve")
 with private_imports():
-    from transformers.cli.serving.chat_completion import ChatCompletionHandler
-    from transformers.cli.serving.completion import CompletionHandler
-    from transformers.cli.serving.model_manager import ModelManager
     from transformers.cli.serving.response import ResponseHandler
     from transformers.cli.serving.utils import (
+        BaseHandler,
         CBStreamer,
         DirectStreamer,
-        GenerationState,
-        get_response_template,
+        Modality,
+        build_response_parser,
         response_events_to_chunks,
     )
-    from transformers.cli.serving.utils import _decode_prefix as decode_prompt
     from transformers.cli.serving.utils import _GenerationCancelled as GenerationCancelled
     from transformers.generation.continuous_batching.cb_logits_processors import (
         ContinuousBatchingTopKLogitsWarper as BatchTopK,
@@ -37,18 +39,15 @@ __all__ = [
     "BatchTopK",
     "BatchTopP",
     "CBStreamer",
-    "ChatCompletionHandler",
-    "CompletionHandler",
     "DirectStreamer",
     "GenerationCancelled",
-    "GenerationState",
-    "ModelManager",
     "Parser",
-    "ResponseHandler",
+    "chat_messages",
     "decode_as_continuation",
-    "decode_prompt",
-    "get_response_template",
     "infer_max_single_request_tokens",
+    "make_parser",
+    "response_events",
+    "response_messages",
 ]
 
 
@@ -61,6 +60,47 @@ def decode_as_continuation(streamer: Any, tokenizer: Any) -> None:
     streamer._decode_stream = type(streamer._decode_stream)(word, skip_special_tokens=True)
 
 
+def chat_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages in OpenAI's format as chat templates of text models take them."""
+    converted: list[dict[str, Any]] = BaseHandler.get_processor_inputs_from_messages(messages, Modality.LLM)
+    return converted
+
+
+def response_messages(
+    items: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+    """Return the input items and the tools of ``/v1/responses`` as chat templates take them."""
+    return chat_messages(ResponseHandler._normalize_response_items(items)), ResponseHandler._normalize_tools(tools)
+
+
+def response_events(request_id: str, name: str, ids: list[int], answer: Queue[Any]) -> AsyncIterator[str]:
+    """Yield the events of ``/v1/responses`` for an answer to the tokens ``ids`` by the model ``name``.
+
+    The items of the answer are parsed already, so the handler gets a model without a parser.
+    """
+    model = SimpleNamespace(config=SimpleNamespace(model_type=None))
+    manager = SimpleNamespace(generate_streaming=lambda *_, **__: (answer, answer))
+    handler = ResponseHandler(None, None)
+    response = handler._streaming(request_id, model, None, name, {}, {"input_ids": ids}, None, manager)
+    events: AsyncIterator[str] = response.body_iterator
+    return events
+
+
+def make_parser(tokenizer: Any, model: Any, ids: list[int], tools: Any) -> Parser | None:
+    """Return what parses the answer to a prompt; ``None`` if Transformers knows no chat format of the model.
+
+    It chooses the format by the model type. With a prompt in another format, it would take the prompt for a part of the
+    answer, so there is no parser either.
+    """
+    takes_tools = "tools" in inspect.signature(build_response_parser).parameters  # since Transformers 5.23
+    parser = build_response_parser(tokenizer, model, ids, **({"tools": tools} if takes_tools else {}))
+    if parser is None:
+        return None
+    anchor = parser._spec.start_anchor_re
+    fits = anchor is None or anchor.search(tokenizer.decode(ids)) is not None
+    return Parser(parser) if fits else None
+
+
 class Parser:
     """Transformers' parser of the reasoning and the tool calls of an answer. A malformed tool call becomes text.
 
@@ -70,14 +110,6 @@ class Parser:
     def __init__(self, parser: Any) -> None:
         self._parser, self._body = parser, ""
         self.initial_events: list[dict[str, Any]] = parser.initial_events
-
-    def fits(self, prompt: str) -> bool:
-        """Return whether the prompt has the chat format of the parser, which Transformers chooses by the model type.
-
-        In another format, the parser would take the prompt for a part of the answer.
-        """
-        anchor = self._parser._spec.start_anchor_re
-        return anchor is None or anchor.search(prompt) is not None
 
     def feed(self, text: str) -> list[dict[str, Any]]:
         """Parse more text and return its events."""

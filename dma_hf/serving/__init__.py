@@ -5,8 +5,8 @@
 
     uvicorn.run(make_app(Sequential(model, tokenizer)))
 
-Transformers' own handlers (``transformers serve``) apply the chat template, parse tool calls and format answers.
-:mod:`.requests` checks the fields of a request, :mod:`.engines` generates, and :mod:`.routes` joins both. :mod:`.gate`
+:mod:`.requests` checks the fields of a request, :mod:`.engines` generates, and :mod:`.routes` joins both. What they use
+of ``transformers serve`` decodes streams, parses tool calls and writes the events of ``/v1/responses``. :mod:`.gate`
 checks keys and limits. :mod:`.replicas` runs several copies on Ray Serve.
 """
 

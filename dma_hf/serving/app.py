@@ -1,7 +1,7 @@
 """The application: the routes of ``transformers serve`` for one loaded model, and OpenAI's format of errors.
 
-``transformers serve`` accepts only the attention implementations that are built into Transformers. So the model is
-loaded and switched first, and Transformers' handlers of the routes use this one model.
+``transformers serve`` accepts only the attention implementations that are built into Transformers. Here the model is
+loaded and switched first.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ CPU_BATCH_TOKENS = 2048  # a batch cannot be interrupted; Transformers' default 
 class Answer(asyncio.Queue[Any]):
     """The text, reasoning and tool calls of one answer, then ``None``. Text ends before the first stop string.
 
-    A streamer writes it, and a handler of Transformers reads it. Its methods run on the event loop.
+    A streamer writes it, and a route reads it. Its methods run on the event loop.
     """
 
     def __init__(self, stops: Iterable[str]) -> None:
@@ -149,8 +149,8 @@ class Engine(ABC):
             decode_as_continuation(streamer, self.tokenizer.backend_tokenizer)
 
     @abstractmethod
-    def start(self, answer: Answer, inputs: Any, config: GenerationConfig, body: Any, parser: Any) -> None:
-        """Generate an answer to the inputs of a request, whose body is a :class:`GenerationRequest`.
+    def start(self, answer: Answer, ids: list[int], config: GenerationConfig, body: Any, parser: Any) -> None:
+        """Generate an answer to the tokens of a request, whose body is a :class:`GenerationRequest`.
 
         Raises:
             ApiError: The engine does not support the request.
@@ -190,12 +190,12 @@ class Sequential(Engine):
                     layer.register_forward_pre_hook(self._check)
 
     def start(
-        self, answer: Answer, inputs: Any, config: GenerationConfig, body: GenerationRequest, parser: Any
+        self, answer: Answer, ids: list[int], config: GenerationConfig, body: GenerationRequest, parser: Any
     ) -> None:
         loop = asyncio.get_running_loop()
         streamer = _Streamer(self.tokenizer.backend_tokenizer, loop, answer, parser)
         self._attach(streamer, answer, body)
-        future = loop.run_in_executor(self._thread, self._generate, answer, inputs, config, body)
+        future = loop.run_in_executor(self._thread, self._generate, answer, ids, config, body)
 
         def cancel() -> None:
             streamer.cancel()  # a running call ends at its next token, or layer
@@ -208,19 +208,19 @@ class Sequential(Engine):
         answer.on_cancel = cancel
         future.add_done_callback(settle)
 
-    def _generate(self, answer: Answer, inputs: Any, config: GenerationConfig, body: GenerationRequest) -> None:
+    def _generate(self, answer: Answer, ids: list[int], config: GenerationConfig, body: GenerationRequest) -> None:
         if body.logit_bias:
             config.sequence_bias = {(token,): float(bias) for token, bias in body.logit_bias.items()}
         processors = LogitsProcessorList()
         if body.frequency_penalty or body.presence_penalty:
-            prompt_tokens = inputs["input_ids"].shape[-1]
-            processors.append(_Penalties(prompt_tokens, body.frequency_penalty, body.presence_penalty))
+            processors.append(_Penalties(len(ids), body.frequency_penalty, body.presence_penalty))
         if body.seed is not None:
             torch.manual_seed(body.seed)
+        prompt = torch.tensor([ids], device=self.model.device)
         options = {"generation_config": config, "logits_processor": processors, "tokenizer": self.tokenizer}
         self._running = answer
         try:
-            self.model.generate(**inputs, **options, streamer=answer.streamer)
+            self.model.generate(prompt, attention_mask=torch.ones_like(prompt), **options, streamer=answer.streamer)
         finally:
             self._running = None
 
@@ -302,7 +302,7 @@ class Batched(Engine):
         return bool(self._manager.is_running()) and self._manager.background_thread_status.fatal_error is None
 
     def start(
-        self, answer: Answer, inputs: Any, config: GenerationConfig, body: GenerationRequest, parser: Any
+        self, answer: Answer, ids: list[int], config: GenerationConfig, body: GenerationRequest, parser: Any
     ) -> None:
         self._refuse(config, body)
         manager, name, loop = self._manager, uuid.uuid4().hex, asyncio.get_running_loop()
@@ -330,7 +330,7 @@ class Batched(Engine):
         answer.on_cancel = cancel
         manager.register_result_handler(name, take)
         accepted = manager.add_request(
-            inputs["input_ids"],
+            ids,
             request_id=name,
             streaming=True,
             max_new_tokens=config.max_new_tokens,

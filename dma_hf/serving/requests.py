@@ -267,16 +267,25 @@ class GenerationRequest(_Model):
         name = next((name for name in self.limits if getattr(self, name) is not None), self.limits[0])
         return name, getattr(self, name)
 
-    def passed_on(self) -> dict[str, Any]:
-        """The fields that Transformers' handler reads."""
-        names = {"messages", "prompt", "input", "instructions", "tools", "chat_template_kwargs"}
-        fields = self.model_dump(exclude_none=True, include=names)
-        if getattr(self, "tool_choice", None) == "none":
-            fields.pop("tools", None)
-        return fields
+    def dumped(self, name: str) -> Any:
+        """The JSON value of a field."""
+        return self.model_dump(exclude_none=True, include={name}).get(name)
 
 
-class ChatRequest(GenerationRequest):
+class ConversationRequest(GenerationRequest):
+    """The fields of chats."""
+
+    tools: list[Any] | None = None
+    tool_choice: Literal["auto", "none"] = "auto"
+
+    @model_validator(mode="after")
+    def _drop_tools(self) -> ConversationRequest:
+        if self.tool_choice == "none":
+            self.tools = None
+        return self
+
+
+class ChatRequest(ConversationRequest):
     """The body of ``/v1/chat/completions``."""
 
     limits = ("max_completion_tokens", "max_tokens")
@@ -284,7 +293,6 @@ class ChatRequest(GenerationRequest):
     max_tokens: Limit | None = None
     max_completion_tokens: Limit | None = None
     tools: list[Tool] | None = None
-    tool_choice: Literal["auto", "none"] = "auto"
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_check_variables)] = {}  # Transformers' own
 
 
@@ -295,7 +303,7 @@ class CompletionRequest(GenerationRequest):
     max_tokens: Limit | None = None
 
 
-class ResponseRequest(GenerationRequest):
+class ResponseRequest(ConversationRequest):
     """The body of ``/v1/responses``."""
 
     limits = ("max_output_tokens",)
@@ -303,20 +311,14 @@ class ResponseRequest(GenerationRequest):
     instructions: str | None = None
     max_output_tokens: Limit | None = None
     tools: list[ResponseTool] | None = None
-    tool_choice: Literal["auto", "none"] = "auto"
 
     @model_validator(mode="after")
-    def _check_first(self) -> ResponseRequest:
-        if not self.instructions and self.input[0].type != "message":
+    def _begin_with_message(self) -> ResponseRequest:
+        if self.instructions:
+            self.input.insert(0, Item.model_validate({"role": "system", "content": self.instructions}))
+        elif self.input[0].type != "message":
             raise ValueError("input: expected a message before function calls and their outputs")
         return self
-
-    def passed_on(self) -> dict[str, Any]:
-        """The fields that Transformers' handler reads. It would replace a system message by the instructions."""
-        fields = super().passed_on()
-        if instructions := fields.pop("instructions", None):
-            fields["input"].insert(0, {"role": "system", "content": _as_parts(instructions)})
-        return fields
 
 
 class LoadRequest(BaseModel):

@@ -1,8 +1,9 @@
-"""The routes that generate. They check requests, and Transformers' handlers answer them in OpenAI's format."""
+"""The routes that generate. They check requests, tokenize prompts, and write answers in OpenAI's format."""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import time
 import uuid
@@ -14,18 +15,9 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from jinja2 import TemplateError
 from transformers import GenerationConfig
 
-from dma_hf.integrations.serving import (
-    ChatCompletionHandler,
-    CompletionHandler,
-    GenerationState,
-    ModelManager,
-    Parser,
-    ResponseHandler,
-    decode_prompt,
-    get_response_template,
-)
+from dma_hf.integrations.serving import Parser, chat_messages, make_parser, response_events, response_messages
 
-from .engines import Answer, Batched, Engine
+from .engines import Answer, Engine
 from .requests import (
     ApiError,
     ChatRequest,
@@ -40,97 +32,7 @@ from .requests import (
 SSE = "text/event-stream"
 GREEDY_TEMPERATURE = 1e-5  # and below: logits would overflow
 SAMPLE = 64  # characters for each token of the server's limit
-
-
-class _OneModel(ModelManager):  # type: ignore[misc]
-    """A manager of one loaded model, which it never unloads or loads again."""
-
-    def __init__(self, engine: Engine, name: str) -> None:
-        super().__init__(model_timeout=-1)
-        self._engine, self._name = engine, name
-
-    def process_model_name(self, model_id: str) -> str:
-        """Return the name that answers carry: the one that the model is listed and requested by."""
-        return self._name
-
-    def load_model_and_processor(self, *arguments: Any, **options: Any) -> tuple[Any, Any]:
-        """Return the model and its tokenizer. A request for another model was refused before."""
-        return self._engine.model, self._engine.tokenizer
-
-
-class _Generation(GenerationState):  # type: ignore[misc]
-    """The generator that Transformers' handlers call for one request, and the manager that they get from it."""
-
-    _arguments: tuple[Any, ...]
-
-    def __init__(self, engine: Engine, body: GenerationRequest, param: str) -> None:
-        super().__init__(continuous_batching=isinstance(engine, Batched))  # handlers then pass lists, not tensors
-        self._engine, self._body, self._param = engine, body, param
-        self.answer = Answer(body.stop)
-
-    def get_manager(self, *arguments: Any, **options: Any) -> _Generation:
-        """Return itself."""
-        return self
-
-    def init_cb(self, *arguments: Any) -> None:
-        """Do nothing, because the engine already runs."""
-
-    def generate_streaming(
-        self, model: Any, processor: Any, inputs: Any, config: GenerationConfig, response_parser: Any = None, **_: Any
-    ) -> tuple[Answer, Answer]:
-        """Keep the arguments for :meth:`start`. Return the answer as the queue and as the streamer.
-
-        Raises:
-            ApiError: The request has tools, which cannot be parsed.
-        """
-        parser = None if response_parser is None else Parser(response_parser)
-        if parser is not None and not parser.fits(decode_prompt(processor, inputs["input_ids"])):
-            if self._body.passed_on().get("tools"):
-                raise no_tools()
-            parser = None
-        self._arguments = inputs, config, parser
-        return self.answer, self.answer
-
-    def start(self) -> None:
-        """Start the answer.
-
-        Raises:
-            ApiError: The prompt is empty or too long, or the engine does not support the request.
-        """
-        inputs, config, parser = self._arguments
-        ids = inputs["input_ids"]
-        self.answer.prompt_tokens = len(ids) if isinstance(ids, list) else ids.shape[-1]
-        self._settle(config, self.answer.prompt_tokens)
-        self.answer.max_new_tokens, ends = config.max_new_tokens, config.eos_token_id
-        self.answer.end_tokens = [ends] if isinstance(ends, int) else ends or []
-        self._engine.start(self.answer, inputs, config, self._body, parser)
-
-    def _settle(self, config: GenerationConfig, prompt_tokens: int) -> None:
-        """Apply the request's limit and sampling to a configuration. Missing values come from the model's own."""
-        body, room = self._body, self._engine.room
-        if prompt_tokens == 0:
-            raise ApiError(f"{self._param}: it has no tokens", param=self._param)
-        name, limit = body.limit
-        if room is not None and prompt_tokens + (limit or 1) > room:
-            asked = f"{prompt_tokens} tokens" + (f" and {name} is {limit}" if limit is not None else "")
-            raise too_long(room, asked, self._param if prompt_tokens >= room else name)
-        vars(config).update(body.generation_config.model_dump(exclude_none=True))
-        sampling = body.model_dump(include={"temperature", "top_p"}, exclude_none=True)
-        vars(config).update(sampling, do_sample=config.do_sample or bool(sampling))
-        config.max_new_tokens = limit or config.max_new_tokens
-        if room is not None:
-            config.max_new_tokens = min(config.max_new_tokens or room, room - prompt_tokens)
-        vocabulary = self._engine.model.config.get_text_config().vocab_size
-        if any(token >= vocabulary for token in body.logit_bias):
-            raise ApiError(f"logit_bias: the model has {vocabulary} tokens", param="logit_bias")
-        if config.temperature is not None and config.temperature < GREEDY_TEMPERATURE:
-            config.do_sample = False
-        if body.ignore_eos:
-            config.eos_token_id = -1  # no token
-        if not config.do_sample:
-            config.temperature = config.top_p = config.top_k = None
-        elif config.top_k is None:
-            config.top_k = 0  # none, where Transformers' default would be 50
+NEW_TOKENS = 1024  # by default, where the model's own configuration has less, as in ``transformers serve``
 
 
 def too_long(room: int, asked: str, param: str) -> ApiError:
@@ -139,24 +41,17 @@ def too_long(room: int, asked: str, param: str) -> ApiError:
     return ApiError(message, param=param, code="context_length_exceeded")
 
 
-def no_tools() -> ApiError:
-    """Return the error of a request with tools for a model without them."""
-    return ApiError("tools: the model's chat template has none", param="tools")
-
-
 class Route:
     """A route. It checks a request, has it answered, and converts the answer to OpenAI's format."""
 
     path: str
     body_type: type[GenerationRequest]
-    handler: type[Any]
     param: str  # the field with the prompt
     prefix = ""  # of the ids of answers
     end = b"data: [DONE]\n\n"  # of a stream
 
     def __init__(self, engine: Engine, name: str) -> None:
         self._engine, self._name = engine, name
-        self._models = _OneModel(engine, name)
 
     async def answer(self, request: Request) -> Response:
         """Answer a request, at once or as a stream.
@@ -168,35 +63,25 @@ class Route:
         if body.model not in (None, self._name):
             message = f"this server is pinned to {self._name!r}; requested {body.model!r}"
             raise ApiError(message, param="model", code="model_not_found")
-        request_id = f"{self.prefix}{uuid.uuid4().hex}"
-        generation, loop = _Generation(self._engine, body, self.param), asyncio.get_running_loop()
-        events = await loop.run_in_executor(self._engine.prompts, self._prepare, generation, request_id, body)
-        generation.start()
-        request.state.answer = answer = generation.answer
-        pieces = self._pieces(request_id, events, answer, body.stream_options)
+        loop = asyncio.get_running_loop()
+        ids, parser = await loop.run_in_executor(self._engine.prompts, self._read, body)
+        config, answer = self._configure(body, len(ids)), Answer(body.stop)
+        answer.prompt_tokens, answer.max_new_tokens = len(ids), config.max_new_tokens
+        ends = config.eos_token_id
+        answer.end_tokens = [ends] if isinstance(ends, int) else ends or []
+        self._engine.start(answer, ids, config, body, parser)
+        request.state.answer = answer
+        pieces = self._pieces(f"{self.prefix}{uuid.uuid4().hex}", ids, answer, body.stream_options)
         if body.stream:
             return StreamingResponse(self._stream(pieces), media_type=SSE)
         return JSONResponse(self._join([piece async for piece in pieces], answer))
 
-    def _check_template(self, has_tools: bool) -> None:
-        tokenizer, model = self._engine.tokenizer, self._engine.model
-        if tokenizer.chat_template is None:
-            message = "the model's tokenizer has no chat template; /v1/completions takes plain text"
-            raise ApiError(message, param=self.param)
-        if has_tools and (
-            "tools" not in str(tokenizer.chat_template) or get_response_template(tokenizer, model) is None
-        ):
-            raise no_tools()
-
-    def _prepare(self, generation: _Generation, request_id: str, body: GenerationRequest) -> Any:
-        """Run Transformers' handler, which tokenizes the prompt but starts nothing, and return its stream of events.
+    def _read(self, body: Any) -> tuple[list[int], Parser | None]:
+        """Return the tokens of a prompt, and what parses the answer to it, if anything.
 
         Raises:
-            ApiError: The prompt is far too long, or the chat template is missing or fails.
+            ApiError: The prompt is far too long, or the chat template is missing or fails, or lacks tools.
         """
-        fields = body.passed_on() | {"model": self._name, "stream": True}  # so that all answers share one path
-        if self.param != "prompt":
-            self._check_template(has_tools=bool(fields.get("tools")))
         room, text = self._engine.room, getattr(body, self.param)
         if not isinstance(text, str):
             text = "\n".join(part.text for message in text for part in message.content or ())
@@ -205,16 +90,72 @@ class Route:
             if len(ids) > 2 * room:
                 raise too_long(room, f"more than {2 * room} tokens", self.param)
         try:
-            coroutine = self.handler(self._models, generation).handle_request(fields, request_id)
-            coroutine.send(None)  # it waits for nothing
-        except StopIteration as done:
-            return done.value
+            return self._tokenize(body)
         except (ValueError, TypeError, TemplateError) as error:  # of the chat template
             raise ApiError(str(error), param=self.param) from error
-        raise AssertionError("a handler waits before it has returned its stream")
+
+    def _tokenize(self, body: Any) -> tuple[list[int], Parser | None]:
+        """Return what :meth:`_read` does, for a prompt that is not far too long."""
+        raise NotImplementedError
+
+    def _apply_template(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, **variables: Any
+    ) -> tuple[list[int], Parser | None]:
+        """Tokenize a chat. ``variables`` are those of its template."""
+        tokenizer = self._engine.tokenizer
+        if tokenizer.chat_template is None:
+            message = "the model's tokenizer has no chat template; /v1/completions takes plain text"
+            raise ApiError(message, param=self.param)
+        ids = tokenizer.apply_chat_template(
+            messages,
+            tools=tools,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors=None,
+            **variables,
+        )["input_ids"]
+        parser = make_parser(tokenizer, self._engine.model, ids, tools)
+        if tools and (parser is None or "tools" not in str(tokenizer.chat_template)):
+            raise ApiError("tools: the model's chat template has none", param="tools")
+        return ids, parser
+
+    def _configure(self, body: GenerationRequest, prompt_tokens: int) -> GenerationConfig:
+        """Return the model's own configuration with the request's limit and sampling.
+
+        Raises:
+            ApiError: The prompt is empty or too long, or ``logit_bias`` names no token.
+        """
+        model, room = self._engine.model, self._engine.room
+        if prompt_tokens == 0:
+            raise ApiError(f"{self.param}: it has no tokens", param=self.param)
+        name, limit = body.limit
+        if room is not None and prompt_tokens + (limit or 1) > room:
+            asked = f"{prompt_tokens} tokens" + (f" and {name} is {limit}" if limit is not None else "")
+            raise too_long(room, asked, self.param if prompt_tokens >= room else name)
+        config: GenerationConfig = copy.deepcopy(model.generation_config)
+        config.max_new_tokens = max(config.max_new_tokens or 0, NEW_TOKENS)
+        vars(config).update(body.generation_config.model_dump(exclude_none=True))
+        sampling = body.model_dump(include={"temperature", "top_p"}, exclude_none=True)
+        vars(config).update(sampling, do_sample=config.do_sample or bool(sampling))
+        config.max_new_tokens = limit or config.max_new_tokens
+        if room is not None:
+            config.max_new_tokens = min(config.max_new_tokens, room - prompt_tokens)
+        vocabulary = model.config.get_text_config().vocab_size
+        if any(token >= vocabulary for token in body.logit_bias):
+            raise ApiError(f"logit_bias: the model has {vocabulary} tokens", param="logit_bias")
+        if config.temperature is not None and config.temperature < GREEDY_TEMPERATURE:
+            config.do_sample = False
+        if body.ignore_eos:
+            config.eos_token_id = -1  # no token
+        if not config.do_sample:
+            config.temperature = config.top_p = config.top_k = None
+        elif config.top_k is None:
+            config.top_k = 0  # none, where Transformers' default would be 50
+        return config
 
     def _pieces(
-        self, request_id: str, events: Any, answer: Answer, options: StreamOptions
+        self, request_id: str, ids: list[int], answer: Answer, options: StreamOptions
     ) -> AsyncIterator[dict[str, Any]]:
         """Yield the pieces of a streamed answer, from its queue or from Transformers' server-sent events.
 
@@ -250,7 +191,7 @@ class _Choices(Route):
     last: ClassVar[dict[str, Any]]
 
     async def _pieces(
-        self, request_id: str, events: Any, answer: Answer, options: StreamOptions
+        self, request_id: str, ids: list[int], answer: Answer, options: StreamOptions
     ) -> AsyncIterator[dict[str, Any]]:
         common = {"id": request_id, "object": self.piece_kind, "created": int(time.time()), "model": self._name}
 
@@ -295,10 +236,14 @@ class Chat(_Choices):
     """The route of chats."""
 
     path, param, prefix = "/v1/chat/completions", "messages", "chatcmpl-"
-    body_type, handler = ChatRequest, ChatCompletionHandler
+    body_type = ChatRequest
     kind, piece_kind = "chat.completion", "chat.completion.chunk"
     first: ClassVar = {"delta": {"role": "assistant"}}
     last: ClassVar = {"delta": {}}
+
+    def _tokenize(self, body: ChatRequest) -> tuple[list[int], Parser | None]:
+        messages, tools = body.dumped("messages"), body.dumped("tools")
+        return self._apply_template(chat_messages(messages), tools, **body.chat_template_kwargs)
 
     def _fields(self, item: Any) -> dict[str, Any]:
         if isinstance(item, dict):
@@ -320,9 +265,12 @@ class Complete(_Choices):
     """The route of continuations of a text."""
 
     path, param, prefix = "/v1/completions", "prompt", "cmpl-"
-    body_type, handler = CompletionRequest, CompletionHandler
+    body_type = CompletionRequest
     kind = piece_kind = "text_completion"
     last: ClassVar = {"text": ""}
+
+    def _tokenize(self, body: CompletionRequest) -> tuple[list[int], Parser | None]:
+        return self._engine.tokenizer(body.prompt)["input_ids"], None
 
     def _fields(self, item: Any) -> dict[str, Any]:
         return {"text": item}
@@ -335,12 +283,15 @@ class Respond(Route):
     """The route of OpenAI's newer interface. Its last event has the whole answer."""
 
     path, param, end = "/v1/responses", "input", b""
-    body_type, handler = ResponseRequest, ResponseHandler
+    body_type = ResponseRequest
+
+    def _tokenize(self, body: ResponseRequest) -> tuple[list[int], Parser | None]:
+        return self._apply_template(*response_messages(body.dumped("input"), body.dumped("tools")))
 
     async def _pieces(
-        self, request_id: str, events: Any, answer: Answer, options: StreamOptions
+        self, request_id: str, ids: list[int], answer: Answer, options: StreamOptions
     ) -> AsyncIterator[dict[str, Any]]:
-        async for text in events.body_iterator:
+        async for text in response_events(request_id, self._name, ids, answer):
             if answer.error is not None:
                 raise answer.error
             for line in filter(None, text.split("\n\n")):

@@ -607,10 +607,10 @@ class Scripted(Engine):
         super().__init__(model, tokenizer)
         self._said = said
 
-    def start(self, answer, inputs, config, body, parser):
+    def start(self, answer, ids, config, body, parser):
         loop = asyncio.get_running_loop()
         answer.streamer = DirectStreamer(self.tokenizer.backend_tokenizer, loop, answer, parser)
-        answer.streamer.put(inputs["input_ids"])
+        answer.streamer.put(torch.tensor([ids]))
         for token in self.tokenizer.encode(self._said, add_special_tokens=False):
             answer.streamer.put(torch.tensor([token]))
         answer.streamer.end()
