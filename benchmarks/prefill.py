@@ -24,17 +24,12 @@ from typing import Any
 import torch
 from dma_eval import console
 from dma_eval.bench.results import finish, record
-from dma_eval.bench.timing import FAILURES, Run, capture, time_interleaved
+from dma_eval.bench.timing import FAILURES, time_interleaved
 from dma_eval.errors import UserError, one_line
 from dma_eval.load.backends import Backend
 from dma_eval.names import DMA
 from dma_eval.show.pages import MISSING, Columns, Table, make_table, number, of
 from dma_kernels import attention, attention_with_lse
-from dma_kernels.numerics.formats import UNQUANTIZED
-from dma_kernels.numerics.geometry import AttentionGeometry
-from dma_kernels.prefill.config import select_compute_path
-from dma_kernels.prefill.plan import quantize_operands
-from dma_kernels.runtime.chip import device_arch, resolve_backend
 from kernel_bench.capture import model_inputs
 from kernel_bench.command import look, make_parser, parse_compared, parse_heads, run
 from kernel_bench.inputs import Inputs, exact_rows, random_inputs, with_outlying_channels
@@ -57,18 +52,10 @@ GRAPH_LIMIT = 2.0
 
 def prepare(backend: Backend, inputs: Inputs) -> Prepared:
     """Return the call that is timed."""
-    if backend.config is None:
+    config = backend.config
+    if config is None:
         return PEERS[backend.label](inputs)
-    recipe, on = backend.config.recipe, backend.config.backend
-    query, key, value = inputs.tensors
-    call = partial(attention, query, key, value, recipe, **inputs.options, backend=on)
-    if resolve_backend(on, query.device, query.dtype) != "triton":
-        return Prepared(call)
-    geometry = AttentionGeometry(key.shape[2], 0, 0, None, is_causal=inputs.is_causal)
-    if recipe.high == UNQUANTIZED and geometry.low_tiles(query.shape[2], recipe) == range(0):
-        return Prepared(call)  # nothing is quantized
-    path = select_compute_path(recipe, device_arch(query.device), query.shape[3])
-    return Prepared(call, lambda: quantize_operands(query, key, value, recipe, path, geometry))
+    return Prepared(partial(attention, *inputs.tensors, config.recipe, **inputs.options, backend=config.backend))
 
 
 def default_names(device: torch.device) -> list[str]:
@@ -152,7 +139,7 @@ def _time_calls(prepared: dict[str, list[Prepared]], device: torch.device, secon
     runs = {(label, layer): calls[layer].run for layer in range(layers) for label, calls in prepared.items()}
     timings = time_interleaved(runs, device, seconds=seconds)
     found: dict[str, dict[str, Any]] = {}
-    for label, calls in prepared.items():
+    for label in prepared:
         taken = [timings[label, layer] for layer in range(layers)]
         found[label] = {
             "milliseconds": sum(each.median for each in taken),
@@ -160,10 +147,6 @@ def _time_calls(prepared: dict[str, list[Prepared]], device: torch.device, secon
             "milliseconds_slow": sum(each.slow for each in taken),
             "repeats": taken[0].repeats,
         }
-        parts = [call.quantize for call in calls if call.quantize is not None]
-        if parts:
-            run = capture(_chained(parts), device) if device.type == "cuda" else _chained(parts)
-            found[label]["quantize_milliseconds"] = time_interleaved({"": run}, device, seconds=seconds / 4)[""].median
     if device.type != "cuda":
         return found
     short = [label for label, calls in prepared.items() if found[label]["milliseconds"] < len(calls) * GRAPH_LIMIT]
@@ -176,21 +159,11 @@ def _time_calls(prepared: dict[str, list[Prepared]], device: torch.device, secon
         places = [(label, layer) for layer in range(layers)]
         if places[0] in replays:
             times["graph_milliseconds"] = sum(graph_timings[place].median for place in places)
-        chain = _chained([replays.get(place, runs[place]) for place in places])
+        chain = [replays.get(place, runs[place]) for place in places]
         times["sustained_milliseconds"] = time_isolated(
             chain, device, seconds=seconds, milliseconds=times["milliseconds"]
         )
     return found
-
-
-def _chained(runs: Sequence[Run]) -> Run:
-    """Return what calls all of them; the results are not kept."""
-
-    def run() -> None:
-        for each in runs:
-            each()
-
-    return run
 
 
 def _skipped_shares(implementation: Backend, layers: Sequence[Inputs]) -> dict[str, Any]:
@@ -233,7 +206,6 @@ def tables(results: Sequence[PrefillResult]) -> list[Table]:
         "ms": of("milliseconds", ".3f"),
         "as graph": of("graph_milliseconds", ".3f"),
         "isolated": of("sustained_milliseconds", ".3f"),
-        "quantizing": of("quantize_milliseconds", ".3f"),
         "TFLOP/s": lambda r: number(r.tflops, ",.0f" if (r.tflops or 0) >= 10 else ".3f"),
         "speed": of("speedup", ".2f", "x"),
         "error": of("error", ".4f"),

@@ -74,7 +74,6 @@ class Prepared:
     """A call that is timed."""
 
     run: Run
-    quantize: Run | None = None  # the part of it that quantizes, if that can be called separately
     read: Callable[[Any], Tensor] = lambda out: out  # gets [B, Hq, T, D] from what ``run`` returned, untimed
 
 
@@ -127,7 +126,7 @@ def fp8_call(
         return restore(operands, attend(operands))
 
     if not name.endswith(PREQUANTIZED):
-        return Prepared(run, quantize)
+        return Prepared(run)
     given = quantize()
     return Prepared(partial(attend, given), read=partial(restore, given))
 

@@ -70,9 +70,7 @@ class PrefillResult(SpeedResult):
     # Median time where nothing else runs for a while, at the clock that the chip's power limit leaves to it: of a graph
     # where a call is short.
     sustained_milliseconds: float | None = None
-    # Median time of quantizing keys and values (and what else precedes the attention kernel) alone, already counted
-    # above; null for implementations that do not. On a CUDA device as a CUDA graph.
-    quantize_milliseconds: float | None = None
+    quantize_milliseconds: float | None = None  # median time of quantizing alone; null in files since 2026-11-29
     tflops: float | None = None  # 10 ** 12 floating-point operations per second, by ``milliseconds``
     # Norm of the difference from fp64 over the norm, on sampled query rows; the mean over layers.
     error: float | None = None

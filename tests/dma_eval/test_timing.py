@@ -50,7 +50,7 @@ def test_quartiles(monkeypatch):
 def test_an_isolated_time_is_the_median_of_the_second_half(monkeypatch):
     clock = iter([t for milliseconds in (9, 8, 7, 3, 5, 4) for t in (0.0, 1e-3 * milliseconds)])
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
-    assert time_isolated(lambda: None, CPU, seconds=0.06, milliseconds=10.0) == pytest.approx(4.0)
+    assert time_isolated([lambda: None], CPU, seconds=0.06, milliseconds=10.0) == pytest.approx(4.0)
     assert next(clock, None) is None
 
 
