@@ -141,19 +141,39 @@ def cudnn_fp8(name: str, inputs: Inputs) -> Prepared:
     Raises:
         RuntimeError: cuDNN has no such attention for this shape or chip.
     """
-    cudnn = import_peer(CUDNN_MODULE)
-    query, key, _ = inputs.token_major
+    cudnn, device = import_peer(CUDNN_MODULE), inputs.query.device
+    handle = _cudnn_handle(device)
+    one = torch.ones(1, 1, 1, 1, device=device)
+    constants = {"scale_s": PROBABILITY_SCALE * one, "descale_s": one / PROBABILITY_SCALE}
+
+    def given(operands: Fp8Operands) -> dict[str, Tensor]:
+        """Return what cuDNN reads, by its names: operands ``[B, H, T, D]``, and scales."""
+        tensors = (operands.query, operands.key, operands.value)
+        found = {name: x.transpose(1, 2) for name, x in zip("qkv", tensors, strict=True)}
+        found |= {f"descale_{name}": x.view_as(one) for name, x in zip("qkv", operands.descales, strict=True)}
+        return found | constants | {"scale_o": operands.scales[2].view_as(one)}
+
+    example = given(quantize_fp8(*inputs.token_major, per_head=False))
+    e4m3, fp32 = cudnn.data_type.FP8_E4M3, cudnn.data_type.FLOAT
+    graph = cudnn.pygraph(io_data_type=e4m3, intermediate_data_type=fp32, compute_data_type=fp32, handle=handle)
+    read = {name: graph.tensor_like(x) for name, x in example.items()}
+    options = {"attn_scale": inputs.scale, "use_causal_mask": inputs.is_causal, "is_inference": True}
+    out, _, *largest = graph.sdpa_fp8(**read, **options, name="sdpa")
+    for tensor, like, kind in ((out, example["q"], e4m3), *((each, one, fp32) for each in largest)):
+        tensor.set_output(True).set_dim(list(like.shape)).set_stride(list(like.stride())).set_data_type(kind)
     try:
-        execute = _cudnn_plan(query.shape, key.shape[2], query.device, inputs.scale, is_causal=inputs.is_causal)
+        graph.build([cudnn.heur_mode.A])
     except cudnn.cudnnGraphNotSupportedError as error:
         raise RuntimeError(f"cuDNN has no FP8 attention for this: {error}") from error
+    workspace = torch.empty(max(graph.get_workspace_size(), 1), dtype=torch.uint8, device=device)
+    unused = {each: one.clone() for each in largest}
 
     def attend(operands: Fp8Operands) -> Tensor:
-        out = torch.empty_like(operands.query)
-        descales = {f"descale_{name}": x.view(1, 1, 1, 1) for name, x in zip("qkv", operands.descales, strict=True)}
-        scale_o = operands.scales[2].view(1, 1, 1, 1)
-        execute(q=operands.query, k=operands.key, v=operands.value, o=out, scale_o=scale_o, **descales)
-        return out
+        codes = torch.empty_like(operands.query)
+        tensors = {read[name]: x for name, x in given(operands).items()}
+        cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream(device).cuda_stream)
+        graph.execute(tensors | unused | {out: codes.transpose(1, 2)}, workspace, handle=handle)
+        return codes
 
     def restore(operands: Fp8Operands, codes: Tensor) -> Tensor:
         return dequantize_fp8(codes, operands.descales[2], inputs.query.dtype).transpose(1, 2)
@@ -165,56 +185,6 @@ def cudnn_fp8(name: str, inputs: Inputs) -> Prepared:
 def _cudnn_handle(device: torch.device) -> Any:
     with torch.cuda.device(device):
         return import_peer(CUDNN_MODULE).create_handle()
-
-
-@functools.lru_cache(maxsize=1)
-def _cudnn_plan(
-    shape: torch.Size, kv_heads: int, device: torch.device, scale: float, *, is_causal: bool
-) -> Callable[..., None]:
-    """Build the graph for queries ``[B, T, Hq, D]`` and so many kv heads; all layers of a model share it.
-
-    Return what executes it on tensors by their names.
-    """
-    cudnn, handle = import_peer(CUDNN_MODULE), _cudnn_handle(device)
-    e4m3, fp32 = cudnn.data_type.FP8_E4M3, cudnn.data_type.FLOAT
-    graph = cudnn.pygraph(io_data_type=e4m3, intermediate_data_type=fp32, compute_data_type=fp32, handle=handle)
-    batch, tokens, q_heads, head_dim = shape
-
-    def layout(heads: int) -> dict[str, list[int]]:
-        strides = [tokens * heads * head_dim, head_dim, heads * head_dim, 1]
-        return {"dim": [batch, heads, tokens, head_dim], "stride": strides}
-
-    scalar = {"dim": [1, 1, 1, 1], "stride": [1, 1, 1, 1]}
-    tensors = {
-        name: graph.tensor(name=name, data_type=e4m3, **layout(heads))
-        for name, heads in (("q", q_heads), ("k", kv_heads), ("v", kv_heads))
-    }
-    scales = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
-    tensors |= {name: graph.tensor(name=name, data_type=fp32, **scalar) for name in scales}
-    out, _, largest_s, largest_o = graph.sdpa_fp8(
-        **tensors, attn_scale=scale, use_causal_mask=is_causal, is_inference=True, name="sdpa"
-    )
-    outputs = {"o": (out, layout(q_heads), e4m3)}
-    outputs |= {"amax_s": (largest_s, scalar, fp32), "amax_o": (largest_o, scalar, fp32)}
-    for tensor, where, kind in outputs.values():
-        tensor.set_output(True).set_dim(where["dim"]).set_stride(where["stride"]).set_data_type(kind)
-    graph.validate()
-    graph.build_operation_graph()
-    graph.create_execution_plans([cudnn.heur_mode.A])
-    graph.check_support()
-    graph.build_plans()
-    workspace = torch.empty(max(graph.get_workspace_size(), 1), dtype=torch.uint8, device=device)
-
-    numbers = {"scale_s": PROBABILITY_SCALE, "descale_s": 1.0 / PROBABILITY_SCALE, "amax_s": 0.0, "amax_o": 0.0}
-    constants = {name: torch.full((1, 1, 1, 1), number, device=device) for name, number in numbers.items()}
-    tensors |= {name: tensor for name, (tensor, _, _) in outputs.items()}
-
-    def execute(**given: Tensor) -> None:
-        cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream(device).cuda_stream)
-        pack = {tensors[name]: tensor for name, tensor in (constants | given).items()}
-        graph.execute(pack, workspace, handle=handle)
-
-    return execute
 
 
 def sage_attention(inputs: Inputs) -> Prepared:
