@@ -45,10 +45,9 @@ VLLM_PAGE = 128
 PREQUANTIZED = ":prequantized"
 """Suffix of FP8 attention whose operands are given in E4M3: quantizing them is not counted."""
 THRESHOLDS = {"": None, **{f":t{nats}": float(nats) for nats in (5, 6, 7, 8)}}
-FLASHINFER = {f"flashinfer{suffix}": nats for suffix, nats in THRESHOLDS.items()}
+FLASHINFER = {f"flashinfer{kind}{suffix}": nats for kind in ("", ":fp8") for suffix, nats in THRESHOLDS.items()}
+FLASHINFER |= {f"flashinfer:fp8{PREQUANTIZED}": None}
 """FlashInfer by its name in results, and the threshold below which it skips tiles, in nats."""
-FLASHINFER_FP8 = {f"flashinfer:fp8{suffix}": nats for suffix, nats in (THRESHOLDS | {PREQUANTIZED: None}).items()}
-"""FlashInfer in E4M3 by its name in results, and the same threshold."""
 FLASHINFER_WORKSPACE = 16 << 20
 PROBABILITY_SCALE = 256.0
 """Scale of cuDNN's FP8 probabilities."""
@@ -194,20 +193,17 @@ def sage_attention(inputs: Inputs) -> Prepared:
 
 
 def flashinfer(name: str, inputs: Inputs) -> Prepared:
-    """Return a call of FlashInfer's FMHA v2 for Hopper in 16 bits. ``name`` is one of :data:`FLASHINFER`."""
-    operands = tuple(each.flatten(0, 1) for each in inputs.token_major)
-    attend = _fmha_v2(inputs, FLASHINFER[name])
-    return Prepared(lambda: attend(operands, "SEPARATE_Q_K_V", bmm1_scale=inputs.scale, bmm2_scale=1.0))
+    """Return a call of FlashInfer's FMHA v2 for Hopper, in 16 bits or in E4M3. ``name`` is one of :data:`FLASHINFER`.
 
-
-def flashinfer_fp8(name: str, inputs: Inputs) -> Prepared:
-    """Return a call of FlashInfer's FMHA v2 for Hopper in E4M3, with one scale per tensor and 16-bit outputs.
-
-    FlashInfer takes the scales as numbers on the host, so that no call can wait for them: they are computed once,
-    before anything is timed, as calibration does. ``flashinfer:fp8`` counts a fused quantization, which stores keys and
-    values in the one tensor that FlashInfer expects. ``name`` is one of :data:`FLASHINFER_FP8`.
+    In E4M3, a tensor has one scale, and outputs have 16 bits. FlashInfer takes the scales as numbers on the host, so
+    that no call can wait for them: they are computed once, before anything is timed, as calibration does.
+    ``flashinfer:fp8`` counts a fused quantization, which stores keys and values in the one tensor that FlashInfer
+    expects.
     """
-    fmha_v2 = _fmha_v2(inputs, FLASHINFER_FP8[name])
+    fmha_v2 = _fmha_v2(inputs, FLASHINFER[name])
+    if not name.startswith("flashinfer:fp8"):
+        operands = tuple(each.flatten(0, 1) for each in inputs.token_major)
+        return Prepared(lambda: fmha_v2(operands, "SEPARATE_Q_K_V", bmm1_scale=inputs.scale, bmm2_scale=1.0))
     q_descale, k_descale, v_descale = quantize_fp8(*inputs.token_major, per_head=False).descales.flatten().tolist()
 
     def attend(operands: Fp8Operands) -> Tensor:
@@ -326,7 +322,6 @@ PEERS: dict[str, Callable[[Inputs], Prepared]] = {
     **{name: partial(flash_attention_3, name) for name in (*FLASH_3, f"fa3:fp8{PREQUANTIZED}")},
     **{name: partial(cudnn_fp8, name) for name in ("cudnn:fp8", f"cudnn:fp8{PREQUANTIZED}")},
     **{name: partial(flashinfer, name) for name in FLASHINFER},
-    **{name: partial(flashinfer_fp8, name) for name in FLASHINFER_FP8},
     "sage": sage_attention,
 }
 """What prefill with ``dma_mxfp`` is compared with, by name in results."""
