@@ -14,7 +14,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from . import console
-from .commands import bench, demo, env, equalize, quality, report, serve
+from .commands import bench, env, equalize, quality, report, serve
 from .config import Run, add_command
 from .environment import versions
 from .errors import UserError, one_line
@@ -29,12 +29,12 @@ COMMANDS: dict[str, Run] = {
     "report": report.report,
     "card": report.card,
     "serve": serve.serve,
-    "demo": demo.demo,
+    "demo": quality.demo,
     "bench": bench.bench,
     "env": env.env,
 }
 START = """Start here:
-  dma-hf demo         run everything on a small model that comes with the package
+  dma-hf demo         compare every preset on a small model that comes with the package
   dma-hf ppl --help   measure your own model"""
 
 

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +21,6 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from .results import Generation
     from .show import pages
 
 USER_ERROR, FAILED, INTERRUPTED = 2, 1, 130  # exit codes
@@ -84,16 +83,6 @@ def print_table(table: pages.Table) -> None:
         print_line(escape(table.caption))
     out.print(shown, crop=False)
     out.print()
-
-
-def print_generations(generations: Sequence[Generation]) -> None:
-    """Show how each backend continued the same prompt."""
-    print_line(f"\nGreedy continuation of a prompt of {generations[0].prompt_tokens:,} tokens, with the KV cache")
-    print_line(f"[dim]… {escape(generations[0].prompt_end.strip())}[/]")
-    for generation in generations:
-        same = f"{generation.same_tokens} of {len(generation.tokens)} tokens equal {generations[0].label}"
-        print_line(f"\n[bold]{escape(generation.label)}[/] ({escape(same)}, {generation.seconds:.1f} s)")
-        print_line(escape(generation.continuation.strip()))
 
 
 def working(message: str) -> Status:

@@ -1,7 +1,7 @@
 """The results file of a run: its schema, as dataclasses.
 
 ``results.json`` is the JSON of a :class:`Report`. Objects have the fields of the dataclasses below, and every field is
-written. ``schema_version`` increases when a field is added, removed or changes its meaning. Reports of another version
+written. ``schema_version`` increases when a field is added, removed or changes its meaning. Reports before version 11
 are refused. Numbers that do not exist (of a failed backend, or without a reference) are null.
 """
 
@@ -127,19 +127,6 @@ class PerplexitySection(Section):
         """Whether the windows reach from the text's first token to its last, which may be too few for a window."""
         reach = self.context + (self.windows - 1) * self.stride
         return not (self.skip_windows or self.windows_left) and reach >= self.data.tokens - 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Generation:
-    """A greedy continuation by one backend, with the KV cache."""
-
-    label: str  # the backend
-    prompt_tokens: int  # length of the prompt
-    prompt_end: str  # the last characters of the prompt
-    continuation: str  # the generated text
-    tokens: list[int]  # its tokens
-    same_tokens: int  # number of leading tokens that equal those of the first backend
-    seconds: float  # time of prefill and decoding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,10 +305,9 @@ class Results:
 class Report(Results):
     """All results in one folder. Its own date, command, seed, environment and model are those of the last command."""
 
-    schema_version: Literal[11] = 11
+    schema_version: Literal[11, 12] = 12  # version 11 also had continuations of the demo
     model: ModelInfo
     perplexity: list[PerplexitySection] = field(default_factory=list)  # one section per text and context
-    generations: list[Generation] = field(default_factory=list)  # continuations, if any
     tasks: list[TaskSection] = field(default_factory=list)  # one section per evaluation on lm-eval tasks
     fidelity: list[FidelitySection] = field(default_factory=list)  # one section per comparison with SDPA in fp32
     stress: list[StressSection] = field(default_factory=list)  # one section per run on twins
@@ -373,7 +359,7 @@ def merged(previous: Report, new: Report) -> Report:
     sections: dict[str, Any] = {name: [*getattr(new, name)] for name in SECTIONS}
     for name, own in sections.items():
         own[:0] = [old for old in getattr(previous, name) if not any(is_replaced(old, each) for each in own)]
-    return replace(new, **sections, generations=new.generations or previous.generations)
+    return replace(new, **sections)
 
 
 def low_share(lengths: Sequence[int], config: Mapping[str, Any]) -> float:

@@ -121,11 +121,11 @@ class Run:
         origin = max(session.origins, key=lambda each: each.created, default=session.origin())
         return replace(section, origin=replace(origin, request=request))
 
-    def measure(self, *, goes_on: bool, also: Callable[[Report], None]) -> int:
+    def measure(self, *, goes_on: bool, json_file: Path | None) -> int:
         """Measure all parts; write the report after each, and return the exit code.
 
         With ``goes_on``, a failed part is reported and the others continue, and contexts that the model does not
-        support are skipped. ``also`` is called with this command's own report at the end. Several processes measure the
+        support are skipped. ``json_file`` gets this command's own report at the end. Several processes measure the
         tasks together, before the first one goes on alone.
         """
         session, out = self.session, self.session.folder
@@ -164,10 +164,11 @@ class Run:
                 console.print_error(resume)
                 break
         if self._is_main:
-            also(report)
-            whole = _record(report, out)
+            if json_file is not None:
+                write_json(report, json_file)
+                console.print_wrote(json_file)
             if out is not None:
-                console.print_wrote(RESULTS, *write_run(whole, out), folder=out)
+                console.print_wrote(RESULTS, *write_run(_record(report, out), out), folder=out)
         PartialState().destroy_process_group()
         if is_interrupted:
             return console.INTERRUPTED

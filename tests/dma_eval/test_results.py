@@ -19,7 +19,7 @@ from dma_eval.load.data import load_text
 from dma_eval.load.models import load_model
 from dma_eval.measures.perplexity import measure_perplexity
 from dma_eval.names import PRESETS
-from dma_eval.results import BackendResult, Generation, Origin, Report, here_and_now, read_report
+from dma_eval.results import BackendResult, Origin, Report, here_and_now, read_report
 from dma_eval.session import Session
 from dma_eval.show import plots
 from dma_eval.show.pages import COLUMNS, format_kl, number, perplexity_page
@@ -44,18 +44,9 @@ def section(session, text_file):
 
 @pytest.fixture
 def report(session, section):
-    generation = Generation(
-        label="sdpa",
-        prompt_tokens=3,
-        prompt_end="the | sea",
-        continuation="and\n\n ä",
-        tokens=[1, 2],
-        same_tokens=2,
-        seconds=0.5,
-    )
     facts = here_and_now() | {"command": "dma-hf ppl 'a|b'", "seed": 7, "model": session.loaded.info}
     section = replace(section, backends=[*section.backends, FAILED], origin=Origin(**facts))
-    return Report(**facts, perplexity=[section], generations=[generation])
+    return Report(**facts, perplexity=[section])
 
 
 @pytest.mark.parametrize(
@@ -78,7 +69,7 @@ class TestJson:
         write(report, tmp_path / "r.json")
         assert read_report(tmp_path / "r.json") == report
         values = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
-        assert (values["schema_version"], values["seed"]) == (11, 7)
+        assert (values["schema_version"], values["seed"]) == (12, 7)
         assert values["environment"]["packages"].keys() >= {"torch", "transformers"}
         model = values["model"]
         assert (model["architecture"], model["parameters"] > 50_000) == ("LlamaForCausalLM", True)
@@ -118,7 +109,7 @@ class TestJson:
     @pytest.mark.parametrize(
         ("before", "after", "message"),
         [
-            ('"schema_version": 11', '"schema_version": 99', "no report of this version: schema_version: .* got 99; m"),
+            ('"schema_version": 12', '"schema_version": 99', "no report of this version: schema_version: .* got 99; m"),
             ('"seed": 7', '"seed": "0"', "seed: Input should be a valid integer, got '0'"),
             ('"architecture": "L', '"kind": "L', "model.architecture: Field required"),
             (
@@ -179,13 +170,12 @@ class TestMarkdown:
         assert len(perplexity_page(replace(section, backends=section.backends[::3])).warnings) == 1  # without dma_mxfp
         assert "> **Warning**: broken failed" in to_markdown(report)
 
-    def test_configurations_plots_and_continuations(self, report):
+    def test_configurations_and_plots(self, report):
         text = to_markdown(report, [Plot("A plot", "plots/a.png", report.perplexity[0])])
         assert "| field | dma_mxfp:balanced | dma_mxfp:paper |" in text
         assert "| `low` | mxint8 | mxfp4 |" in text
         assert "| `smooth_k` | true | false |" in text
         assert "![A plot](plots/a.png)" in text
-        assert "**sdpa**, 2 of 2 tokens equal the first:\n\n> and\n>\n>  ä" in text
 
     @pytest.mark.parametrize(
         ("value", "shown"), [(None, "–"), (0.0, "0.00000"), (0.01234567, "0.01235"), (1.23e-7, "1.2e-07")]

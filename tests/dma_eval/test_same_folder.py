@@ -83,7 +83,7 @@ class TestSections:
     def test_are_not_added_to_a_file_of_an_older_version(self, ppl, measure, out, refused):
         measure()
         file = out / "results.json"
-        file.write_text(file.read_text(encoding="utf-8").replace('"schema_version": 11', '"schema_version": 10'))
+        file.write_text(file.read_text(encoding="utf-8").replace('"schema_version": 12', '"schema_version": 10'))
         before = file.read_bytes()
         assert "name another folder" in refused(ppl("-c", 256, "--out", out))
         assert file.read_bytes() == before

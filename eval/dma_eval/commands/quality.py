@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dma_eval import config, console
 from dma_eval.config import REQUIRED, FidelityPart, PerplexityPart, StressPart, Suite, TasksPart, option
 from dma_eval.errors import UserError
-from dma_eval.files import check_file, check_folder, write_json
+from dma_eval.files import check_file, check_folder
 from dma_eval.load.hub import check_inputs
 from dma_eval.names import parse_name
-
-if TYPE_CHECKING:
-    from dma_eval.results import Report
 
 SUITES = ", ".join(config.suite_names())
 CHANGES = {"max_windows": ("perplexity", "fidelity", "stress"), "limit": ("tasks",), "batch_size": ("tasks",)}
 """Options that change a suite, and the parts in which they do."""
+DEMO = PerplexityPart(contexts=[4096], max_windows=2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +35,11 @@ class SuiteOptions(config.AllPresetsOptions):
     batch_size: int | None = config.sequences_option(None, shown="what the suite says")
 
 
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    out: Path = config.out_option(Path("dma-demo"), "-o", help="Folder for the report.")
+
+
 def ppl(args: PplOptions, text: config.TextOptions, part: PerplexityPart) -> int:
     """Compare attention backends: perplexity, divergence from the first one, speed and memory.
 
@@ -51,13 +54,7 @@ def ppl(args: PplOptions, text: config.TextOptions, part: PerplexityPart) -> int
     """
     check_file(args.json, "--json")
     part = replace(part, contexts=[] if args.context is None else [args.context])
-
-    def write(report: Report) -> None:
-        if args.json is not None:
-            write_json(report, args.json)
-            console.print_wrote(args.json)
-
-    return measure(args, Suite(name="ppl", perplexity=part), text, also=write)
+    return measure(args, Suite(name="ppl", perplexity=part), text, json_file=args.json)
 
 
 def fidelity(args: config.QualityOptions, text: config.TextOptions, part: FidelityPart) -> int:
@@ -127,6 +124,22 @@ def suite(args: SuiteOptions, text: config.OptionalTextOptions, tasks: config.Ta
     return measure(args, suite, text, include_path=tasks.include_path, goes_on=True)
 
 
+def demo(args: DemoOptions) -> int:
+    """Compare SDPA with every preset on a small model that comes with the package, in a minute or two on a CPU.
+
+    Measures perplexity and divergence on a held-out text. Needs no network. Writes results.json, pages, plots and
+    configurations to the folder.
+
+    Examples:
+    dma-hf demo
+    dma-hf demo --out /tmp/report
+    """
+    assets = resources.files("dma_eval") / "assets"
+    with resources.as_file(assets / "demo_model") as model, resources.as_file(assets / "heldout.txt") as file:
+        options = config.AllPresetsOptions(model=str(model), dtype="float32", out=args.out)
+        return measure(options, Suite(name="demo", perplexity=DEMO), config.TextOptions(data=str(file)))
+
+
 def measure(
     args: config.QualityOptions,
     suite: Suite,
@@ -134,7 +147,7 @@ def measure(
     *,
     include_path: Sequence[Path] = (),
     goes_on: bool = False,
-    also: Callable[[Report], None] = lambda report: None,
+    json_file: Path | None = None,
 ) -> int:
     """Run a suite, show and write its results, and return the exit code."""
     for name in args.attn:
@@ -149,4 +162,4 @@ def measure(
 
         backends = parse_backends(args.attn or default_names())  # before slow imports
         from dma_eval.run import Run
-    return Run(args, backends, suite, text, include_path).measure(goes_on=goes_on, also=also)
+    return Run(args, backends, suite, text, include_path).measure(goes_on=goes_on, json_file=json_file)

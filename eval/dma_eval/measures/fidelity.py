@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,7 +22,7 @@ from dma_eval.errors import UserError, one_line
 from dma_eval.load.backends import Backend, activate, compared_with, in_chunks, needs_chunks
 from dma_eval.load.data import Text, Window
 from dma_eval.load.reading import common_prefix, continued, probed
-from dma_eval.results import Divergence, FidelitySection, Generation, HeadErrors
+from dma_eval.results import Divergence, FidelitySection, HeadErrors
 from dma_eval.session import Session
 from dma_hf.config import NAME as DMA
 from dma_hf.stats import counted_tiles
@@ -33,7 +32,6 @@ from .perplexity import compare, cut
 REFERENCE = Backend("sdpa, fp32", "sdpa")
 HORIZONS = (64, 256, 1024)
 """Numbers of generated tokens for which the share of equal tokens is reported, because errors accumulate."""
-SHOWN_PROMPT_CHARACTERS = 300
 Array = NDArray[np.float64]
 
 
@@ -132,30 +130,6 @@ def _divergence(
         found.append(Divergence(label=backend.label, same_tokens=same, equal_share=shares))
         session.progress.advance(backend.label)
     return found
-
-
-def continue_greedily(session: Session, prompt: Tensor, new_tokens: int) -> list[Generation]:
-    """Continue ``prompt`` (token ids, ``[T]``) with every backend, by ``new_tokens`` tokens or to the end of text."""
-    model, tokenizer = session.loaded.model, session.loaded.tokenizer
-    session.progress.begin("Generating", len(session.backends))
-    facts: dict[str, Any] = {"prompt_tokens": len(prompt)}
-    facts["prompt_end"] = tokenizer.decode(prompt, skip_special_tokens=True)[-SHOWN_PROMPT_CHARACTERS:]
-    generations: list[Generation] = []
-    for backend in session.backends:
-        activate(model, backend)
-        began = time.perf_counter()
-        (tokens,) = continued(model, backend, prompt[None], new_tokens)
-        made = Generation(
-            label=backend.label,
-            **facts,
-            continuation=tokenizer.decode(tokens, skip_special_tokens=True),
-            tokens=tokens,
-            same_tokens=common_prefix(generations[0].tokens if generations else tokens, tokens),
-            seconds=time.perf_counter() - began,
-        )
-        generations.append(made)
-        session.progress.advance(backend.label)
-    return generations
 
 
 def head_errors(

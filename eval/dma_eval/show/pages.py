@@ -112,7 +112,6 @@ def templates() -> jinja2.Environment:
         "share": share,
         "low_share": lambda backend, context: low_share([context], backend.config),
         "cell": lambda text: str(text).replace("|", "\\|"),
-        "quote": lambda text: "\n".join(f"> {line}".rstrip() for line in text.strip().splitlines()),
         "quoted": lambda text: f"`{text}`",
     }
     return environment

@@ -124,7 +124,6 @@ def _content(report: Report, plots: Sequence[Plot]) -> dict[str, Any]:
         "title": f"Attention backends on {', '.join(names)}",
         "measured": "; ".join(dict.fromkeys(measured(each.model) for each in origins)),
         "sections": sections,
-        "generations": report.generations,
         "appendix": appendix,
     }
 
