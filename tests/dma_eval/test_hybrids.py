@@ -67,7 +67,6 @@ def test_a_row_of_a_cache_shows_the_loss_of_the_cache(measured, tmp_path):
     (section,) = measured("ppl", "-c", 512, "--max-windows", 2).perplexity
     page = (tmp_path / "run/report.md").read_text(encoding="utf-8")
     assert "- `dma_mxfp:balanced+int8`: relative to `sdpa+dynamic`, which reads the same chunks" in page
-    assert "| `sdpa+dynamic` | sdpa | DynamicCache of Transformers |" in page
     sdpa, balanced, chunks, int8 = section.backends
     assert [chunks.label, int8.label] == ["sdpa+dynamic", "dma_mxfp:balanced+int8"]
     assert [each.reference for each in section.backends] == [None, None, None, "sdpa+dynamic"]

@@ -24,7 +24,7 @@ from dma_eval.session import Session
 from dma_eval.show import plots
 from dma_eval.show.pages import COLUMNS, format_kl, number, perplexity_page
 from dma_eval.show.plots import line_styles, plot_positions
-from dma_eval.show.render import Plot, cache_of, measured, to_html, to_markdown
+from dma_eval.show.render import Plot, measured, to_html, to_markdown
 from PIL import Image
 
 FAILED = BackendResult(label="broken", implementation="broken", config=None, failure="NaN | somewhere")
@@ -153,7 +153,7 @@ class TestMarkdown:
     def test_tables_are_rectangular(self, report):
         """As many cells in each row as in the one above, a bar within a cell being escaped."""
         blocks = [block for block in to_markdown(report).split("\n\n") if block.startswith("|")]
-        assert len(blocks) == 4
+        assert len(blocks) == 3
         for block in blocks:
             assert len({line.replace("\\|", "").count("|") for line in block.splitlines()}) == 1
 
@@ -224,15 +224,8 @@ class TestMeasured:
         section = replace(section, origin=replace(section.origin, environment=machine))
         assert "| versions | torch 2.13, commit abc-dirty |" in to_markdown(replace(report, perplexity=[section]))
 
-    def test_cache(self):
-        assert cache_of("dma_mxfp:balanced", {"cache": None}) == cache_of("sdpa", None) == "none"
-        assert cache_of("dma_mxfp:balanced+int4", {"cache": "int4"}) == "DMACache, int4"
-        assert cache_of("sdpa+hqq4", None) == "QuantizedCache of Transformers, hqq4"
-
     def test_a_cache_that_is_named_twice_is_explained(self, section):
         """Repeats have a number after the name of the cache."""
-        assert cache_of("sdpa+hqq4 #2", None) == "QuantizedCache of Transformers, hqq4"
-        assert cache_of("sdpa+dynamic #1", None) == "DynamicCache of Transformers"
         backends = [replace(section.backends[1], label=f"dma_mxfp+int4 #{which}") for which in (1, 2)]
         notes = perplexity_page(replace(section, backends=[section.backends[0], *backends])).notes
         assert any("every token is read through a `DMACache`" in note for note in notes)

@@ -17,7 +17,7 @@ from dma_eval.names import BUILDERS, DMA, PRESETS
 from dma_eval.results import ModelInfo, Report, backend_configs, backend_groups
 
 from .pages import Page, perplexity_page, task_page, templates
-from .render import cache_of, distinct_origins, machine, measured, section_pages, tidy, versions
+from .render import distinct_origins, machine, measured, section_pages, tidy, versions
 
 TAGS = ["dma_mxfp", "quantized-attention", "low-bit-attention", "dma-hf"]
 TASK = "text-generation"
@@ -133,7 +133,6 @@ def _text(report: Report, label: str, base: str, name: str) -> str:
         "name": name,
         "base": base,
         "config": config,
-        "cache": cache_of(label, config),
         "attention": label if is_named else DMA,
         "arguments": "" if is_named else repr(section),
         "json": json.dumps({DMA: section}, indent=2),

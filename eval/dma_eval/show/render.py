@@ -16,8 +16,7 @@ from markdown_it import MarkdownIt
 from dma_eval.environment import Environment
 from dma_eval.errors import UserError, one_line
 from dma_eval.files import check_folder, slug
-from dma_eval.names import DYNAMIC, cache_suffix
-from dma_eval.results import ModelInfo, Origin, Report, backend_configs, backend_groups
+from dma_eval.results import ModelInfo, Origin, Report, backend_configs
 
 from .pages import MISSING, PAGES, Page, Table, templates
 
@@ -108,9 +107,7 @@ def _content(report: Report, plots: Sequence[Plot]) -> dict[str, Any]:
         (page, [plot for plot in plots if plot.section is section])
         for page, (_, section) in zip(pages, report.sections, strict=True)
     ]
-    backends = {each.label: each for group in backend_groups(report) for each in group}
-    rows = [[f"`{each.label}`", each.implementation, cache_of(each.label, each.config)] for each in backends.values()]
-    appendix = [Table(("backend", "attention", "cache that it read through"), rows, "Backends")] if rows else []
+    appendix = []
     configs = backend_configs(report)
     if configs:
         names = dict.fromkeys(name for config in configs.values() for name in config)
@@ -154,21 +151,13 @@ def machine(environment: Environment) -> str:
 
 def measured(model: ModelInfo) -> str:
     """Say which weights were measured, with their dtype and quantization."""
-    weights = f"`{model.name}`{_revision(model)}, weights in {model.dtype}"
+    revision = model.commit or model.revision
+    weights = f"`{model.name}`" + (f" at `{revision}`" if revision else "") + f", weights in {model.dtype}"
     if model.quantization is not None:
         weights += f", quantized to {model.quantization} in the file or checkpoint"
     positions = "" if model.yarn is None else f"; YaRN extends its positions {model.yarn:g} times"
     spread = "" if model.device_map is None else f", with device_map {model.device_map}"
     return f"{weights}{positions}; on {model.device}{spread}"
-
-
-def cache_of(label: str, config: dict[str, Any] | None) -> str:
-    if config is not None and config.get("cache"):
-        return f"DMACache, {config['cache']}"
-    suffix = cache_suffix(label)
-    if suffix == DYNAMIC:
-        return "DynamicCache of Transformers"
-    return f"QuantizedCache of Transformers, {suffix.removeprefix('+')}" if suffix else "none"
 
 
 def versions(environment: Environment) -> str:
@@ -182,7 +171,6 @@ def _facts(origin: Origin, which: str) -> Table:
     heads = f"{model.query_heads} query heads, {model.kv_heads} kv heads, head_dim {model.head_dim}"
     cuda = f", CUDA {environment.cuda}" if environment.cuda else ""
     rows = {
-        "model": f"`{model.name}`{_revision(model)}",
         "architecture": f"{model.architecture}, {model.parameters:,} parameters, {model.layers} layers, {heads}",
         "measured": measured(model),
         "machine": machine(environment),
@@ -192,11 +180,6 @@ def _facts(origin: Origin, which: str) -> Table:
         "seed, date": f"{origin.seed}, {origin.created}",
     }
     return Table(("", ""), [[name, text] for name, text in rows.items() if text], f"Model and machine{which}")
-
-
-def _revision(model: ModelInfo) -> str:
-    revision = model.commit or model.revision
-    return f" at `{revision}`" if revision else ""
 
 
 def _plain(value: object) -> str:
