@@ -66,7 +66,7 @@ class TestFolder:
     def test_holds_everything(self, report, folder):
         found = [path.relative_to(folder / "all") for path in (folder / "all").rglob("*.*")]
         names = {path.as_posix() for path in found if path.parts[0] not in ("parts", "samples")}  # what it resumes from
-        plots = {"positions-128.png", "tasks.png", "fidelity.png"}
+        plots = {"positions-128.png", "fidelity.png"}
         assert names == {"results.json", "report.md", "report.html", "configs/paper.toml", *plots}
         for plot in plots:
             with Image.open(folder / "all" / plot) as image:
@@ -76,7 +76,7 @@ class TestFolder:
         page = (folder / "all/report.md").read_text(encoding="utf-8")
         for heading in ("Perplexity at context 128", "Tasks", "Fidelity to SDPA in fp32", "Configurations"):
             assert f"## {heading}" in page
-        assert "](tasks.png)" in page[page.index("## Tasks") : page.index("## Fidelity")]  # a plot is where it belongs
+        assert "](positions-128.png)" in page[: page.index("## Tasks")]  # a plot is where it belongs
         assert set(re.findall(r"!\[.*\]\((.*)\)", page)) == plots
 
     def test_is_written_again(self, report, folder, run, tmp_path):
@@ -100,12 +100,13 @@ class TestFolder:
         assert (tmp_path / "report.md").is_file()
 
     def test_sections_of_one_kind_have_plots_of_their_own(self, report, tmp_path):
-        """Of two texts at one context, or of tasks from two runs; each stands in its section, once."""
-        (tokens,), (tasks,) = report.perplexity, report.tasks
+        """Of two texts at one context, or of fidelity from two runs; each stands in its section, once."""
+        (tokens,), (fidelity,) = report.perplexity, report.fidelity
         second = replace(tokens, data=replace(tokens.data, name="another text"))
-        files = write_run(replace(report, perplexity=[tokens, second], tasks=[tasks, replace(tasks)]), tmp_path)
+        both = replace(report, perplexity=[tokens, second], fidelity=[fidelity, replace(fidelity)])
+        files = write_run(both, tmp_path)
         page = (tmp_path / "report.md").read_text(encoding="utf-8")
-        for stem in ("positions-128", "tasks"):
+        for stem in ("positions-128", "fidelity"):
             for file in (f"{stem}.png", f"{stem}-2.png"):
                 assert file in files
                 assert (tmp_path / file).is_file()

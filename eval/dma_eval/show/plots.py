@@ -5,16 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from itertools import cycle, pairwise
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, FigureBase
 from matplotlib.ticker import MaxNLocator
 
-from dma_eval.results import PerplexitySection, TaskSection
-
-from .pages import share
+from dma_eval.results import PerplexitySection
 
 DPI = 150
 WIDTH = 11.0  # inches
@@ -45,9 +42,6 @@ OTHER_COLORS = ("#661100", "#999933", "#AA4466", "#6699CC", "#44AA99", "#88CCEE"
 DASHES = ("-", "--", "-.", ":")
 SQUEEZING = 8.0  # ratio of the largest value to the median above which an axis is symlog
 LEAST_LINEAR = 0.05
-LEAST_REACH = 1.0  # percentage points to each side, so that a small difference looks small
-GRID: dict[str, Any] = {"color": "#dddddd", "linewidth": 0.8}
-MARKERS = ("o", "s", "^", "D", "v", "P")
 
 
 def make_figure(title: str, height: float) -> Figure:
@@ -57,13 +51,11 @@ def make_figure(title: str, height: float) -> Figure:
     return figure
 
 
-def tidy(ax: Axes, *, rows: bool = False) -> None:
-    """Draw a grid below the data and two axes only. With ``rows`` the y axis lists categories."""
-    ax.grid(True, axis="x" if rows else "both", **GRID)
+def tidy(ax: Axes) -> None:
+    """Draw a grid below the data and two axes only."""
+    ax.grid(True, color="#dddddd", linewidth=0.8)
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
-    if rows:
-        ax.tick_params(axis="y", length=0)
 
 
 def legend_below(figure: FigureBase, ax: Axes) -> None:
@@ -135,35 +127,4 @@ def plot_positions(section: PerplexitySection, title: str) -> Figure:
         ax.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10], integer=True))
         ax.xaxis.set_major_formatter("{x:,.0f}")
     legend_below(figure, axes[0])
-    return figure
-
-
-def plot_tasks(section: TaskSection, title: str) -> Figure:
-    """Draw the difference of each task's accuracy from the reference, in points, with its interval."""
-    reference, *others = section.backends
-    rows = [(task, metric) for task in section.tasks if (metric := task.accuracy) is not None]
-    figure = make_figure(f"{title}: accuracy", 1.9 + (0.16 * len(others) + 0.24) * max(1, len(rows)))
-    ax = figure.subplots()
-    tidy(ax, rows=True)
-    styles = line_styles(backend.label for backend in section.backends)
-    for index, backend in enumerate(others):
-        values = [metric.of(backend.label) for _, metric in rows]
-        found = np.array([(each.difference, each.low, each.high) for each in values], float).reshape(-1, 3)
-        center, low, high = 100 * found.T
-        reach = np.nan_to_num([center - low, high - center]).clip(0)
-        places = np.arange(len(rows)) + 0.6 * ((index + 0.5) / len(others) - 0.5)
-        style: dict[str, Any] = {"fmt": MARKERS[index % len(MARKERS)], "color": styles[backend.label][0]}
-        ax.errorbar(center, places, xerr=reach, markersize=5, capsize=2, elinewidth=1.3, label=backend.label, **style)
-    ax.axvline(0, color=REFERENCE_COLOR, linewidth=1)
-    names = []
-    for task, metric in rows:
-        base = metric.values[0].value
-        names.append(f"{task.name}, {metric.name}" + ("" if base is None else f"\n{reference.label}: {share(base)}"))
-    ax.set_yticks(range(len(rows)), names)
-    ax.set_ylim(len(rows) - 0.4, -0.6)
-    widest = max(LEAST_REACH, *map(abs, ax.get_xlim()))
-    ax.set_xlim(-widest, widest)
-    intervals = f"with {share(section.confidence, '.0f')} intervals"
-    ax.set_xlabel(f"Difference from {reference.label}, percentage points, {intervals}")
-    legend_below(figure, ax)
     return figure

@@ -58,21 +58,15 @@ def write_run(report: Report, folder: Path) -> list[str]:
 
 def _drawings(report: Report) -> Iterator[tuple[Figure, str, str, Any]]:
     """Yield each plot, the stem of its file, its caption, and its section."""
-    from dma_eval.show import plots  # Matplotlib takes half a second to import, and a card needs none
+    from .plots import plot_positions  # Matplotlib takes half a second to import, and a card needs none
 
-    def name(section: Any) -> str:
-        return Path(section.origin.model.name).name
-
-    for section in report.perplexity:
-        context = f"context {section.context:,}"
-        figure = plots.plot_positions(section, f"{name(section)}, {context}")
-        yield figure, f"positions-{section.context}", f"Loss and divergence by position, {context}", section
-    for tasks in report.tasks:
-        if len(tasks.backends) > 1 and any(task.metrics for task in tasks.tasks):
-            yield plots.plot_tasks(tasks, name(tasks)), "tasks", "Difference of accuracy, with 95 % intervals", tasks
-    for fidelity in report.fidelity:
-        figure = plots.plot_positions(fidelity.tokens, f"{name(fidelity)}, against SDPA in fp32")
-        yield figure, "fidelity", "Loss and divergence by position, against SDPA in fp32", fidelity
+    found: list[Any] = [
+        (each, each, f"positions-{each.context}", f"context {each.context:,}") for each in report.perplexity
+    ]
+    found += [(each, each.tokens, "fidelity", "against SDPA in fp32") for each in report.fidelity]
+    for section, tokens, stem, what in found:
+        figure = plot_positions(tokens, f"{Path(section.origin.model.name).name}, {what}")
+        yield figure, stem, f"Loss and divergence by position, {what}", section
 
 
 def to_markdown(report: Report, plots: Sequence[Plot] = ()) -> str:
