@@ -11,7 +11,7 @@ from dma_eval.config import PerplexityPart
 from dma_eval.load.backends import default_names, parse_backends
 from dma_eval.load.data import tokenize
 from dma_eval.load.models import load_model
-from dma_eval.load.reading import common_prefix, continued
+from dma_eval.load.reading import continued
 from dma_eval.results import read_report
 
 ASSETS = Path(quality.__file__).parents[1] / "assets"
@@ -50,12 +50,7 @@ def test_a_continuation_is_what_a_model_without_a_cache_would_add(loaded):
         with torch.inference_mode():
             token = loaded.model(input_ids=expected, use_cache=False).logits[:, -1:].argmax(-1)
         expected = torch.cat([expected, token], dim=1)
-    assert tokens == expected[0, prompt.shape[1] :].tolist()
-
-
-@pytest.mark.parametrize(("first", "second", "length"), [([1, 2], [1, 2, 3], 2), ([1, 2, 3], [1, 5, 3], 1)])
-def test_common_prefix(first, second, length):
-    assert common_prefix(first, second) == length
+    assert tokens.equal(expected[0, prompt.shape[1] :])
 
 
 def test_far_keys_matter_to_the_demo_model():

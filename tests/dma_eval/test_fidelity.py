@@ -116,6 +116,13 @@ class TestComparison:
         table = next(table for table in fidelity_page(section).tables if "equal of 6" in table.headers)
         assert table.rows[0][1:] == ["6", "6", "2 of 2", "100.0 %", "100.0 %"]
 
+    def test_tokens_that_are_equal_again_later_count_for_the_share_alone(self, fidelity, monkeypatch):
+        tokens = iter([torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4]]), torch.tensor([[1, 9, 3, 4], [1, 2, 3, 9]])])
+        monkeypatch.setattr(fidelity_module, "HORIZONS", (2, 4))
+        monkeypatch.setattr(fidelity_module, "continued", lambda *_, **__: next(tokens))
+        (divergence,) = fidelity("sdpa", new_tokens=4).divergence
+        assert (divergence.same_tokens, divergence.equal_share) == ([1, 3], {"2": 0.75, "4": 0.75})
+
     @pytest.mark.usefixtures("broken_kernels")
     def test_failed_backend(self, fidelity):
         section = fidelity("dma_mxfp:paper", "sdpa")

@@ -153,12 +153,10 @@ def origin(model: PreTrainedModel, again: Callable[[], object]) -> str:
 
 
 @torch.inference_mode()
-def continued(
-    model: PreTrainedModel, backend: Backend, prompts: Tensor, new_tokens: int, **options: Any
-) -> list[list[int]]:
+def continued(model: PreTrainedModel, backend: Backend, prompts: Tensor, new_tokens: int, **options: Any) -> Tensor:
     """Return the greedy tokens after each of ``prompts`` ``[B, T]``. The model already runs ``backend``."""
     ids = prompts.to(model.device)
-    output = model.generate(
+    output: Tensor = model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=new_tokens,
@@ -167,11 +165,4 @@ def continued(
         **{CACHE_ARGUMENT: new_cache(model, backend)},
         **options,
     )
-    tokens: list[list[int]] = output[:, ids.shape[1] :].tolist()
-    return tokens
-
-
-def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return the number of equal leading elements."""
-    different = (index for index, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
-    return next(different, min(len(first), len(second)))
+    return output[:, ids.shape[1] :].cpu()

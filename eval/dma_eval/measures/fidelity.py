@@ -21,7 +21,7 @@ from dma_eval.config import FidelityPart, PerplexityPart
 from dma_eval.errors import UserError, one_line
 from dma_eval.load.backends import Backend, activate, compared_with, in_chunks, needs_chunks
 from dma_eval.load.data import Text, Window
-from dma_eval.load.reading import common_prefix, continued, probed
+from dma_eval.load.reading import continued, probed
 from dma_eval.results import Divergence, FidelitySection, HeadErrors
 from dma_eval.session import Session
 from dma_hf.config import NAME as DMA
@@ -115,7 +115,7 @@ def _divergence(
 ) -> list[Divergence]:
     """Find where the greedy continuations of prompts, each ``[T]``, diverge from those of the reference."""
 
-    def tokens_of(model: PreTrainedModel, backend: Backend) -> list[list[int]]:
+    def tokens_of(model: PreTrainedModel, backend: Backend) -> Tensor:
         activate(model, backend)
         return continued(model, backend, torch.stack(list(prompts)), new_tokens, min_new_tokens=new_tokens)
 
@@ -123,10 +123,9 @@ def _divergence(
     expected = tokens_of(reference_model, REFERENCE)
     found = []
     for backend in backends:
-        pairs = list(zip(expected, tokens_of(session.loaded.model, backend), strict=True))
-        equal = np.array([np.equal(*pair) for pair in pairs])
+        equal = (tokens_of(session.loaded.model, backend) == expected).double()
         shares = {str(n): float(equal[:, :n].mean()) for n in HORIZONS if n <= new_tokens}
-        same = [common_prefix(*pair) for pair in pairs]
+        same = equal.cumprod(1).sum(1).int().tolist()  # up to the first difference
         found.append(Divergence(label=backend.label, same_tokens=same, equal_share=shares))
         session.progress.advance(backend.label)
     return found
