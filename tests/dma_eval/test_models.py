@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
+import shutil
+import sys
 from dataclasses import replace
 
 import pytest
@@ -97,6 +100,30 @@ class TestSource:
     def test_no_name_of_a_model(self, name, message):
         with pytest.raises(UserError, match=f"--model: {message}"):
             parse_source(name)
+
+
+OWN_MODEL = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_a_model_with_its_own_code_loads_if_its_code_is_trusted(model_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("sys.path", [*sys.path])
+    folder = shutil.copytree(model_folder, tmp_path / "own")
+    (folder / "own.py").write_text(OWN_MODEL, encoding="utf-8")
+    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    values |= {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}}
+    (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    assert load_model(str(folder), device="cpu", trust_remote_code=True).info.architecture == "OwnModel"
+    with pytest.raises(UserError, match="contains custom code"):
+        load_model(str(folder), device="cpu")
 
 
 def test_weights_that_do_not_fit_in_their_dtype_are_refused(model_folder, monkeypatch):

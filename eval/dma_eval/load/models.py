@@ -146,7 +146,8 @@ def load_model(
         if yarn is not None:
             rescale(config, yarn)
         if source.gguf_file is None:
-            check_memory(f"{option}: {name}", config, chosen_dtype, None if is_spread else chosen_device)
+            where = None if is_spread else chosen_device
+            check_memory(f"{option}: {name}", config, chosen_dtype, where, trust_remote_code)
         options |= {"config": config, "dtype": chosen_dtype or "auto", "device_map": device_map}
         options |= {"distributed_config": {"tp_size": tensor_parallel}} if tensor_parallel > 1 else {}
         model, loading = AutoModelForCausalLM.from_pretrained(source.path, output_loading_info=True, **options)
@@ -211,13 +212,15 @@ def _damage(source: ModelSource) -> str:
     return ""
 
 
-def check_memory(what: str, config: Any, dtype: torch.dtype | None, device: torch.device | None) -> None:
+def check_memory(
+    what: str, config: Any, dtype: torch.dtype | None, device: torch.device | None, trust_remote_code: bool
+) -> None:
     """Check that unquantized weights fit in the memory of a device, or of all devices and the host together."""
     if getattr(config, "quantization_config", None) is not None:
         return
     chosen = dtype or config.dtype or torch.float32
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=chosen)
+        model = AutoModelForCausalLM.from_config(config, dtype=chosen, trust_remote_code=trust_remote_code)
     needed = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     free = free_memory(device)
     if needed > free:
