@@ -224,6 +224,11 @@ class HeadErrors:
     relative_l1: list[list[float]]  # sum |output - reference| / sum |reference|, ``[layer][query head]``
     cosine: list[list[float]]  # mean over tokens of the cosine of output and reference, ``[layer][query head]``
     skipped: list[list[float]] | None = None  # share of low tiles skipped; null for a backend that skips none
+    layers: list[int] = field(default_factory=list)  # their numbers in the model; in version 11 they are 0, 1, ...
+
+    def layer_number(self, index: int) -> int:
+        """Return the number in the model of a layer in these lists."""
+        return self.layers[index] if self.layers else index
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,7 +310,7 @@ class Results:
 class Report(Results):
     """All results in one folder. Its own date, command, seed, environment and model are those of the last command."""
 
-    schema_version: Literal[11, 12] = 12  # version 11 also had continuations of the demo
+    schema_version: Literal[11, 12] = 12  # version 11 had continuations of the demo, and no numbers of layers
     model: ModelInfo
     perplexity: list[PerplexitySection] = field(default_factory=list)  # one section per text and context
     tasks: list[TaskSection] = field(default_factory=list)  # one section per evaluation on lm-eval tasks

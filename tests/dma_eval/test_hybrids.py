@@ -14,8 +14,10 @@ from dma_eval.measures.perplexity import measure_perplexity
 from dma_eval.results import read_report
 from dma_eval.session import Session
 from dma_eval.show.card import make_card
+from dma_eval.show.pages import fidelity_page
 from transformers import AutoTokenizer, BambaConfig, BambaForCausalLM, DynamicCache
 
+import dma_hf
 from dma_hf.integrations.internals import CACHE_ARGUMENT
 
 NAMES = ("sdpa", "dma_mxfp:balanced", "dma_mxfp:balanced+int8")
@@ -93,6 +95,18 @@ def test_fidelity_has_both_references_in_fp32(measured):
     references = [None, None, None, None, None, "sdpa, fp32+dynamic"]
     assert [each.reference for each in section.tokens.backends] == references
     assert [each.label for each in section.divergence] == labels[2:]
+
+
+def test_heads_are_listed_with_the_number_of_their_layer(measured, tmp_path):
+    """``high_layers`` takes these numbers, also where other layers have no attention."""
+    dma_hf.DMAConfig(skip_threshold=6.0).to_toml(tmp_path / "mine.toml")
+    attn = [f"dma_mxfp:{tmp_path}/mine.toml"]
+    (section,) = measured("fidelity", "-c", 256, "--max-windows", 1, "--prompts", 0, attn=attn).fidelity
+    (heads,) = section.heads
+    assert heads.layers == [1]
+    worst, skipped = (table for table in fidelity_page(section).tables if "layer" in " ".join(table.headers))
+    assert all(each.startswith("1.") for each in worst.rows[0][-1].split(", "))
+    assert [each.partition(" ")[0] for each in skipped.rows[0][-2:]] == ["1", "1"]
 
 
 def test_tasks_are_paired_with_it(measured, tiny_tasks):

@@ -171,7 +171,8 @@ def head_errors(
         raise UserError(f"{type(model).__name__}: the heads cannot be measured: {one_line(error)}") from error
     errors = []
     for backend in measured:
-        totals = [sums[place] for place in sorted(sums) if place[0] == backend.label]
+        layers = sorted(layer for label, layer in sums if label == backend.label)
+        totals = [sums[backend.label, layer] for layer in layers]
         differing, magnitude, cosine, count, skipped, examined = np.array(totals).transpose(1, 0, 2)
         skips = backend.config is not None and backend.config.skip_threshold is not None
         made = HeadErrors(
@@ -179,6 +180,7 @@ def head_errors(
             relative_l1=(differing / np.maximum(magnitude, np.finfo(np.float64).tiny)).tolist(),
             cosine=(cosine / count).tolist(),
             skipped=(skipped / np.maximum(examined, 1)).tolist() if skips else None,
+            layers=layers,
         )
         errors.append(made)
     return errors

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import jinja2
 import numpy as np
-from numpy.typing import NDArray
 
 from dma_eval.names import SIMULATED, TILE, cache_suffix
 from dma_eval.results import (
@@ -218,7 +217,7 @@ def fidelity_page(section: FidelitySection) -> Page:
     tables = [make_table(FIDELITY_COLUMNS, tokens.backends), _position_table(tokens)]
     if section.heads:
         tables.append(_head_table(section.heads))
-    skipping = {heads.label: np.array(heads.skipped) for heads in section.heads if heads.skipped is not None}
+    skipping = [heads for heads in section.heads if heads.skipped is not None]
     if skipping:
         tables.append(_skipped_table(skipping, tokens.context))
     if section.divergence:
@@ -250,20 +249,21 @@ def _head_table(found: Sequence[HeadErrors]) -> Table:
         errors = np.array(heads.relative_l1)
         worst = np.argsort(errors, axis=None)[::-1][:WORST]
         where = zip(*np.unravel_index(worst, errors.shape), strict=True)
-        listed = ", ".join(f"{layer}.{head} ({share(errors[layer, head])})" for layer, head in where)
+        listed = ", ".join(
+            f"{heads.layer_number(layer)}.{head} ({share(errors[layer, head])})" for layer, head in where
+        )
         middle, largest = share(float(np.median(errors)), ".3f"), share(errors.max())
         rows.append([heads.label, middle, largest, f"{np.min(heads.cosine):.5f}", listed])
     headers = ("backend", "median error", "largest", "least cosine", "worst heads: layer.head (error)")
     return Table(headers, rows, "Attention output by head: relative L1 error, each layer on SDPA's own inputs")
 
 
-def _skipped_table(found: Mapping[str, NDArray[np.float64]], context: int) -> Table:
-    """``found`` has the shares of each layer and head, ``[layers, heads]``, by backend."""
+def _skipped_table(found: Sequence[HeadErrors], context: int) -> Table:
     rows = []
-    for label, shares in found.items():
-        layers = shares.mean(1)
-        ends = (f"{layer} ({share(layers[layer])})" for layer in (layers.argmin(), layers.argmax()))
-        rows.append([label, f"{context:,}", share(shares.mean()), *ends])
+    for heads in found:
+        layers = np.array(heads.skipped).mean(1)
+        ends = (f"{heads.layer_number(layer)} ({share(layers[layer])})" for layer in (layers.argmin(), layers.argmax()))
+        rows.append([heads.label, f"{context:,}", share(layers.mean()), *ends])
     columns = ("backend", "tokens", "all layers", "least: layer", "most: layer")
     return Table(columns, rows, "Share of low tiles skipped")
 
