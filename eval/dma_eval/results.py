@@ -226,9 +226,9 @@ class HeadErrors:
     skipped: list[list[float]] | None = None  # share of low tiles skipped; null for a backend that skips none
     layers: list[int] = field(default_factory=list)  # their numbers in the model; in version 11 they are 0, 1, ...
 
-    def layer_number(self, index: int) -> int:
-        """Return the number in the model of a layer in these lists."""
-        return self.layers[index] if self.layers else index
+    @property
+    def numbers(self) -> Sequence[int]:
+        return self.layers or range(len(self.relative_l1))
 
 
 @dataclass(frozen=True, kw_only=True)

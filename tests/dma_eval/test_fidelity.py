@@ -100,6 +100,24 @@ class TestHeads:
             head_errors(Session(loaded, ()), model, [windows[0][:64]], parse_backends(["dma_mxfp"]))
         assert model.config._attn_implementation == "sdpa"
 
+    def test_layers_may_have_different_numbers_of_heads(self, fidelity, model_folder, tmp_path):
+        module = pytest.importorskip("transformers.models.laguna", reason="a later version of Transformers has it")
+        sizes = SIZES | {"vocab_size": 300, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+        sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "num_attention_heads_per_layer": [4, 2]}
+        config = module.LagunaConfig(**sizes)
+        model = module.LagunaForCausalLM._from_config(config, attn_implementation="sdpa").eval()
+        tokenizer = load_model(str(model_folder), device="cpu").tokenizer
+        DMAConfig(skip_threshold=6.0).to_toml(tmp_path / "skipping.toml")
+        attn = ("dma_mxfp:paper", f"dma_mxfp:{tmp_path}/skipping.toml")
+        section = fidelity(*attn, model=LoadedModel("mixed", model, tokenizer), prompts=0)
+        paper, skipping = section.heads
+        assert [len(heads) for heads in paper.relative_l1] == [len(heads) for heads in skipping.skipped] == [4, 2]
+        worst, skipped = (table for table in fidelity_page(section).tables if "layer" in " ".join(table.headers))
+        errors = {(layer, head): e for layer, heads in enumerate(paper.relative_l1) for head, e in enumerate(heads)}
+        layer, head = max(errors, key=errors.__getitem__)
+        assert worst.rows[0][-1].startswith(f"{layer}.{head} ({100 * errors[layer, head]:.2f} %), ")
+        assert len(skipped.rows) == 1
+
 
 class TestComparison:
     def test_sdpa_of_an_fp32_model_is_the_reference(self, fidelity, monkeypatch):

@@ -172,14 +172,13 @@ def head_errors(
     errors = []
     for backend in measured:
         layers = sorted(layer for label, layer in sums if label == backend.label)
-        totals = [sums[backend.label, layer] for layer in layers]
-        differing, magnitude, cosine, count, skipped, examined = np.array(totals).transpose(1, 0, 2)
+        totals = [sums[backend.label, layer] for layer in layers]  # which may differ in their number of heads
         skips = backend.config is not None and backend.config.skip_threshold is not None
         made = HeadErrors(
             label=backend.label,
-            relative_l1=(differing / np.maximum(magnitude, np.finfo(np.float64).tiny)).tolist(),
-            cosine=(cosine / count).tolist(),
-            skipped=(skipped / np.maximum(examined, 1)).tolist() if skips else None,
+            relative_l1=[(error / np.maximum(size, np.finfo(np.float64).tiny)).tolist() for error, size, *_ in totals],
+            cosine=[(cosine / count).tolist() for _, _, cosine, count, *_ in totals],
+            skipped=[(skipped / np.maximum(seen, 1)).tolist() for *_, skipped, seen in totals] if skips else None,
             layers=layers,
         )
         errors.append(made)

@@ -246,14 +246,12 @@ def _position_table(section: PerplexitySection) -> Table:
 def _head_table(found: Sequence[HeadErrors]) -> Table:
     rows = []
     for heads in found:
-        errors = np.array(heads.relative_l1)
-        worst = np.argsort(errors, axis=None)[::-1][:WORST]
-        where = zip(*np.unravel_index(worst, errors.shape), strict=True)
-        listed = ", ".join(
-            f"{heads.layer_number(layer)}.{head} ({share(errors[layer, head])})" for layer, head in where
-        )
-        middle, largest = share(float(np.median(errors)), ".3f"), share(errors.max())
-        rows.append([heads.label, middle, largest, f"{np.min(heads.cosine):.5f}", listed])
+        layers = zip(heads.numbers, heads.relative_l1, strict=True)
+        errors = {f"{layer}.{head}": error for layer, own in layers for head, error in enumerate(own)}
+        worst = sorted(errors, key=errors.__getitem__, reverse=True)[:WORST]
+        listed = ", ".join(f"{head} ({share(errors[head])})" for head in worst)
+        middle, largest = share(float(np.median([*errors.values()])), ".3f"), share(errors[worst[0]])
+        rows.append([heads.label, middle, largest, f"{min(map(min, heads.cosine)):.5f}", listed])
     headers = ("backend", "median error", "largest", "least cosine", "worst heads: layer.head (error)")
     return Table(headers, rows, "Attention output by head: relative L1 error, each layer on SDPA's own inputs")
 
@@ -261,9 +259,11 @@ def _head_table(found: Sequence[HeadErrors]) -> Table:
 def _skipped_table(found: Sequence[HeadErrors], context: int) -> Table:
     rows = []
     for heads in found:
-        layers = np.array(heads.skipped).mean(1)
-        ends = (f"{heads.layer_number(layer)} ({share(layers[layer])})" for layer in (layers.argmin(), layers.argmax()))
-        rows.append([heads.label, f"{context:,}", share(layers.mean()), *ends])
+        skipped = heads.skipped or []
+        layers = {layer: float(np.mean(own)) for layer, own in zip(heads.numbers, skipped, strict=True)}
+        ranked = sorted(layers, key=layers.__getitem__)
+        ends = (f"{layer} ({share(layers[layer])})" for layer in (ranked[0], ranked[-1]))
+        rows.append([heads.label, f"{context:,}", share(float(np.mean(np.concatenate(skipped)))), *ends])
     columns = ("backend", "tokens", "all layers", "least: layer", "most: layer")
     return Table(columns, rows, "Share of low tiles skipped")
 
