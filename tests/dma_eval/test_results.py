@@ -25,6 +25,7 @@ from dma_eval.show import plots
 from dma_eval.show.pages import COLUMNS, format_kl, number, perplexity_page
 from dma_eval.show.plots import line_styles, plot_positions
 from dma_eval.show.render import Plot, measured, to_html, to_markdown
+from matplotlib.figure import Figure
 from PIL import Image
 
 FAILED = BackendResult(label="broken", implementation="broken", config=None, failure="NaN | somewhere")
@@ -265,7 +266,7 @@ class TestPlots:
 
     def test_one_large_value_does_not_squeeze_the_others(self):
         for values, scale in (([0.01, -0.02, 0.03, 0.02, 0.9], "symlog"), ([0.3, 0.4, 0.5], "linear")):
-            ax = plots.make_figure("A title", 3.0).subplots()
+            ax = Figure().subplots()
             ax.plot(values)
             plots._fit(ax, values)
             assert ax.get_yscale() == scale

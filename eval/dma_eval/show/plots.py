@@ -13,8 +13,6 @@ from matplotlib.ticker import MaxNLocator
 
 from dma_eval.results import PerplexitySection
 
-DPI = 150
-WIDTH = 11.0  # inches
 REFERENCE_COLOR = "#555555"
 COLORS = {
     "balanced": "#0072B2",
@@ -42,13 +40,6 @@ OTHER_COLORS = ("#661100", "#999933", "#AA4466", "#6699CC", "#44AA99", "#88CCEE"
 DASHES = ("-", "--", "-.", ":")
 SQUEEZING = 8.0  # ratio of the largest value to the median above which an axis is symlog
 LEAST_LINEAR = 0.05
-
-
-def make_figure(title: str, height: float) -> Figure:
-    """Return a figure with a title, ``height`` inches high."""
-    figure = Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
-    figure.suptitle(title, fontsize=12, fontweight="bold")
-    return figure
 
 
 def tidy(ax: Axes) -> None:
@@ -93,7 +84,8 @@ def _fit(ax: Axes, values: Iterable[float | None]) -> None:
 
 
 def plot_positions(section: PerplexitySection, title: str) -> Figure:
-    figure = make_figure(title, 4.6)
+    figure = Figure(figsize=(11.0, 4.6), dpi=150, layout="constrained")
+    figure.suptitle(title, fontsize=12, fontweight="bold")
     reference, *others = section.backends
     has_kl = any(result.position_kl for result in others)
     axes = figure.subplots(1, 2 if has_kl else 1, squeeze=False)[0]
