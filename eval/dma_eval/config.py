@@ -311,10 +311,14 @@ class Suite:
     tasks: TasksPart | None = None
     stress: StressPart | None = None
 
-    @property
-    def texts(self) -> list[Any]:
-        """The text that each part reads, if it reads one; ``None`` if it names none."""
-        return [part.data for part in (self.perplexity, self.fidelity, self.stress) if part is not None]
+    def texts(self, data: str | None) -> list[str]:
+        """Return ``data`` if it is given, or the text that each part names if it reads one."""
+        if data is not None:
+            return [data]
+        named: list[Any] = [part.data for part in (self.perplexity, self.fidelity, self.stress) if part is not None]
+        if None in named:
+            raise UserError(f"--data: suite {self.name} names no text of its own; name one")
+        return named
 
 
 PARTS: Mapping[str, type[Any]] = {

@@ -56,11 +56,8 @@ class Run:
         self._suite = suite
         self._data = None if text is None else text.data
         column = "text" if text is None else text.column
-        names = suite.texts if self._data is None else [self._data]
-        if None in names:
-            raise UserError(f"--data: suite {suite.name} names no text of its own; name one")
         self._texts: dict[str, Text] = {}
-        for name in dict.fromkeys(names):
+        for name in dict.fromkeys(suite.texts(self._data)):
             with console.working(f"Reading {name}"):
                 self._texts[name] = load_text(name, column=column)
         if suite.tasks is not None:

@@ -158,6 +158,8 @@ WRONG = {
     "ppl -m m -d none.txt --stride 2049": "--stride must be from 1 to the context, 2048, got 2049",
     "ppl -m m -d none.txt --spread": "--spread needs --max-windows; without it all windows are read",
     "suite -s s.toml -m m -d none.txt --out o": "--stride must be from 1 to the context, 128, got 129",
+    "suite -s texts.toml -m m --out o": "--data: no such file: none.txt",
+    "suite -s stress.toml -m m --out o": "--data: suite stress.toml names no text of its own; name one",
     "ppl -m m -d none.txt --yarn 1": "--yarn: expected a factor above 1, got 1",
     "ppl -m m -d none.txt --device cpu --device-map auto": "--device and --device-map exclude each other; ",
     "ppl -m . -d none.txt --revision v1": "--revision: . is a local model, which has none; leave it out",
@@ -187,6 +189,8 @@ def told(tmp_path_factory, python):
     (folder / "file").write_text("text", encoding="utf-8")
     (folder / "config.json").write_text("{}", encoding="utf-8")
     (folder / "s.toml").write_text("[perplexity]\ncontexts = [256, 128]\nstride = 129\n", encoding="utf-8")
+    (folder / "stress.toml").write_text("[stress]\n", encoding="utf-8")
+    (folder / "texts.toml").write_text("[stress]\ndata = 'file'\n[fidelity]\ndata = 'none.txt'", encoding="utf-8")
     offline = {"HF_HUB_CACHE": str(folder), "HF_HUB_OFFLINE": "1"}
     done = python("-c", RUN_ALL, input=json.dumps(list(WRONG)), cwd=folder, env=offline)
     return dict(zip(WRONG, map(json.loads, done.stdout.splitlines()), strict=True))

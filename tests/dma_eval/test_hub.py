@@ -50,14 +50,17 @@ def answering(monkeypatch):
 
 @pytest.mark.usefixtures("answering")
 def test_a_hub_that_answers_changes_nothing(capsys):
-    hub.check_inputs("org/unknown", None)
+    hub.check_inputs("org/unknown")
     assert hub.OFFLINE[0] not in os.environ
     assert capsys.readouterr().err == ""
 
 
 @pytest.mark.usefixtures("closed")
-def test_without_a_network_the_cache_is_used(capsys):
-    hub.check_inputs("org/tiny", None)
+@pytest.mark.parametrize("inputs", [("org/tiny",), (".", __file__, "org/text"), (None, None, "org/text")])
+def test_without_a_network_the_cache_is_used(inputs, tmp_path, monkeypatch, capsys):
+    (tmp_path / "config.json").touch()
+    monkeypatch.chdir(tmp_path)
+    hub.check_inputs(*inputs)
     assert os.environ[hub.OFFLINE[0]] == "1"
     told = " ".join(capsys.readouterr().err.split())
     assert "cannot be reached (Connection refused); the Hub's cache is used" in told
@@ -67,12 +70,12 @@ def test_an_address_that_is_none_is_shown(monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "hub.example")
     message = r"--model: cannot load 'tiny': .*cache has no such model, and hub\.example .* reached \(unknown url type"
     with pytest.raises(UserError, match=message):
-        hub.check_inputs("tiny", None)
+        hub.check_inputs("tiny")
 
 
 @pytest.mark.parametrize("variable", hub.OFFLINE)
 def test_a_variable_that_forbids_the_network_is_named(variable, monkeypatch):
     monkeypatch.setenv(variable, "true")
-    hub.check_inputs("org/tiny", None)
+    hub.check_inputs("org/tiny")
     with pytest.raises(UserError, match=f"and {variable} is set$"):
-        hub.check_inputs("org/unknown", None)
+        hub.check_inputs("org/unknown")

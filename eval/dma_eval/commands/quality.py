@@ -156,7 +156,7 @@ def measure(
         check_folder(args.out)
     if suite.perplexity is not None:  # the model and the text may shorten the default context
         suite.perplexity.check(min(suite.perplexity.contexts, default=config.DEFAULT_CONTEXT))
-    check_inputs(args.model, None if text is None else text.data)
+    check_inputs(args.model, *suite.texts(None if text is None else text.data))
     with console.starting():
         from dma_eval.load.backends import default_names, parse_backends
 

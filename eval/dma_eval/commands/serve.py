@@ -116,7 +116,7 @@ def serve(args: ServeOptions) -> int:
     if ranks > 1 and (on_ray or not args.continuous_batching or args.device_map is not None):
         raise UserError("torchrun: serve needs --continuous-batching, and neither --replicas nor --device-map")
     if args.ray_address is None:
-        check_inputs(args.model, None)
+        check_inputs(args.model)
     with console.starting():
         from dma_eval.load.backends import parse_backends
         from dma_hf.serving import Batched, app

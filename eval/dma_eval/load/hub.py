@@ -20,14 +20,14 @@ OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 SECONDS = 5.0  # within which the Hub must answer
 
 
-def check_inputs(model: str | None, data: str | None) -> None:
-    """Check that a model and a text exist. Those of the Hub need a network, or its cache.
+def check_inputs(model: str | None, *texts: str | None) -> None:
+    """Check that a model and texts exist. Those of the Hub need a network, or its cache.
 
     If the Hub cannot be reached, only its cache is used. The libraries would retry for a minute.
     """
     path = None if model is None else parse_source(model).path
     is_on_hub = path is not None and not Path(path).is_dir()
-    has_remote_text = data is not None and text_file(data) is None
+    has_remote_text = None in [text_file(each) for each in texts if each is not None]
     if not is_on_hub and not has_remote_text:
         return
     variable = next((name for name in OFFLINE if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")), None)
