@@ -230,6 +230,10 @@ class TestMeasured:
         backends = [replace(section.backends[1], label=f"dma_mxfp+int4 #{which}") for which in (1, 2)]
         notes = perplexity_page(replace(section, backends=[section.backends[0], *backends])).notes
         assert any("every token is read through a `DMACache`" in note for note in notes)
+        assert not any("through a cache of Transformers" in note for note in notes)
+        peer = replace(section.backends[1], label="sdpa+hqq4")
+        notes = perplexity_page(replace(section, backends=[section.backends[0], peer])).notes
+        assert any("through a cache of Transformers" in note for note in notes)
 
 
 @pytest.mark.usefixtures("drawn")

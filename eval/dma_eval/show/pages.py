@@ -10,7 +10,7 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from dma_eval.names import SIMULATED, TILE, cache_suffix
+from dma_eval.names import FORMAT_SUFFIXES, SIMULATED, TILE, cache_suffix
 from dma_eval.results import (
     FidelitySection,
     HeadErrors,
@@ -100,14 +100,16 @@ def templates() -> jinja2.Environment:
     )
     environment.globals |= {
         "tile": TILE,
+        "formats": FORMAT_SUFFIXES,
         "implausible": IMPLAUSIBLE,
         "implausible_gain": IMPLAUSIBLE_GAIN,
         "telling": TELLING,
         "held": HELD,
     }
-    environment.tests |= {"reads_cache": cache_suffix, "simulated": lambda label: label.startswith(SIMULATED)}
+    environment.tests |= {"simulated": lambda label: label.startswith(SIMULATED)}
     environment.filters |= {
         "n": lambda value: f"{value:,}",
+        "cache_suffix": cache_suffix,
         "share": share,
         "low_share": lambda backend, context: low_share([context], backend.config),
         "cell": lambda text: str(text).replace("|", "\\|"),
