@@ -343,7 +343,8 @@ def backend_groups(report: Report) -> list[Sequence[BackendInfo]]:
 
 
 def has_failures(section: Any) -> bool:
-    results: list[Any] = [each for group in compared(section) for each in group]
+    studied = [study.tokens.backends for study in section.thresholds] if isinstance(section, StressSection) else []
+    results: list[Any] = [each for group in (*compared(section), *studied) for each in group]
     return any(each.failures if isinstance(each, TaskBackend) else each.failure is not None for each in results)
 
 

@@ -15,7 +15,7 @@ from dma_eval.equalization.weight_tracing import find_layers
 from dma_eval.load.backends import parse_backends
 from dma_eval.load.data import load_text
 from dma_eval.measures.stress import TWINS, channel_ranges, measure_stress, stressed
-from dma_eval.results import ThresholdStudy, read_report
+from dma_eval.results import StressSection, ThresholdStudy, has_failures, read_report
 from dma_eval.session import Session
 from dma_eval.show.pages import stress_page, verdict
 from safetensors import SafetensorError
@@ -160,6 +160,21 @@ def test_the_verdict_on_a_threshold(losses, message, compared):
     thresholds, skipped = [None, 7.0, 6.0, 5.0], [0.0, 0.2, 0.3, 0.4]
     study = ThresholdStudy(label="b", own=6.0, thresholds=thresholds, skipped=skipped, tokens=tokens)
     assert re.search(message, verdict(study))
+
+
+def test_a_failure_with_another_threshold_counts(compared):
+    tokens = compared("sdpa", "dma_mxfp", context=64, max_windows=1)
+    failed = dataclasses.replace(tokens.backends[1], failure="no room")
+    for backend in (tokens.backends[1], failed):
+        study = ThresholdStudy(
+            label="b",
+            own=6.0,
+            thresholds=[None],
+            skipped=[0.0],
+            tokens=dataclasses.replace(tokens, backends=[tokens.backends[0], backend]),
+        )
+        section = StressSection(range_tokens=64, key_ranges=[], twins=[], thresholds=[study])
+        assert has_failures(section) == (backend is failed)
 
 
 def test_twins_of_another_seed_are_others(run, model_folder, text_file, tmp_path):
