@@ -280,7 +280,7 @@ class ThresholdStudy:
     label: str  # the backend
     own: float  # its ``skip_threshold``
     thresholds: list[float | None]  # the tested thresholds; null skips nothing
-    skipped: list[float]  # share of low tiles that each skips in the first window
+    skipped: list[float | None]  # share of low tiles that each skips in the first window; null if it failed
     tokens: PerplexitySection  # the reference, and the backend with each threshold
 
 

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from dma_eval.config import StressPart
+from dma_eval.config import PerplexityPart, StressPart
 from dma_eval.equalization import measure_ranges
 from dma_eval.equalization.weight_tracing import find_layers
 from dma_eval.load.backends import parse_backends
 from dma_eval.load.data import load_text
-from dma_eval.measures.stress import TWINS, channel_ranges, measure_stress, stressed
+from dma_eval.load.reading import read
+from dma_eval.measures.perplexity import cut
+from dma_eval.measures.stress import TWINS, channel_ranges, measure_stress, stressed, study_thresholds
 from dma_eval.results import StressSection, ThresholdStudy, has_failures, read_report
 from dma_eval.session import Session
 from dma_eval.show.pages import stress_page, verdict
@@ -175,6 +177,24 @@ def test_a_failure_with_another_threshold_counts(compared):
         )
         section = StressSection(range_tokens=64, key_ranges=[], twins=[], thresholds=[study])
         assert has_failures(section) == (backend is failed)
+
+
+def test_a_threshold_that_fails_leaves_the_others(loaded, text_file, tmp_path, monkeypatch):
+    def fail(model, backend, *arguments, **options):
+        if backend.label.endswith(", t = 4.0"):
+            raise RuntimeError("no room")
+        return read(model, backend, *arguments, **options)
+
+    for module in ("perplexity", "stress"):
+        monkeypatch.setattr(f"dma_eval.measures.{module}.read", fail)
+    DMAConfig(skip_threshold=5.0).to_toml(tmp_path / "mine.toml")
+    session = Session(loaded, parse_backends(["sdpa", f"dma_mxfp:{tmp_path}/mine.toml"]))
+    reading = cut(loaded, load_text(str(text_file)), PerplexityPart(max_windows=1), 256)
+    study = study_thresholds(session, reading, session.backends[1])
+    assert study.tokens.backends[-1].failure == "no room"
+    assert (study.thresholds[-1], study.skipped[-1]) == (4.0, None)
+    assert None not in study.skipped[:-1]
+    assert re.search("skip_threshold = 5", verdict(study))
 
 
 def test_twins_of_another_seed_are_others(run, model_folder, text_file, tmp_path):

@@ -129,18 +129,21 @@ def study_thresholds(session: Session, reading: Reading, backend: Backend) -> Th
     tokens = compare(session, reading, [session.backends[0], *backends], place=place)
     first, model = reading.windows[0], session.loaded.model
 
-    def shares() -> list[float]:
-        ids, found = first.of(reading.input_ids)[None].to(model.device), []
-        for each in backends:
+    working = [each for each, result in zip(backends, tokens.backends[1:], strict=True) if not result.failure]
+
+    def shares() -> dict[str, float]:
+        ids, found = first.of(reading.input_ids)[None].to(model.device), {}
+        for each in working:
             activate(model, each)
             dma_hf.reset_stats(model)
             with counted_tiles():
                 read(model, each, ids, last=1)
-            found.append(dma_hf.stats(model).skipped_share or 0.0)
+            found[each.label] = dma_hf.stats(model).skipped_share or 0.0
         return found
 
     facts: dict[str, Any] = {"text": reading.text.sha256, "window": [first.begin, first.end, first.prefix]}
-    skipped, _ = session.piece(list[float], shares, *place, "skipped", backends=backends, **facts)
+    found, _ = session.piece(dict[str, float], shares, *place, "skipped", backends=working, **facts)
+    skipped = [found.get(each.label) for each in backends]
     return ThresholdStudy(label=backend.label, own=own, thresholds=thresholds, skipped=skipped, tokens=tokens)
 
 
