@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
+from dma_eval import console
 from dma_eval.commands import quality
 from dma_eval.config import PerplexityPart
 from dma_eval.load.backends import default_names, parse_backends
@@ -22,6 +24,7 @@ LABELS = default_names()
 @pytest.mark.usefixtures("drawn")
 def test_writes_the_report(run, tmp_path, monkeypatch):
     monkeypatch.setattr(quality, "DEMO", PerplexityPart(contexts=[512], max_windows=2))
+    monkeypatch.setattr(console, "SECONDS_BETWEEN_LINES", math.inf)  # of progress, which a busy machine would show
     result = run("demo", "--out", tmp_path / "out")
     assert result.exit_code == 0, result.output
     assert result.stderr == ""
