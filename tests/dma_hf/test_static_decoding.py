@@ -40,7 +40,8 @@ def _counters(layer):
 def record(step):
     """Stand in for :func:`dma_hf.step_graph.record`: a capture changes nothing, and a replay overwrites the output."""
     arguments = dict(zip(step.__code__.co_freevars, step.__closure__, strict=True))["arguments"].cell_contents
-    cache = arguments[CACHE_ARGUMENT] = copy.copy(arguments[CACHE_ARGUMENT])  # a graph does not keep the cache alive
+    cache = arguments[CACHE_ARGUMENT] = copy.copy(arguments[CACHE_ARGUMENT])  # a graph keeps neither the cache alive
+    cache.layers = [copy.copy(layer) for layer in cache.layers]  # nor reads what replaces its tensors
     tensors = [tensor for layer in cache.layers for tensor in _tensors(layer)]
     before = [tensor.clone() for tensor in tensors]
     for layer in cache.layers:  # a capture computes nothing, but the stand-in runs the last step again
@@ -137,6 +138,27 @@ def test_a_cache_of_the_caller_keeps_its_graph(build, token_ids):
         cache.reset()
         assert torch.equal(_tokens(model, ids, **options), tokens)
         assert _replays(model) == replays
+
+
+def test_a_graph_is_not_replayed_over_other_values(build, token_ids):
+    """Here a logits processor edits the cache during the call."""
+    model = build()
+
+    def say(**options):
+        cache = StaticCache(config=model.config, max_cache_len=PROMPT + NEW)
+
+        def edit(ids, scores):
+            if ids.shape[1] == PROMPT + 8:
+                cache.layers[0].values = 100 * cache.layers[0].values
+            return scores
+
+        options |= {"cache_implementation": None, "logits_processor": [edit], CACHE_ARGUMENT: cache}
+        return _tokens(model, token_ids(1, PROMPT), do_sample=False, **options)
+
+    expected = say(disable_compile=True)
+    dma_hf.reset_stats(model)
+    assert torch.equal(say(), expected)
+    assert _replays(model) == 9 - FIRST
 
 
 @pytest.mark.parametrize("change", ["weights", "batch", "a returned cache", "settings", "holes"])
