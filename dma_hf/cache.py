@@ -106,7 +106,10 @@ class DMACache(DynamicCache):  # type: ignore[misc]
     @property
     def nbytes(self) -> int:
         """Bytes of the layers with packed keys and values."""
-        return sum(each.storage.nbytes for each in self.layers if isinstance(each, DMALayer) and each.is_initialized)
+        layers = [layer for layer in self.layers if isinstance(layer, DMALayer) and layer.is_initialized]
+        for layer in layers:
+            layer.flush()
+        return sum(layer.storage.nbytes for layer in layers)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -130,6 +130,18 @@ class TestBookkeeping:
         assert sizes[1] == sizes[2] == sizes[3]
         assert cache.layers[0].storage.max_pages == 4
 
+    @pytest.mark.parametrize("tokens", [1024, 1025])
+    def test_only_a_short_prompt_is_stored_after_its_forward_pass(self, tokens, build, token_ids):
+        """Its first token waits less. The 16-bit keys of a long prompt are freed layer by layer."""
+        model = build()
+        cache = DMACache(model.config)
+        model(token_ids(2, tokens), past_key_values=cache)
+        stored = 0 if tokens == 1024 else tokens
+        assert [layer.storage.lengths.tolist() for layer in cache.layers] == [[stored] * 2] * 2
+        size = cache.nbytes
+        cache.state_dict()  # has all tokens
+        assert size == cache.nbytes
+
     @pytest.mark.parametrize(("format", "tokens"), [("int8", 1100), ("int4", 750)])
     @pytest.mark.parametrize("head_dim", [64, 128])
     def test_memory_is_saved_from_the_documented_length_on(self, format, tokens, head_dim):
