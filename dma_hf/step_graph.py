@@ -21,6 +21,7 @@ from .config import settings_of
 from .integrations.internals import CACHE_ARGUMENT, CACHE_ARGUMENTS, is_output_hook
 from .masks.geometry import CompactMask, MaskGeometry
 from .stats import Use, count_replay, recorded_uses
+from .support import OF_GENERATION
 
 if TYPE_CHECKING:
     from transformers.utils import ModelOutput
@@ -35,7 +36,8 @@ _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 _GEOMETRY_FIELDS = tuple(field.name for field in fields(MaskGeometry))
 
 Inputs = dict[tuple[Any, ...], Any]
-"""Arguments of a step by name, and fields of its masks by name, kind of layer and field. The cache is left out."""
+"""Arguments of a step by name, and fields of its masks by name, kind of layer and field. The cache is left out, and so
+are arguments of ``generate``."""
 
 
 @dataclass(eq=False)
@@ -115,7 +117,7 @@ def inputs_of(arguments: Mapping[str, Any]) -> Inputs:
                     inputs |= {(name, kind, field): getattr(mask.dma_geometry, field) for field in _GEOMETRY_FIELDS}
                 else:
                     inputs[name, kind] = mask
-        elif name != CACHE_ARGUMENT:
+        elif name != CACHE_ARGUMENT and name not in OF_GENERATION:
             inputs[(name,)] = value
     return inputs
 

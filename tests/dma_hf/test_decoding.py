@@ -106,6 +106,16 @@ def test_tokens_are_those_of_eager_steps(name, is_sampled, build, token_ids):
     assert _replays(model) == NEW - 1
 
 
+def test_arguments_of_generate_that_reach_the_model_change_nothing(build, token_ids):
+    """Pipelines and the server pass the tokenizer."""
+    model, ids = build(), token_ids(1, PROMPT)
+    expected = _tokens(model, ids, do_sample=False)
+    dma_hf.reset_stats(model)
+    for tokenizer in (object(), object()):
+        assert torch.equal(_tokens(model, ids, do_sample=False, tokenizer=tokenizer), expected)
+        assert _replays(model) == NEW - 1
+
+
 def test_padded_rows_and_an_early_end_give_the_same_tokens(build, token_ids):
     model = build()
     ids = token_ids(4, PROMPT)
