@@ -170,24 +170,32 @@ class _Penalties(LogitsProcessor):  # type: ignore[misc]
 
 
 class _Streamer(DirectStreamer):  # type: ignore[misc]
-    """Decodes the tokens of an answer, and notes its last one."""
+    """Decodes the tokens of an answer, notes its last one, and removes the hooks of its prompt."""
+
+    hooks: Sequence[Any] = ()
 
     def put(self, value: Tensor) -> None:
         self._queue.last_token = int(value.flatten()[-1])
         super().put(value)
+        if self.total_tokens == 1:
+            self.remove_hooks()
+
+    def remove_hooks(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
 
 
 class Sequential(Engine):
-    """Runs ``generate`` for one request after another. A cancelled request ends within one layer of the model."""
+    """Runs ``generate`` for one request after another.
+
+    A cancelled request ends at its next token, or within one layer of its prompt.
+    """
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         super().__init__(model, tokenizer)
         self._thread = ThreadPoolExecutor(1)  # torch.compile's graphs belong to a thread
-        self._running: Answer | None = None
-        for layers in model.modules():
-            if isinstance(layers, torch.nn.ModuleList):
-                for layer in layers:
-                    layer.register_forward_pre_hook(self._check)
+        lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+        self._layers = [layer for layers in lists for layer in layers]
 
     def start(
         self, answer: Answer, ids: list[int], config: GenerationConfig, body: GenerationRequest, parser: Any
@@ -197,15 +205,11 @@ class Sequential(Engine):
         self._attach(streamer, answer, body)
         future = loop.run_in_executor(self._thread, self._generate, answer, ids, config, body)
 
-        def cancel() -> None:
-            streamer.cancel()  # a running call ends at its next token, or layer
-            future.cancel()  # a waiting call never begins
-
         def settle(done: asyncio.Future[None]) -> None:  # a cancelled answer has no reader for its error
-            if not done.cancelled() and (error := done.exception()) is not None:
+            if (error := done.exception()) is not None:
                 answer.fail(ApiError(f"generation failed: {error}", status=500))
 
-        answer.on_cancel = cancel
+        answer.on_cancel = streamer.cancel
         future.add_done_callback(settle)
 
     def _generate(self, answer: Answer, ids: list[int], config: GenerationConfig, body: GenerationRequest) -> None:
@@ -218,15 +222,17 @@ class Sequential(Engine):
             torch.manual_seed(body.seed)
         prompt = torch.tensor([ids], device=self.model.device)
         options = {"generation_config": config, "logits_processor": processors, "tokenizer": self.tokenizer}
-        self._running = answer
+
+        def check(*_: Any) -> None:
+            if answer.is_cancelled:
+                raise GenerationCancelled
+
+        # Only for the prompt: steps of a model with hooks would not be CUDA graphs.
+        answer.streamer.hooks = [layer.register_forward_pre_hook(check) for layer in self._layers]
         try:
             self.model.generate(prompt, attention_mask=torch.ones_like(prompt), **options, streamer=answer.streamer)
         finally:
-            self._running = None
-
-    def _check(self, *_: Any) -> None:
-        if self._running is not None and self._running.is_cancelled:
-            raise GenerationCancelled
+            answer.streamer.remove_hooks()
 
 
 class _BreakTies(LogitsProcessor):  # type: ignore[misc]

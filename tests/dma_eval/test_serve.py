@@ -33,6 +33,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.cli.serving.utils import ReasoningText
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
+import dma_hf
 from dma_hf import DMAConfig
 from dma_hf.integrations.serving import BatchTopK, BatchTopP, DirectStreamer
 from dma_hf.serving import Engine, Sequential, make_app
@@ -477,6 +478,40 @@ def test_an_answer_that_ends_with_its_last_token_is_not_cut_off(options):
 
     with _loaded(**options) as (engine, gate):
         assert asyncio.run(say_twice(engine, gate)) == ["length", "stop"]
+
+
+@engines
+def test_a_request_whose_client_leaves_ends(options):
+    async def leave(model, gate):
+        body, sent = {"prompt": "The captain", "max_tokens": 3000, "ignore_eos": True, "stream": True}, []
+        asking = asyncio.create_task(_ask(gate, "/v1/completions", "POST", body=json.dumps(body).encode(), sent=sent))
+        while len(sent) < 3:  # it has begun to answer
+            await asyncio.sleep(0.01)
+        asking.cancel()
+        calls = None
+        while calls != (calls := dma_hf.stats(model).calls):
+            await asyncio.sleep(0.5)
+        return calls
+
+    with _loaded(**options) as (engine, gate):
+        calls = asyncio.run(asyncio.wait_for(leave(engine.model, gate), TIMEOUT))
+    assert calls < 3000
+
+
+def test_a_server_decodes_in_cuda_graphs(monkeypatch):
+    """On a CPU they cannot be captured."""
+    captured = []
+
+    def fail(step):
+        captured.append(step)
+        raise RuntimeError("there is no GPU")
+
+    monkeypatch.setattr("dma_hf.integrations.wrapping._is_on_gpu", lambda model: True)
+    monkeypatch.setattr("dma_hf.step_graph.record", fail)
+    monkeypatch.setattr(torch, "Event", lambda **options: SimpleNamespace(record=int, synchronize=int))
+    with _loaded() as (_, gate):
+        answer = asyncio.run(_answer(gate, "/v1/completions", prompt="The captain", max_tokens=8, ignore_eos=True))
+    assert (len(captured), answer["usage"]["completion_tokens"]) == (1, 8)
 
 
 def _spaced_tokenizer(kind):
