@@ -165,20 +165,24 @@ def test_a_layer_may_hide_more_keys_than_the_others_of_a_step(families, token_id
     assert_same(*outputs, mask, tolerance=1e-9)
 
 
-@pytest.mark.parametrize(("shown", "hidden"), [(20, 0), (50, 0), (50, 3)], ids=["in part", "all", "and hides others"])
+@pytest.mark.parametrize(
+    ("first", "shown", "hidden"),
+    [(120, 20, 0), (120, 50, 0), (120, 50, 3), (40, 50, 0)],
+    ids=["in part", "all", "and hides others", "all of a row so far"],
+)
 @pytest.mark.parametrize("max_cache_len", [None, LENGTH], ids=["dynamic", "static"])
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_a_later_mask_that_shows_padding_is_refused(name, max_cache_len, shown, hidden, families, token_ids):
+def test_a_later_mask_that_shows_padding_is_refused(name, max_cache_len, first, shown, hidden, families, token_ids):
     """Padding is not stored, so it cannot be attended to later. All of it is still in the window."""
     model = _model(families, name, "balanced+int8")
     ids, mask = token_ids(2, LENGTH), torch.ones(2, LENGTH, dtype=torch.int64)
     mask[0, :50] = 0
     cache = DMACache(model.config, max_cache_len=max_cache_len)
-    model(ids[:, :120], attention_mask=mask[:, :120], past_key_values=cache)
+    model(ids[:, :first], attention_mask=mask[:, :first], past_key_values=cache)
     mask[0, 50 - shown :] = 1
     mask[1, 100 : 100 + hidden] = 0
     with pytest.raises(ValueError, match="attention_mask shows padding that it hid before, which the cache does not"):
-        model(ids[:, 120:121], attention_mask=mask[:, :121], past_key_values=cache)
+        model(ids[:, first : first + 1], attention_mask=mask[:, : first + 1], past_key_values=cache)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
