@@ -113,8 +113,11 @@ class DMAConfig(Recipe):
             changes: Fields that differ from the preset, such as ``cache``.
 
         Raises:
+            TypeError: ``name`` is not a string.
             ValueError: There is no such preset, or a field is unknown or invalid.
         """
+        if not isinstance(name, str):
+            raise TypeError(f"name must be a preset ({', '.join(PRESETS)}), got {name!r}")
         if name not in PRESETS:
             hint = f"; the cache is an argument: cache={name.partition('+')[2]!r}" if "+" in name else ""
             raise ValueError(f"unknown preset {name!r}; expected one of {', '.join(PRESETS)}{hint}")
@@ -223,7 +226,7 @@ def config_of(setting: str | Path | Mapping[str, Any] | Recipe, **changes: Any) 
         return _changed(DMAConfig.from_dict(setting), changes)
     if not isinstance(setting, Recipe):
         raise TypeError(
-            f"expected a preset ({', '.join(PRESETS)}), the path of a .toml file, a mapping or a DMAConfig; "
+            f"setting must be a preset ({', '.join(PRESETS)}), the path of a .toml file, a mapping or a DMAConfig; "
             f"got {setting!r}"
         )
     if not isinstance(setting, DMAConfig):

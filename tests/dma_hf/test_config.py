@@ -86,7 +86,7 @@ def test_valid_settings_are_accepted(tmp_path):
     [
         ("fast", ValueError, "unknown preset 'fast'; expected one of balanced, fp4, paper"),
         ("fp4+int8", ValueError, r"unknown preset 'fp4\+int8'; .*; the cache is an argument: cache='int8'"),
-        (4, TypeError, r"expected a preset \(balanced, fp4, paper\), .* got 4"),
+        (4, TypeError, r"setting must be a preset \(balanced, fp4, paper\), .* got 4"),
         ({"lo": "mxfp4"}, ValueError, "unknown key 'lo'; valid keys: low, low_q, .*on_unsupported"),
         ({"lo": "mxfp4", "hi": 1}, ValueError, "unknown keys 'lo', 'hi'"),
         ({"low": "fp4"}, ValueError, "low must be one of bf16, .*; got 'fp4'"),
@@ -128,3 +128,9 @@ def test_invalid_files_are_rejected(text, message, tmp_path):
 def test_from_dict_requires_a_mapping():
     with pytest.raises(TypeError, match=r"here: expected a mapping of configuration keys, got \['low'\]"):
         DMAConfig.from_dict(["low"], source="here")
+
+
+@pytest.mark.parametrize("name", [5, None, ["fp4"]])
+def test_from_preset_requires_a_name(name):
+    with pytest.raises(TypeError, match=r"name must be a preset \(balanced, fp4, paper\), got "):
+        DMAConfig.from_preset(name)
