@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from dma_kernels import Recipe
@@ -38,7 +38,7 @@ class Use(NamedTuple):
     cache: str
 
 
-@dataclass
+@dataclass(eq=False)
 class Counts:
     """Counts of an attention layer or of a model.
 
@@ -57,6 +57,13 @@ class Counts:
     replays: int = 0
     eager_decoding: Counter[str] = field(default_factory=Counter)
 
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self._values == other._values
+
+    @property
+    def _values(self) -> dict[str, Any]:
+        return vars(self) | {"tiles": None if self.tiles is None else self.tiles.tolist()}
+
     @property
     def calls(self) -> int:
         """Number of all calls."""
@@ -71,7 +78,7 @@ class Counts:
         return skipped / examined if examined else None
 
 
-@dataclass
+@dataclass(eq=False)
 class Stats(Counts):
     """Counts of a model, and those of each of its layers that was called, by name."""
 
@@ -117,10 +124,13 @@ def stats(model: nn.Module) -> Stats:
     """Return what computed the attention of a model since it was loaded, or since :func:`reset_stats`.
 
     Calls inside ``torch.compile`` are not counted, nor those in CUDA graphs of ``generate_batch``.
+
+    Raises:
+        TypeError: ``model`` is not a module.
     """
     total = Stats()
     with _lock:
-        for name, module in model.named_modules():
+        for name, module in _modules_of(model):
             found = _counts.get(id(module))
             if found is None:
                 continue
@@ -136,11 +146,18 @@ def stats(model: nn.Module) -> Stats:
 
 
 def reset_stats(model: nn.Module) -> None:
-    """Reset the counts of a model."""
+    """Reset the counts of a model. Errors are those of :func:`stats`."""
     with _lock:
-        for module in model.modules():
+        for _, module in _modules_of(model):
             if id(module) in _counts:
                 _counts[id(module)] = Counts()
+
+
+def _modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield a model and the modules in it, by name."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a module, got {type(model).__name__}")
+    yield from model.named_modules()
 
 
 def _of(module: nn.Module) -> Counts:

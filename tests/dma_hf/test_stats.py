@@ -76,6 +76,12 @@ def test_reports_reach_the_innermost_listener():
     assert (outer, inner) == (["reference"], ["reference"])
 
 
+@pytest.mark.parametrize("function", [dma_hf.stats, dma_hf.reset_stats])
+def test_counts_are_those_of_a_module(function, llama):
+    with pytest.raises(TypeError, match="model must be a module, got LlamaConfig"):
+        function(llama.config)
+
+
 # ---- skipped tiles
 
 TOKENS = torch.randint(3, VOCABULARY, (1, 460), generator=torch.Generator().manual_seed(5))
@@ -116,6 +122,7 @@ def test_each_layer_and_head_is_counted(skipping):
     assert stats.tiles.tolist() == [sum(layer.sum(0) for layer in layers).tolist()]
     assert 0 <= stats.skipped_share <= 1
     assert "of the low tiles counted were skipped" in str(stats)
+    assert stats == dma_hf.stats(skipping) != dma_hf.stats(copy.deepcopy(skipping))
     dma_hf.reset_stats(skipping)
     assert dma_hf.stats(skipping).tiles is None
 
