@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib.util
 import json
 import shutil
@@ -482,6 +483,8 @@ def test_an_answer_that_ends_with_its_last_token_is_not_cut_off(options):
 
 @engines
 def test_a_request_whose_client_leaves_ends(options):
+    """Nothing of it is kept."""
+
     async def leave(model, gate):
         body, sent = {"prompt": "The captain", "max_tokens": 3000, "ignore_eos": True, "stream": True}, []
         asking = asyncio.create_task(_ask(gate, "/v1/completions", "POST", body=json.dumps(body).encode(), sent=sent))
@@ -495,6 +498,8 @@ def test_a_request_whose_client_leaves_ends(options):
 
     with _loaded(**options) as (engine, gate):
         calls = asyncio.run(asyncio.wait_for(leave(engine.model, gate), TIMEOUT))
+        gc.collect()
+        assert not [each for each in gc.get_objects() if type(each) is Answer]
     assert calls < 3000
 
 
