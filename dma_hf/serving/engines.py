@@ -118,7 +118,7 @@ class Answer(asyncio.Queue[Any]):
 
 def _begun(stop: str, text: str) -> int:
     """Return how many characters at the end of a text may begin a stop string."""
-    sizes = range(min(len(stop) - 1, len(text)), 0, -1)
+    sizes = range(min(len(stop), len(text)), 0, -1)
     return next((size for size in sizes if stop.startswith(text[-size:])), 0)
 
 
