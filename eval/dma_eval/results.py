@@ -369,7 +369,7 @@ def merged(previous: Report, new: Report) -> Report:
 
 
 def low_share(lengths: Sequence[int], config: Mapping[str, Any]) -> float:
-    """Return the share of visible keys in low tiles, over causal sequences without a window.
+    """Return the share of visible keys in low tiles, over causal sequences without a window, in layers that have some.
 
     What is read through a packed cache has low tiles below ``exact_until`` too.
     """
