@@ -113,13 +113,15 @@ def test_softcap_sinks_value_dims_and_chunks_equal_the_oracle(name, families, to
 
 
 def test_a_row_may_start_in_a_later_chunk(families, token_ids, assert_same):
-    """Its first chunk is fully masked, so the length of its padding is still unknown."""
+    """Its first chunk is fully masked, so the length of its padding is still unknown, also after an earlier prompt."""
     model = _model(families, "llama", "balanced+int8")
     ids = token_ids(2, 290)
     mask = torch.ones_like(ids)
     mask[0, :150] = 0
     steps = [(0, 100), (100, 140), (140, 280), *((i, i + 1) for i in range(280, 290))]
     cache = DMACache(model.config)
+    model(ids[:, :50], past_key_values=cache)
+    cache.reset()
     decoded = _decode(model, ids, cache, steps, mask)
     assert cache.layers[0].storage.lengths.tolist() == [140, 290]
     assert_same(decoded, expected_logits(model, ids, steps, mask), mask, TOLERANCE)
