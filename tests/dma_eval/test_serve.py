@@ -481,6 +481,17 @@ def test_an_answer_that_ends_with_its_last_token_is_not_cut_off(options):
         assert asyncio.run(say_twice(engine, gate)) == ["length", "stop"]
 
 
+def test_an_answer_may_fill_the_room():
+    async def ask(engine, gate):
+        engine.room, asked = 10, {"prompt": "The captain", "ignore_eos": True}  # two tokens
+        bodies = [json.dumps(asked | {"max_tokens": limit}).encode() for limit in (8, 9)]
+        statuses = [await _ask(gate, "/v1/completions", "POST", body=body) for body in bodies]
+        return statuses, (await _answer(gate, "/v1/completions", **asked))["usage"]["total_tokens"]
+
+    with _loaded() as loaded:
+        assert asyncio.run(ask(*loaded)) == ([200, 400], 10)
+
+
 @engines
 def test_a_request_whose_client_leaves_ends(options):
     """Nothing of it is kept."""
