@@ -69,14 +69,19 @@ def test_a_reset_cache_computes_the_next_prompt_as_a_prompt(families, token_ids)
 @pytest.mark.parametrize("name", ["prompt_lookup_num_tokens", "num_assistant_tokens"])
 def test_more_candidates_than_the_cache_can_remove_are_refused(name, families, token_ids):
     """At the start, and not in the middle of an answer."""
-    model = _model(families, "qwen2")
-    options = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0, CACHE_ARGUMENT: DMACache(model.config)}
-    if name == "num_assistant_tokens":
-        options["assistant_model"] = _model(families, "qwen2")
-        options["assistant_model"].generation_config.num_assistant_tokens = 200
-    else:
-        options[name] = 200
-    with pytest.raises(
-        ValueError, match=f"{name} must be at most 128 with a DMACache, which cannot remove more tokens; got 200"
-    ):
+    model, assistant = _model(families, "qwen2"), _model(families, "qwen2")
+
+    def say(count):
+        options = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0, CACHE_ARGUMENT: DMACache(model.config)}
+        if name == "num_assistant_tokens":
+            options["assistant_model"] = assistant
+            assistant.generation_config.num_assistant_tokens = count
+        else:
+            options[name] = count
         model.generate(token_ids(1, 20), **options)
+
+    say(128)
+    with pytest.raises(
+        ValueError, match=f"{name} must be at most 128 with a DMACache, which cannot remove more tokens; got 129"
+    ):
+        say(129)
