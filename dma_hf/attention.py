@@ -75,7 +75,7 @@ def dma_attention_forward(
     """
     update = update_of(key, value)
     if type(attention_mask) is CompactMask and attention_mask.dma_calls and indices is None:
-        asked = LayerCall(module, query, key, value, update, is_causal, sliding_window, kwargs)
+        asked = LayerCall(module, query, key, value, update, sliding_window, kwargs)
         again = repeat(asked, attention_mask)
         if again is not None:
             return again, None
@@ -112,7 +112,7 @@ def dma_attention_forward(
     else:
         out, compute = _attend_cached(module, call, query, update, geometry, may_repeat)
     if compute is not None:
-        asked = LayerCall(module, *states, update, is_causal, sliding_window, kwargs)
+        asked = LayerCall(module, *states, update, sliding_window, kwargs)
         let_repeat(asked, attention_mask, call.settings.config.high_layers, compute)
     return out, None
 

@@ -54,7 +54,6 @@ class LayerCall(NamedTuple):
     key: Tensor
     value: Tensor
     update: Update | None
-    is_causal: bool | None
     sliding_window: int | None
     arguments: Mapping[str, Any]
 
@@ -68,12 +67,12 @@ class LayerCall(NamedTuple):
 
         A cache compares its keys and values itself.
         """
-        module, query, key, value, update, is_causal, _, arguments = self
+        module, query, key, value, update, _, arguments = self
         is_high = bool(high_layers) and getattr(module, "layer_idx", None) in high_layers
         others = [each for each in arguments.items() if each[0] not in _OTHERWISE_COMPARED]
         sinks = arguments.get("s_aux")
         logits = None if sinks is None else (sinks.shape, sinks.dtype, sinks.device)
-        layer = id(module.config), is_high, is_causal, tuple(arguments), others
+        layer = id(module.config), is_high, tuple(arguments), others
         asked = *layer, logits, query.shape, query.dtype, query.device
         if update is not None:
             return *asked, update[1].kv_len
@@ -120,9 +119,9 @@ def cached_step(call: Call, kernel: str, query: Tensor, window: int | None) -> C
     known = cache_options(query, window=window, scale=call.scaling, softcap=call.softcap, sinks=call.sinks)
 
     def compute(module: Any, layer: Any, step: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Any) -> Tensor:
-        options = known if sinks is None else known._replace(sinks=sinks)
         layer.pending = None
         layer.make_room(key.shape[2])
+        options = known._replace(sinks=sinks)
         out = repeat_attention(query, key, value, layer.storage, options, settings.config.backend)
         count_use(module, Use(kernel, settings.name, layer.cache))
         layer.count(step)

@@ -400,6 +400,7 @@ CASES = {
     "softcap": ({}, {"softcap": 2.0}),
     "window": ({}, {"sliding_window": 3}),
     "sink logits": ({}, {"s_aux": torch.tensor([3.0, -1.0, 0.0, 2.0])}),
+    "no sink logits": ({}, {"s_aux": None}),
     "a harmless argument": ({}, {"use_cache": True}),
     "values with fewer channels": ({"value_dim": 8}, {}),
     "heads with more channels": ({"head_dim": 32}, {}),
@@ -441,6 +442,9 @@ class TestRepeatedCalls:
             dma_attention_forward(second, *_states(), mask, position_bias=torch.zeros(1))
         with pytest.raises(ValueError, match="attention_mask"):
             dma_attention_forward(second, *_states(kv_len=TOKENS + 1), mask)
+        dma_attention_forward(layer, *_states(), mask, s_aux=torch.zeros(4))
+        with pytest.raises(ValueError, match="sinks"):
+            dma_attention_forward(second, *_states(), mask, s_aux=torch.zeros(3))
 
     def test_the_first_layer_begins_anew_with_other_settings(self, layer):
         states, mask = _states(q_len=300, kv_len=300), dma_mask(2, 300, 300)
