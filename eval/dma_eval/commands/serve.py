@@ -1,4 +1,4 @@
-"""``dma-hf serve``: Transformers' own server, with low-bit attention and a packed cache."""
+"""``dma-hf serve``: a server with OpenAI's interface, low-bit attention and a packed cache."""
 
 from __future__ import annotations
 
