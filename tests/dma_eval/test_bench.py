@@ -15,7 +15,7 @@ from dma_eval.bench.results import BenchReport, Shape
 from dma_eval.errors import UserError
 from dma_eval.load.data import tokenize
 from dma_eval.load.models import load_model
-from tiny_models import FAMILIES
+from tiny_models import FAMILIES, OTHERS
 
 import dma_hf
 from dma_hf.config import cache_of
@@ -56,6 +56,23 @@ def test_every_run_is_timed_at_every_context(results):
         assert (result.config is None) == result.label.startswith("sdpa")
         first = next(r for r in results if r.context == result.context)
         assert result.speedup == first.step_milliseconds / result.step_milliseconds
+
+
+class TestCacheBytes:
+    def test_layers_with_a_recurrent_state_count_in_every_cache(self):
+        model = OTHERS["bamba"].build("sdpa")
+        runs = parse_runs(["sdpa+dynamic", "dma_mxfp:balanced+int8"])
+        dynamic, packed = measure(model, [torch.randint(90, (1, 20))], runs, new_tokens=8)
+        assert (dynamic.failure, packed.failure) == (None, None)
+        state = 4 * 128 * (16 + 4) + 4 * 2 * 16 * 4  # 8 heads of 16 by 16; 4 last inputs of 128 + 2 * 16 channels
+        assert dynamic.cache_bytes == state + 2 * 2 * 16 * 4 * (20 + 8 - 1)
+        assert packed.cache_bytes > state
+
+    def test_layers_that_share_keys_hold_none(self):
+        model, prompt = OTHERS["gemma3n"].build("sdpa"), torch.randint(90, (1, 16))
+        (result,) = measure(model, [prompt], parse_runs(["sdpa+dynamic"]), new_tokens=8)
+        assert result.failure is None
+        assert result.cache_bytes == 2 * 2 * 2 * 16 * 4 * (16 + 8 - 1)  # of two layers of four
 
 
 def test_the_timed_call_repeats_earlier_ones(model, monkeypatch):
@@ -117,7 +134,7 @@ def test_runs_that_fail_leave_the_others(model, monkeypatch):
     monkeypatch.setattr(model, "generate", broken)
     monkeypatch.setattr(model, "set_attn_implementation", switch)
     runs = parse_runs(["sdpa+static", "eager+dynamic", "sdpa+dynamic"])
-    static, eager, dynamic = measure(model, prompts(20), runs, new_tokens=8)
+    static, eager, dynamic = measure(model, [torch.randint(90, (1, 20))], runs, new_tokens=8)
     assert (static.failure, static.step_milliseconds) == ("no room", None)
     assert eager.failure == "LlamaForCausalLM cannot run attention 'eager+dynamic': no eager attention"
     assert (dynamic.failure, dynamic.speedup) == (None, None)  # there is nothing to compare with

@@ -143,6 +143,13 @@ OTHERS: dict[str, Family] = {
         | {"laurel_rank": 8, "altup_num_inputs": 2},
         window=True,
     ),
+    "bamba": Family(  # one layer with a recurrent state and one with attention
+        "BambaForCausalLM",
+        "BambaConfig",
+        SIZES
+        | {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1}
+        | {"mamba_d_state": 16, "mamba_chunk_size": 32},
+    ),
     "gemma4": Family("Gemma4ForCausalLM", "Gemma4TextConfig", SIZES | SHARED | {"global_head_dim": 16}, window=True),
 }
 """Families that treat keys and values in their own way, for single tests. Old versions of Transformers lack some."""

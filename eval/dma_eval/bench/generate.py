@@ -28,12 +28,14 @@ from dma_eval.errors import UserError, one_line
 from dma_eval.load.backends import Backend, activate, parse_backends
 from dma_eval.load.data import full_windows
 from dma_eval.names import DMA, FORMAT_SUFFIXES, check_runs, refuse_repeats
+from dma_hf.cache_layers import DMALayer
 from dma_hf.integrations.internals import CACHE_ARGUMENT
 
 from .results import GenerateResult
 from .timing import FAILURES, Timing, stored_bytes
 
 PACKED = tuple(FORMAT_SUFFIXES.values())
+STATES = ("keys", "values", "conv_states", "recurrent_states")  # what layers of caches of Transformers hold
 FLASH_3 = "flash_attention_3+dynamic"
 DEFAULT_RUNS = ("sdpa+dynamic", FLASH_3, "sdpa+static", *(f"{DMA}:balanced+{c}" for c in ("dynamic", *PACKED)))
 LLAMA_3 = {
@@ -205,7 +207,7 @@ def weight_bytes(model: PreTrainedModel) -> int:
 
 
 def cache_bytes(cache: Cache) -> int:
-    """Return what a cache's keys and values take."""
-    if isinstance(cache, dma_hf.DMACache):
-        return cache.nbytes
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    """Return what a cache's keys, values and recurrent states take. Layers that share those of others hold none."""
+    packed = cache.nbytes if isinstance(cache, dma_hf.DMACache) else 0
+    others = [layer for layer in cache.layers if not isinstance(layer, DMALayer)]
+    return packed + stored_bytes([getattr(layer, name, None) for layer in others for name in STATES])
