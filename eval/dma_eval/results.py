@@ -35,7 +35,7 @@ class ModelInfo:
     architecture: str  # class of the model
     parameters: int
     layers: int | None
-    query_heads: int | None  # query heads per layer
+    query_heads: int | None  # query heads per layer; null, as the next two, if layers differ or it has none
     kv_heads: int | None  # key and value heads per layer
     head_dim: int | None  # dimension of a head
     max_context: int | None  # positions that the configuration allows

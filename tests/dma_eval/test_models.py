@@ -11,11 +11,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from dma_eval.bench.attention import shapes_of
 from dma_eval.errors import UserError
 from dma_eval.load import models
 from dma_eval.load.models import ModelSource, load_model, parse_device, parse_source, rescale
+from dma_eval.results import read_report
 from gguf_files import write_gguf
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
+from tiny_models import FAMILIES
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 
 @pytest.fixture
@@ -43,6 +46,28 @@ class TestLoad:
         assert capfd.readouterr() == ("", "")
         assert (loaded.info.name, loaded.model.dtype) == (model_folder.name, torch.bfloat16)
         assert not loaded.model.training
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, (4, 2, 16)),
+        ({"global_head_dim": 32}, (4, 2, None)),
+        ({"num_global_key_value_heads": 1, "attention_k_eq_v": True}, (4, None, 16)),
+    ],
+)
+def test_layers_may_differ_in_their_heads(changes, expected, ppl, model_folder, tmp_path, capsys):
+    """As those of Gemma 4, whose global layers have other heads than its local ones."""
+    model = FAMILIES["gemma4"].build("sdpa", vocab_size=300, vocab_size_per_layer_input=300, **changes)
+    model.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(model_folder).save_pretrained(tmp_path / "model")
+    options = ("-m", tmp_path / "model", "--attn", "sdpa", "dma_mxfp", "dma_mxfp+int8", "--out", tmp_path / "run")
+    result = ppl(*options)
+    assert result.exit_code == 0, result.output
+    info = read_report(tmp_path / "run").model
+    assert (info.query_heads, info.kv_heads, info.head_dim) == expected
+    assert "None" not in (tmp_path / "run" / "report.md").read_text(encoding="utf-8")
+    assert bool(shapes_of(model, [128], 1)) == (not changes)
 
 
 class TestYarn:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from dma_eval import console
 from dma_eval.errors import one_line
 from dma_eval.load.backends import Backend
-from dma_eval.load.models import head_dim_of
+from dma_eval.load.models import heads_of, layers_of
 from dma_hf import DMAConfig
 
 from .results import AttentionResult, Call, Shape
@@ -33,11 +33,11 @@ SECONDS = 0.5  # about how long a call is timed at a shape, without compilation
 def shapes_of(model: PreTrainedModel, contexts: Sequence[int], batch: int) -> list[Shape]:
     """Return the shape of a layer at each context; none if keys and values are not plain heads of one size."""
     text = model.config.get_text_config()
-    heads, head_dim = getattr(text, "num_attention_heads", None), head_dim_of(text)
-    if not heads or not head_dim or getattr(text, "v_head_dim", head_dim) != head_dim:
+    heads, kv_heads, head_dim = heads_of(text)
+    value_dims = {getattr(layer, "v_head_dim", head_dim) for layer in layers_of(text)}
+    if not heads or not kv_heads or not head_dim or value_dims != {head_dim}:
         console.print_note("Only generate is timed: the heads of this model have no single size")
         return []
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
     common = {"head_dim": head_dim, "query_heads": heads, "kv_heads": kv_heads, "batch": batch}
     return [Shape(length=length, **common) for length in contexts]
 

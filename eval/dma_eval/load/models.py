@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,7 @@ class LoadedModel:
     def info(self) -> ModelInfo:
         model = self.model
         config = model.config.get_text_config()
-        heads = getattr(config, "num_attention_heads", None)
+        heads, kv_heads, head_dim = heads_of(config)
         return ModelInfo(
             name=portable(self.name),
             revision=self.revision,
@@ -88,8 +89,8 @@ class LoadedModel:
             parameters=model.num_parameters(),
             layers=getattr(config, "num_hidden_layers", None),
             query_heads=heads,
-            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=head_dim_of(config),
+            kv_heads=kv_heads,
+            head_dim=head_dim,
             max_context=self.max_context,
             dtype=str(model.dtype).removeprefix("torch."),
             device=str(model.device),
@@ -99,10 +100,22 @@ class LoadedModel:
         )
 
 
-def head_dim_of(config: Any) -> Any:
-    """Return the head dimension in the configuration of a text model, or ``None`` if it has none."""
-    hidden, heads = (getattr(config, name, None) for name in ("hidden_size", "num_attention_heads"))
-    return getattr(config, "head_dim", None) or (hidden // heads if hidden and heads else None)
+def layers_of(config: Any) -> Sequence[Any]:
+    """Return the configuration of each layer of a text model; its own alone if they all have the same (not Gemma 4)."""
+    layers: Sequence[Any] = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    return layers
+
+
+def heads_of(config: Any) -> tuple[Any, Any, Any]:
+    """Return query heads, key heads and head dimension of a text model. One is ``None`` if layers differ in it."""
+    found = []
+    for layer in layers_of(config):
+        heads, hidden = (getattr(layer, name, None) for name in ("num_attention_heads", "hidden_size"))
+        head_dim = getattr(layer, "head_dim", None) or (hidden // heads if hidden and heads else None)
+        found.append((heads, getattr(layer, "num_key_value_heads", None) or heads, head_dim))
+    columns = zip(*found, strict=True)
+    heads, kv_heads, head_dim = (each[0] if each.count(each[0]) == len(each) else None for each in columns)
+    return heads, kv_heads, head_dim
 
 
 def parse_device(name: str) -> torch.device:
@@ -252,8 +265,11 @@ def batching_settings(
         config.auto_switch_to_flash = False
     if cache_gib is not None:
         text = model.config.get_text_config()
+        _, kv_heads, head_dim = heads_of(text)
+        if not kv_heads or not head_dim:
+            raise UserError("--cache-gib: the heads of this model have no single size; leave it out")
         # Counted in blocks of the model's own dtype, also if pages are packed.
-        token = 2 * text.num_hidden_layers * text.num_key_value_heads * head_dim_of(text) * model.dtype.itemsize
+        token = 2 * text.num_hidden_layers * kv_heads * head_dim * model.dtype.itemsize
         config.num_blocks = int(cache_gib * GIB / (token * config.page_size))
         if config.num_blocks < 1:
             least = token * config.page_size / GIB

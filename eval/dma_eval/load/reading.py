@@ -21,6 +21,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from dma_hf.integrations.internals import CACHE_ARGUMENT, attention_name
 
 from .backends import Backend, in_chunks, is_hybrid, new_cache
+from .models import heads_of
 
 UNFUSED_STEP = 4096
 """Tokens that SDPA reads at once without a fused kernel, because it then holds all scores of a layer twice."""
@@ -30,11 +31,11 @@ PROBE = "dma_eval_probe"
 def sdpa_is_unfused(model: PreTrainedModel, backend: Backend) -> bool:
     """Return whether SDPA holds all scores of a layer: no fused kernel of PyTorch takes grouped heads in fp32."""
     text = model.config.get_text_config(decoder=True)
-    heads = getattr(text, "num_attention_heads", None)
+    heads, kv_heads, _ = heads_of(text)
     return (
         (backend.implementation, backend.reads_cache, model.device.type) == ("sdpa", False, "cuda")
         and model.dtype == torch.float32
-        and getattr(text, "num_key_value_heads", heads) != heads
+        and kv_heads != heads
         and not is_hybrid(model)
     )
 

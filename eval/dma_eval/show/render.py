@@ -162,10 +162,13 @@ def versions(environment: Environment) -> str:
 
 def _facts(origin: Origin, which: str) -> Table:
     model, environment = origin.model, origin.environment
-    heads = f"{model.query_heads} query heads, {model.kv_heads} kv heads, head_dim {model.head_dim}"
+    layers, query_heads, kv_heads, head_dim = map(
+        _plain, (model.layers, model.query_heads, model.kv_heads, model.head_dim)
+    )
+    heads = f"{query_heads} query heads, {kv_heads} kv heads, head_dim {head_dim}"
     cuda = f", CUDA {environment.cuda}" if environment.cuda else ""
     rows = {
-        "architecture": f"{model.architecture}, {model.parameters:,} parameters, {model.layers} layers, {heads}",
+        "architecture": f"{model.architecture}, {model.parameters:,} parameters, {layers} layers, {heads}",
         "measured": measured(model),
         "machine": machine(environment),
         "versions": versions(environment),
