@@ -19,7 +19,7 @@ from dma_eval.results import FidelitySection, read_report
 from dma_eval.session import Session
 from dma_eval.show.pages import fidelity_page, perplexity_page
 from tiny_models import SIZES
-from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
+from transformers import DeepseekV32Config, DeepseekV32ForCausalLM, HrmTextConfig, HrmTextForCausalLM
 
 from dma_hf import DMAConfig
 
@@ -54,6 +54,15 @@ def errors_of(loaded, model_folder, windows):
 
 
 class TestHeads:
+    def test_layers_of_two_stacks_are_two_layers(self, windows):
+        """Both stacks of HRM count their layers from 0."""
+        torch.manual_seed(0)
+        hrm = HrmTextForCausalLM(HrmTextConfig(**SIZES | {"vocab_size": 300, "eos_token_id": 2})).eval()
+        session = Session(LoadedModel("hrm", hrm, None), ())
+        (errors,) = head_errors(session, hrm, windows[:1], parse_backends(["dma_mxfp:paper"]))
+        assert errors.layers == [0, 1, 2, 3]
+        assert np.shape(errors.relative_l1) == (4, 4)
+
     def test_only_quantization_is_an_error(self, errors_of, identity_file):
         sdpa, identity = errors_of("eager", "sdpa", f"dma_mxfp:{identity_file}")  # eager is left out
         assert np.shape(sdpa.relative_l1) == (2, 2)

@@ -144,7 +144,7 @@ def head_errors(
     session.progress.begin("Heads", len(windows))
     known = ALL_ATTENTION_FUNCTIONS.valid_keys()
     measured = [backend for backend in backends if backend.implementation in known and not backend.reads_cache]
-    sums: dict[tuple[str, int], Array] = {}  # by backend and layer, as of :func:`_sums_of`
+    sums: dict[tuple[str, nn.Module], Array] = {}  # by backend and layer, as of :func:`_sums_of`
 
     def probe(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
@@ -157,7 +157,7 @@ def head_errors(
             dma_hf.reset_stats(module)
             with _section(module, backend), counted_tiles():
                 output, _ = ALL_ATTENTION_FUNCTIONS[backend.implementation](module, *inputs, attention_mask, **options)
-            place = backend.label, int(getattr(module, "layer_idx", 0))
+            place = backend.label, module
             layer = dma_hf.stats(module).layers.get("")
             sums[place] = sums.get(place, 0) + _sums_of(output, reference, None if layer is None else layer.tiles)
         return reference, None
@@ -170,19 +170,27 @@ def head_errors(
     except (ValueError, TypeError, RuntimeError, ImportError) as error:
         raise UserError(f"{type(model).__name__}: the heads cannot be measured: {one_line(error)}") from error
     errors = []
+    numbers = _numbers(list(dict.fromkeys(module for _, module in sums)))
     for backend in measured:
-        layers = sorted(layer for label, layer in sums if label == backend.label)
-        totals = [sums[backend.label, layer] for layer in layers]  # which may differ in their number of heads
+        totals = [sums[backend.label, module] for module in numbers]  # which may differ in their number of heads
         skips = backend.config is not None and backend.config.skip_threshold is not None
         made = HeadErrors(
             label=backend.label,
             relative_l1=[(error / np.maximum(size, np.finfo(np.float64).tiny)).tolist() for error, size, *_ in totals],
             cosine=[(cosine / count).tolist() for _, _, cosine, count, *_ in totals],
             skipped=[(skipped / np.maximum(seen, 1)).tolist() for *_, skipped, seen in totals] if skips else None,
-            layers=layers,
+            layers=[*numbers.values()],
         )
         errors.append(made)
     return errors
+
+
+def _numbers(modules: Sequence[nn.Module]) -> dict[nn.Module, int]:
+    """Return the number of each layer in the model, in ascending order; those of HRM or Zamba count as they run."""
+    own: Sequence[Any] = [getattr(module, "layer_idx", None) for module in modules]
+    are_distinct = len({*own}) == len(own) and all(number is not None and number >= 0 for number in own)
+    found: dict[nn.Module, int] = dict(zip(modules, own if are_distinct else range(len(own)), strict=True))
+    return dict(sorted(found.items(), key=lambda each: each[1]))
 
 
 def _sums_of(output: Tensor, reference: Tensor, tiles: Tensor | None) -> Array:
