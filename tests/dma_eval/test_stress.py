@@ -68,6 +68,13 @@ def test_scales_keep_the_function_and_biases_change_it(name, twin):
             assert torch.equal(keys, old_keys)
 
 
+def test_a_text_may_be_shorter_than_a_head_is_wide():
+    model = DECODERS["llama"].build("sdpa")
+    for short, long in zip(find_layers(model, _tokens(3)), find_layers(model, _tokens(64)), strict=True):
+        assert torch.equal(short.key, long.key)
+        assert torch.equal(short.mixed, long.mixed)
+
+
 def test_the_outlier_channel_is_found():
     model, tokens = DECODERS["llama"].build("sdpa"), _tokens()
     plain = channel_ranges(model, tokens)[0]

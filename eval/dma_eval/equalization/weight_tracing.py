@@ -139,12 +139,13 @@ def find_layers(model: PreTrainedModel, tokens: Tensor) -> list[Layer]:
     count = max(widths) + 1  # more tokens than a head has channels, and a number that no other axis has
     while any(count % divisor == 0 for divisor in range(2, math.isqrt(count) + 1)):
         count += 1
+    tokens = tokens.repeat(-(-count // len(tokens)))[:count]  # which tokens they are does not matter
     with ExitStack() as stack:
         for module in model.modules():
             hook = module.register_forward_pre_hook(lambda *call: calls.update({call[0]: call[1:]}), with_kwargs=True)
             stack.enter_context(hook)
         with watched(model, lambda module, *_: ran.append(module)):
-            model(input_ids=tokens[None, :count].to(model.device))
+            model(input_ids=tokens[None].to(model.device))
     names = {module: name for name, module in model.named_modules()}
     for module in ran:
         if module not in calls or ran.count(module) > 1:
