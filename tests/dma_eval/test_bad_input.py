@@ -101,12 +101,15 @@ class TestModel:
         (copy / "config.json").write_text(content, encoding="utf-8")
         assert f"--model: cannot load '{copy}': " in refused(ppl("--model", copy))
 
-    def test_tokenizer_of_another_model(self, ppl, refused, copy):
+    def test_tokenizer_of_another_model(self, run, ppl, refused, copy, text_file, tmp_path):
         values = json.loads((copy / "config.json").read_text(encoding="utf-8"))
         LlamaForCausalLM(LlamaConfig(**(values | {"vocab_size": 200}))).save_pretrained(copy)
-        text = refused(ppl("--model", copy))
-        assert "the tokenizer gives token 2" in text
-        assert "but the model's vocabulary has 200 entries" in text
+        common = ("-m", copy, "-d", text_file, "--device", "cpu")
+        timed = run("bench", *common, "--context", 64, "--run", "sdpa+dynamic")
+        equalized = run("equalize", *common, "--out", tmp_path / "out")
+        for text in map(refused, (ppl("--model", copy), equalized, timed)):
+            assert "--model: the tokenizer gives token 2" in text
+            assert "but the model's vocabulary has 200 entries" in text
 
 
 class TestOutput:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -62,6 +63,17 @@ def test_fidelity(measured, rows_read):
     first, second = ([row[1:] for row in rows_read if len(row) == 64][i] for i in range(2))
     window = next(row[1:] for row in rows_read if len(row) == 128)
     assert (first, second) == (window[:63], window[63:126])
+
+
+def test_equalize_needs_enough_full_windows(run, refused, bos_folder, prose, tmp_path):
+    values = json.loads((bos_folder / "config.json").read_text(encoding="utf-8"))
+    folder = shutil.copytree(bos_folder, tmp_path / "model")
+    (folder / "config.json").write_text(json.dumps(values | {"max_position_embeddings": 300}), encoding="utf-8")
+    (tmp_path / "text.txt").write_text(prose[:5000], encoding="utf-8")
+    arguments = ("equalize", "-m", folder, "-d", tmp_path / "text.txt", "--device", "cpu", "--out", tmp_path / "equal")
+    message = refused(run(*arguments, "--tokens", 1100))
+    assert "--data: 1,100 tokens fill 3 windows of 300, too few to equalize; at least 4: give a longer text" in message
+    assert run(*arguments, "--tokens", 1200).exit_code == 0
 
 
 def test_equalize(run, bos_folder, text_file, rows_read, tmp_path):

@@ -107,6 +107,7 @@ def bench(args: BenchOptions) -> int:
             text = load_text(args.data)
             loaded = load_model(name, dtype=args.dtype, device=args.device, yarn=args.yarn)
             tokens = tokenize(loaded.tokenizer, text.content)
+        loaded.check_vocabulary(tokens)
         for context in contexts:
             loaded.check_positions(context + args.new_tokens, "--context with --new-tokens")
         leading = leading_tokens(loaded.tokenizer)

@@ -49,9 +49,16 @@ def equalize(args: EqualizeOptions) -> int:
     ids = tokenize(loaded.tokenizer, text.content)[: args.tokens]
     if len(ids) < MIN_TOKENS:
         raise UserError(f"--data: the text has {len(ids):,} tokens, too few to equalize; at least {MIN_TOKENS:,}")
+    loaded.check_vocabulary(ids)
     if prefix := len(leading_tokens(loaded.tokenizer)):  # every window must begin with them
         length = min(WINDOW, loaded.max_context or WINDOW)
-        ids = full_windows(ids, len(ids) // length, length, prefix)
+        count = len(ids) // length
+        if count * length < MIN_TOKENS:
+            raise UserError(
+                f"--data: {len(ids):,} tokens fill {count:,} windows of {length:,}, too few to equalize; at least "
+                f"{-(-MIN_TOKENS // length):,}: give a longer text, or larger --tokens"
+            )
+        ids = full_windows(ids, count, length, prefix)
     with console.working("Equalizing"):
         try:
             before = channel_ranges(loaded.model, ids)

@@ -17,6 +17,7 @@ import torch
 from gguf import GGUFReader
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -66,6 +67,14 @@ class LoadedModel:
             if self.yarn is not None or rope_of(self.model.config).get("rope_type") == "default":
                 message += f", or extend the positions with --yarn {math.ceil(count * (self.yarn or 1) / limit)}"
             raise UserError(message)
+
+    def check_vocabulary(self, tokens: Tensor) -> None:
+        """Check that the model has all tokens of a text. The tokenizer may be that of another model."""
+        vocabulary, largest = self.model.get_input_embeddings().num_embeddings, int(tokens.max())
+        if largest >= vocabulary:
+            raise UserError(
+                f"--model: the tokenizer gives token {largest:,}, but the model's vocabulary has {vocabulary:,} entries"
+            )
 
     @property
     def files(self) -> list[list[Any]]:

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 import dma_hf
 from dma_eval.config import DEFAULT_CONTEXT, PerplexityPart
 from dma_eval.console import Progress
-from dma_eval.errors import UserError, one_line
+from dma_eval.errors import one_line
 from dma_eval.load.backends import Backend, activate
 from dma_eval.load.data import Text, Window, leading_tokens, make_windows, tokenize
 from dma_eval.load.models import LoadedModel
@@ -98,10 +98,7 @@ def cut(loaded: LoadedModel, text: Text, part: PerplexityPart, context: int | No
     loaded.check_positions(context, "--context")
     input_ids, leading = tokenize(loaded.tokenizer, text.content), leading_tokens(loaded.tokenizer)
     windows = make_windows(len(input_ids), context, part, len(leading))
-    vocabulary = loaded.model.get_input_embeddings().num_embeddings
-    largest = int(input_ids.max())
-    if largest >= vocabulary:
-        raise UserError(f"the tokenizer gives token {largest:,}, but the model's vocabulary has {vocabulary:,} entries")
+    loaded.check_vocabulary(input_ids)
     return Reading(text, input_ids, loaded.tokenizer.convert_ids_to_tokens(leading), context, windows, part)
 
 
