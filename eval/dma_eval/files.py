@@ -45,7 +45,7 @@ def write_text(text: str, path: Path) -> None:
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")  # another run may write to the same folder
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        is_special = path.is_symlink() or (path.exists() and not path.is_file())
+        is_special = _is_written_through(path)
         (path if is_special else partial).write_text(text, encoding="utf-8")
         if not is_special:
             partial.replace(path)
@@ -73,10 +73,15 @@ def check_file(path: Path | None, option: str) -> None:
         return
     if path.is_dir():
         raise UserError(f"{option}: cannot write to {path}: it is a folder; name a file in it")
-    if not path.exists():
-        check_folder(path.parent, option)
-    elif not os.access(path, os.W_OK):
+    if path.exists() and not os.access(path, os.W_OK):
         raise UserError(f"{option}: cannot write to {path}: Permission denied")
+    if not _is_written_through(path):
+        check_folder(path.parent, option)
+
+
+def _is_written_through(path: Path) -> bool:
+    """Return whether a file is a link or a device, which must not be replaced."""
+    return path.is_symlink() or (path.exists() and not path.is_file())
 
 
 def slug(name: str) -> str:

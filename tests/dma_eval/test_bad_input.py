@@ -120,6 +120,10 @@ class TestOutput:
         for folder, what in (("/proc", "write to"), ("/proc/new", "make")):  # where root has the right, too
             assert f"--out: cannot {what} the folder {folder}: " in refused(ppl("--out", folder))
 
+    def test_a_file_that_cannot_be_replaced(self, ppl, refused):
+        """Though it may be written to; that results are lost would only show at the end."""
+        assert "--json: cannot write to the folder /proc/self: " in refused(ppl("--json", "/proc/self/comm"))
+
     def test_refusal_leaves_no_folder(self, ppl, refused, tmp_path):
         refused(ppl("--out", tmp_path / "new", "--attn", "flash"))
         assert list(tmp_path.iterdir()) == []
