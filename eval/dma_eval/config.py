@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import re
 import textwrap
 import tomllib
@@ -98,6 +99,7 @@ def add_command(app: typer.Typer, name: str, run: Run) -> None:
 
     def call(debug: bool, **values: Any) -> int:
         console.shows_tracebacks = debug
+        values = {key: _expanded(value) for key, value in values.items()}
         for key, value in values.items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise UserError(f"--{key.replace('_', '-')}: expected a finite number, got {value}")
@@ -115,6 +117,13 @@ def add_command(app: typer.Typer, name: str, run: Run) -> None:
     paragraphs = "\n\n".join(paragraph.replace("\n", " ") for paragraph in text.strip().split("\n\n"))
     epilog = f"Examples:\n{textwrap.indent(examples, '  ')}" if examples else None
     app.command(name, cls=Command, help=paragraphs, epilog=epilog)(call)
+
+
+def _expanded(value: Any) -> Any:
+    """Return paths with the user's folder for ``~``, which a shell does not replace in ``--out=~/run``."""
+    if isinstance(value, list):
+        return [_expanded(each) for each in value]
+    return Path(os.path.expanduser(value)) if isinstance(value, Path) else value
 
 
 def _parameter(declared: Field[Any], kind: Any) -> inspect.Parameter:

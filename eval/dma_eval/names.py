@@ -7,6 +7,7 @@ seconds.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -118,7 +119,7 @@ def parse_source(name: str, option: str = "--model") -> ModelSource:
     """Distinguish a GGUF file (local, or ``OWNER/REPOSITORY/FILE.gguf`` on the Hub) from a folder or repository."""
     if not name:
         raise UserError(f"{option}: expected a folder, a .gguf file or a Hub name, got ''")
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if name.endswith(".gguf"):
         if path.is_file():
             return ModelSource(str(path.parent), path.name)
@@ -141,7 +142,7 @@ def text_file(data: str) -> Path | None:
     """Return the file that ``--data`` names, or ``None`` if it can only be a dataset of the Hub."""
     if not data:
         raise UserError("--data: expected a file or a dataset of the Hub, got ''")
-    path = Path(data).expanduser()
+    path = Path(os.path.expanduser(data))
     if path.is_dir():
         raise UserError(f"--data: {data} is a folder; name a file in it, or a dataset of the Hub")
     if path.is_file():

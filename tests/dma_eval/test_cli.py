@@ -52,6 +52,20 @@ def test_an_option_takes_several_values(given, expected):
     assert seen == [{"names": ["sdpa"], "values": [0.0], "flag": False} | expected]
 
 
+class TestHome:
+    """What a shell leaves to the program, such as ``--out=~/run``."""
+
+    def test_is_that_of_the_user(self, ppl, tmp_path, monkeypatch):
+        monkeypatch.setenv("HOME", str(tmp_path))
+        result = ppl("--attn", "sdpa", "--max-windows", 1, "--out=~/run", "--json=~/r.json")
+        assert result.exit_code == 0, result.output
+        assert read_report(tmp_path / "run") == read_report(tmp_path / "r.json")
+
+    @pytest.mark.parametrize("option", ["--model", "--data"])
+    def test_of_nobody_is_no_file(self, ppl, refused, option):
+        assert f"{option}: no such f" in refused(ppl(option, "~no-such-user/a"))
+
+
 class TestPpl:
     def test_shows_the_table(self, ppl):
         result = ppl("--attn", "sdpa", "dma_mxfp:balanced")
