@@ -23,6 +23,7 @@ from dma_eval.show.pages import task_page
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
+from tiny_tasks import CONFIGS
 
 ALL = "tiny_choice,tiny_last_word,tiny_text,tiny_answer,tiny_few"
 
@@ -299,6 +300,15 @@ class TestNames:
         session, names = Session(loaded, parse_backends(["sdpa"])), find_tasks(["gone"], [tmp_path])
         with pytest.raises(UserError, match=f"--tasks: cannot load 'gone': {message}"):
             measure_tasks(session, names, TasksPart(names=["gone"]))
+
+    def test_a_perplexity_that_no_float_can_hold(self, evaluate, tmp_path):
+        """Such as that of words in a language without spaces."""
+        (tmp_path / "words.jsonl").write_text(json.dumps({"question": "shipwhalesea" * 100}), encoding="utf-8")
+        data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(tmp_path / "words.jsonl")}}}
+        task = CONFIGS["tiny_text"] | data | {"task": "words", "test_split": "test"}
+        (tmp_path / "words.yaml").write_text(yaml.safe_dump(task), encoding="utf-8")
+        with pytest.raises(UserError, match=r"--tasks: cannot evaluate 'words': math range error"):
+            evaluate("words", "sdpa", include=tmp_path)
 
     def test_yaml_file(self, tiny_tasks, evaluate):
         section = evaluate(str(tiny_tasks / "tiny_choice.yaml"), "sdpa", "dma_mxfp:paper", limit=2)

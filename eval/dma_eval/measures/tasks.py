@@ -49,7 +49,7 @@ SHOWN_NAMES = 12
 DATA_KEYS = ("dataset_path", "dataset_kwargs")  # of a task, whose values may be files, patterns or folders
 UNUSABLE = (
     *(OSError, ValueError, LookupError, RuntimeError, TypeError, ImportError, AttributeError, AssertionError),
-    *(ZeroDivisionError, DatasetsError, TemplateError),
+    *(ArithmeticError, DatasetsError, TemplateError),  # the first where a perplexity by word is too large for a float
 )
 """Exceptions of lm-eval for a malformed task, or for data that do not match it."""
 
