@@ -322,9 +322,11 @@ class Suite:
 
     def texts(self, data: str | None) -> list[str]:
         """Return ``data`` if it is given, or the text that each part names if it reads one."""
-        if data is not None:
-            return [data]
         named: list[Any] = [part.data for part in (self.perplexity, self.fidelity, self.stress) if part is not None]
+        if data is not None:
+            if not named:
+                raise UserError(f"--data: suite {self.name} reads no text; leave it out")
+            return [data]
         if None in named:
             raise UserError(f"--data: suite {self.name} names no text of its own; name one")
         return named

@@ -92,6 +92,7 @@ def test_a_suite_that_no_context_fits(run, model_folder, text_file, tiny_tasks, 
     [
         ("[tasks]\nnames = ['x']", ["--max-windows", 1], "--max-windows: suite {} measures no perplexity or fidelity"),
         ("[stress]", ["--batch-size", 1], "--batch-size: suite {} measures no tasks"),
+        ("[tasks]\nnames = ['x']", ["--data", "x.txt"], "--data: suite {} reads no text; leave it out"),
         ("[perplexity]", [], "--data: suite {} names no text of its own; name one"),
     ],
 )
