@@ -104,6 +104,7 @@ class Run:
             "seed": session.seed,
             "name": name,
             "model": [model.name, model.revision, model.dtype, model.yarn, model.device.partition(":")[0]],
+            "folder": session.loaded.folder,
             "backends": [backend.info for backend in session.backends],
         }
         return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]

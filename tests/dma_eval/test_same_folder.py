@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -79,6 +80,14 @@ class TestSections:
         kept, second = read_report(out).perplexity
         assert kept == first
         assert second != first
+
+    def test_of_another_model_of_the_same_name_are_added(self, measure, out, model_folder, tmp_path):
+        measure()
+        (first,) = read_report(out).perplexity
+        measure("-m", shutil.copytree(model_folder, tmp_path / model_folder.name))
+        kept, second = read_report(out).perplexity
+        assert kept == first
+        assert second.origin.model.name == first.origin.model.name
 
     def test_are_not_added_to_a_file_of_an_older_version(self, ppl, measure, out, refused):
         measure()

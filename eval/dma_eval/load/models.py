@@ -77,6 +77,12 @@ class LoadedModel:
             )
 
     @property
+    def folder(self) -> str | None:
+        """Return the folder of a local model, because its name leaves out folders of the machine."""
+        path = Path(parse_source(self.name).path)
+        return str(path.resolve()) if path.is_dir() else None
+
+    @property
     def files(self) -> list[list[Any]]:
         """Return name, size and modification time of each file of a local model, to detect replaced files."""
         source = parse_source(self.name)
