@@ -287,7 +287,9 @@ class TasksPart:
         help="Tasks or groups of lm-eval, or YAML files. Takes several values, separated by commas or spaces.",
     )
     limit: int | None = limit_option()
-    num_fewshot: int | None = task(None, min=0, shown="what each task says", help="Examples in each prompt.")
+    num_fewshot: int | None = task(
+        None, min=0, shown="what each task says", help="Examples in each prompt; a task that sets 0 keeps 0."
+    )
     batch_size: int = sequences_option(8)
     lengths: list[int] = task(
         [],

@@ -84,6 +84,14 @@ class TestNumbers:
         section = evaluate("tiny_group", "sdpa", limit=3, num_fewshot=1)
         assert [task.num_fewshot for task in section.tasks] == [1, 1]
 
+    def test_a_task_that_sets_no_examples_keeps_none(self, evaluate, tiny_tasks, tmp_path, capsys):
+        fixed = yaml.safe_load((tiny_tasks / "tiny_choice.yaml").read_text(encoding="utf-8"))
+        fixed |= {"task": "fixed", "num_fewshot": 0}
+        (tmp_path / "fixed.yaml").write_text(yaml.safe_dump(fixed), encoding="utf-8")
+        (task,) = evaluate("fixed", "sdpa", include=tmp_path, limit=1, num_fewshot=2).tasks
+        assert task.num_fewshot == 0
+        assert "Warning: fixed sets num_fewshot to 0, and keeps it" in capsys.readouterr().err
+
 
 class TestPairs:
     def test_every_backend_has_the_same_prompts(self, evaluate, tmp_path):

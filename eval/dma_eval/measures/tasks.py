@@ -34,6 +34,7 @@ from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
 import dma_hf
+from dma_eval import console
 from dma_eval.config import TasksPart
 from dma_eval.errors import UserError, one_line
 from dma_eval.harness import DMALM, BackendFailure
@@ -217,9 +218,11 @@ def _load(session: Session, tasks: TaskNames, name: str, length: int, part: Task
         raise UserError(f"--tasks: cannot load {name!r}: {one_line(error)}") from error
     except StopIteration as error:  # from inside `datasets`: a file without a row
         raise UserError(f"--tasks: cannot load {name!r}: its data have no rows") from error
-    for task in loaded["tasks"].values():
+    for called, task in loaded["tasks"].items():
         own = task.get_config("num_fewshot")
-        if part.num_fewshot is not None and own != 0:  # a task with 0 examples keeps 0
+        if part.num_fewshot and own == 0:  # as in lm-eval
+            console.print_warning(f"{called} sets num_fewshot to 0, and keeps it: --num-fewshot does not change it")
+        elif part.num_fewshot is not None:
             task.set_config(key="num_fewshot", value=part.num_fewshot)
         elif own is None:
             task.set_config(key="num_fewshot", value=0)
