@@ -49,6 +49,10 @@ class TestLoadText:
         with pytest.raises(UserError, match=r"no such file: missing\.TXT"):
             load_text("missing.TXT")
 
+    def test_a_name_is_no_pattern(self, rows_file):
+        strange = rows_file.rename(rows_file.with_name("rows [1]*.jsonl"))
+        assert load_text(str(strange), column="content").content.startswith("First row.")
+
     def test_csv(self, tmp_path):
         path = tmp_path / "rows.csv"
         path.write_text('text\n"a, b"\nc\n', encoding="utf-8")

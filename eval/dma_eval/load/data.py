@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -77,7 +78,7 @@ def load_text(data: str, *, column: str = "text") -> Text:
         name, config, split = (*parts, "", "")[:3]
         text = _load_dataset(data, name, config or None, split or "test", column)
     elif (suffix := path.suffix.lower()) in BUILDERS:
-        text = _load_dataset(data, BUILDERS[suffix], None, "train", column, data_files=str(path))
+        text = _load_dataset(data, BUILDERS[suffix], None, "train", column, data_files=glob.escape(str(path)))
     else:
         if column != "text":
             raise UserError(f"--column: {data} is plain text, which has no columns; leave it out")
