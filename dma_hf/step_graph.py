@@ -175,6 +175,9 @@ def why_model_is_eager(model: PreTrainedModel, arguments: Mapping[str, Any]) -> 
     devices = {tensor.device for module in model.modules() for tensor in _tensors_of(module)}
     if len(devices) != 1:
         return f"the model is on several devices ({', '.join(sorted(map(str, devices)))})"
+    of_all = nn.modules.module
+    if of_all._global_forward_hooks or of_all._global_forward_pre_hooks:
+        return "all modules have a forward hook"
     for name, module in model.named_modules():
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         if "_hf_hook" in vars(module) or not all(map(is_output_hook, hooks)):

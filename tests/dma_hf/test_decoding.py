@@ -214,13 +214,16 @@ REASONS = {
     "states": ({"output_hidden_states": True, "return_dict_in_generate": True}, "the call returns attentions"),
     "holes": ({"attention_mask": HOLES}, "the attention mask hides keys other than padding on the left"),
     "hook": ({}, "model.layers.0 has a forward hook"),
+    "hook of all": ({}, "all modules have a forward hook"),
     "training": ({}, "the model is in training mode"),
 }
 
 
 @pytest.mark.parametrize("case", REASONS)
-def test_stats_say_why_steps_are_eager(case, build, token_ids):
+def test_stats_say_why_steps_are_eager(case, build, token_ids, request):
     model = build().train(case == "training")
+    if case == "hook of all":  # as torch.utils.flop_counter has
+        request.addfinalizer(nn.modules.module.register_module_forward_pre_hook(lambda *_: None).remove)
     if case == "hook":
         model.model.layers[0].register_forward_hook(lambda *_: None)
     options, reason = REASONS[case]
