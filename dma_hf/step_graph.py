@@ -10,8 +10,10 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from types import NoneType
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType, NoneType
 from typing import TYPE_CHECKING, Any, Self
+from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +33,11 @@ _OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 """Arguments that make a model return states that ``generate`` keeps. A replay would overwrite them."""
 _PLAIN = (bool, int, float, str, NoneType)
 """Types of values that are compared by value."""
-_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
-"""Attributes of every module that say nothing about its output."""
+_NOT_COMPARED = frozenset(vars(nn.Module())) - {"training"} | {"_compiled_call", "rope_deltas"}
+"""Attributes that say nothing about a step: those of every module, and what ``get_compiled_call`` keeps. Qwen's
+vision-language models replace ``rope_deltas`` with each prompt. The positions of a step, an argument, contain them."""
+_FUNCTIONS = (FunctionType, BuiltinFunctionType, partial)
+"""Types of functions, such as a ``forward`` of a single module. A graph must not keep them, and the model, alive."""
 _GEOMETRY_FIELDS = tuple(field.name for field in fields(MaskGeometry))
 
 Inputs = dict[tuple[Any, ...], Any]
@@ -193,15 +198,23 @@ def _tensors_of(module: nn.Module) -> list[Tensor]:
     return [each for each in (*module._parameters.values(), *module._buffers.values()) if each is not None]
 
 
-def state_of_model(model: PreTrainedModel) -> tuple[Any, ...]:
-    """Return what a graph of a model depends on: addresses of tensors, and plain attributes of modules and configs.
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    """Return where and how a tensor is stored, or the tensors that one without storage consists of (torchao)."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        names: list[str] = tensor.__tensor_flatten__()[0]
+        return tuple(_layout(getattr(tensor, name)) for name in names)
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
-    It changes with adapters, adapter switches, merged or replaced weights, and settings.
+
+def state_of_model(model: PreTrainedModel) -> tuple[Any, ...]:
+    """Return what a graph of a model depends on: layouts of tensors, and attributes of modules and configs.
+
+    It changes with adapters, adapter switches, merged or replaced weights, replaced functions, and settings.
     """
     parts: list[Any] = []
     for module in model.modules():
         parts.append(type(module))
-        parts.extend(tensor.data_ptr() for tensor in _tensors_of(module))
+        parts.extend(map(_layout, _tensors_of(module)))
         parts.extend(_plain(vars(module)))
     config: PreTrainedConfig = model.config.get_text_config(decoder=True)
     parts.extend(_plain(vars(config)))
@@ -210,14 +223,20 @@ def state_of_model(model: PreTrainedModel) -> tuple[Any, ...]:
 
 
 def _plain(attributes: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return the attributes that are numbers, names, or collections of them."""
+    """Return the attributes that are numbers, names, collections of them, tensors, or functions."""
     plain: list[tuple[str, Any]] = []
     for name, value in attributes.items():
-        if name in _OF_TORCH:
+        if name in _NOT_COMPARED:
             continue
         kind = type(value)
         if kind in _PLAIN:
             plain.append((name, value))
+        elif kind is Tensor:
+            plain.append((name, _layout(value)))
+        elif kind is MethodType:
+            plain.append((name, WeakMethod(value)))
+        elif kind in _FUNCTIONS:
+            plain.append((name, ref(value)))
         elif kind in (list, tuple, dict):
             items = tuple(value.items() if kind is dict else enumerate(value))
             if all(type(item) in _PLAIN for _, item in items):

@@ -12,13 +12,21 @@ import io
 import pickle
 import weakref
 from itertools import product
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
 from sampling import sampled
 from torch import nn
-from transformers import CompileConfig, Lfm2Config, Lfm2ForCausalLM, set_seed
+from torchao.quantization import Int8Tensor, PerRow
+from transformers import (
+    CompileConfig,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    set_seed,
+)
 
 import dma_hf
 from dma_hf import DMACache, decoding, idle_caches, step_graph
@@ -193,6 +201,61 @@ def test_a_changed_model_is_captured_again(change, build, token_ids):
     actual = _tokens(model, ids, 20)
     assert _replays(model) == 19 - decoding.EAGER_STEPS
     assert torch.equal(actual, _tokens(model, ids, 20, disable_compile=True))
+
+
+def _add_vector(layer, size):
+    """Let a layer add a vector that is a plain attribute."""
+    layer.vector = torch.full((64,), size)
+    layer.forward = MethodType(lambda self, x: type(self).forward(self, x) + self.vector, layer)
+
+
+def _quantize(layer, scale):
+    """Give a layer a weight of torchao, a tensor without an address of its own."""
+    weight = scale * torch.eye(64)
+    layer.weight = nn.Parameter(Int8Tensor.from_hp(weight, PerRow()), requires_grad=False)
+
+
+# What happens before the first call, and before the second one.
+REPLACED = {
+    "strides": (lambda layer: None, lambda layer: setattr(layer.weight, "data", layer.weight.data.t())),
+    "function": (lambda layer: None, lambda layer: setattr(layer, "forward", lambda x: x * 3)),
+    "method": (lambda layer: _add_vector(layer, 1.0), lambda layer: delattr(layer, "forward")),
+    "vector": (lambda layer: _add_vector(layer, 1.0), lambda layer: setattr(layer, "vector", layer.vector * 3)),
+    "torchao": (lambda layer: _quantize(layer, 1.0), lambda layer: _quantize(layer, -3.0)),
+}
+
+
+@pytest.mark.parametrize("part", REPLACED)
+def test_a_model_with_a_replaced_part_is_captured_again(part, build, token_ids):
+    model, ids = build().float(), token_ids(1, PROMPT)
+    layer = model.model.layers[0].self_attn.o_proj
+    prepare, replace = REPLACED[part]
+    prepare(layer)
+    for _ in range(2):
+        _tokens(model, ids, 20)
+    assert _replays(model) == 2 * 19 - decoding.EAGER_STEPS
+    replace(layer)
+    actual = _tokens(model, ids, 20)
+    assert _replays(model) == 19 - decoding.EAGER_STEPS
+    assert torch.equal(actual, _tokens(model, ids, 20, disable_compile=True))
+
+
+@torch.no_grad()
+def test_positions_of_images_are_arguments_of_a_step(token_ids):
+    """Qwen keeps their offsets in an attribute, which each prompt replaces."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    text = sizes | {"vocab_size": 97, "num_key_value_heads": 2}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    vision = {"depth": 1, "hidden_size": 32, "out_hidden_size": 64, "num_heads": 2, "intermediate_size": 32}
+    config = Qwen2_5_VLConfig(text_config=text | {"rope_parameters": rope}, vision_config=vision)
+    model = Qwen2_5_VLForConditionalGeneration._from_config(config, attn_implementation="dma_mxfp").double().eval()
+    dma_hf.configure(model, "balanced", cache="int4")
+    kept = []
+    for _ in range(3):
+        tokens = _tokens(model, token_ids(1, PROMPT), do_sample=False)
+        kept.append(model.model.rope_deltas)
+    assert _replays(model) == 3 * (NEW - 1) - decoding.EAGER_STEPS
+    assert torch.equal(tokens, _tokens(model, token_ids(1, PROMPT), do_sample=False, disable_compile=True))
 
 
 class Adapter(nn.Module):
