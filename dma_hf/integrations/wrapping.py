@@ -132,6 +132,8 @@ def prepare_cache(
             count_eager_decoding(model, "the model is an encoder-decoder")
         elif generation_config.disable_compile:
             count_eager_decoding(model, "disable_compile is set")
+        elif generation_config.compile_config is not None and decodes_by_graphs(packed):
+            count_eager_decoding(model, "compile_config needs a cache of fixed size, but the given one grows")
     if new is None:
         result = method(model, *given)
         made = _cache_in(model_kwargs)

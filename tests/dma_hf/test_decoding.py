@@ -297,6 +297,15 @@ def test_stats_say_why_steps_are_eager(case, build, token_ids, request):
     assert f"1 x generate without CUDA graphs: {reason}" in str(found)
 
 
+def test_stats_say_that_a_given_cache_that_grows_is_not_compiled(build, token_ids):
+    model = build()
+    options = {CACHE_ARGUMENT: DMACache(model.config), "compile_config": CompileConfig()}
+    _tokens(model, token_ids(1, PROMPT), 8, **options)
+    assert list(dma_hf.stats(model).eager_decoding.items()) == [
+        ("compile_config needs a cache of fixed size, but the given one grows", 1)
+    ]
+
+
 def test_a_model_that_needs_the_length_on_the_host_runs_eagerly(build, token_ids, monkeypatch):
     model = build()
     ids = token_ids(1, PROMPT)
