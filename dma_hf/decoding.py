@@ -102,6 +102,8 @@ class DecodingSteps:
         tokens = arguments.get("input_ids")
         if not decodes_by_graphs(cache):
             return self.otherwise(**arguments)
+        if tokens is None and not self.is_eager:
+            self._stay_eager("a step has embeddings in place of tokens")
         if tokens is None or tokens.shape[1] != 1 or self.is_eager:
             return self.model(**arguments)
         layers, mask = packed_layers(cache), arguments.get(MASK)

@@ -23,6 +23,7 @@ from transformers import (
     CompileConfig,
     Lfm2Config,
     Lfm2ForCausalLM,
+    LlamaForCausalLM,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     set_seed,
@@ -304,6 +305,18 @@ def test_stats_say_that_a_given_cache_that_grows_is_not_compiled(build, token_id
     assert list(dma_hf.stats(model).eager_decoding.items()) == [
         ("compile_config needs a cache of fixed size, but the given one grows", 1)
     ]
+
+
+def test_stats_say_that_steps_take_embeddings(build, token_ids):
+    model, prepare = build(), LlamaForCausalLM.prepare_inputs_for_generation
+
+    def embed(*arguments, **options):
+        inputs = prepare(model, *arguments, **options)
+        return inputs | {"inputs_embeds": model.get_input_embeddings()(inputs.pop("input_ids"))}
+
+    model.prepare_inputs_for_generation = embed
+    _tokens(model, token_ids(1, PROMPT), 8)
+    assert list(dma_hf.stats(model).eager_decoding.items()) == [("a step has embeddings in place of tokens", 1)]
 
 
 def test_a_model_that_needs_the_length_on_the_host_runs_eagerly(build, token_ids, monkeypatch):
