@@ -160,14 +160,15 @@ class TestMarkdown:
 
     def test_warnings(self, report):
         section = report.perplexity[0]
-        section.backends[1] = replace(section.backends[1], fallbacks={"this head_dim": 3})
+        section.backends[1] = replace(section.backends[1], fallbacks={"this head_dim": 3000, "a mask": 1})
         assert perplexity_page(section).warnings == [
             "broken failed: NaN | somewhere",
-            "dma_mxfp:balanced fell back to other attention 3 times: this head_dim",
+            "dma_mxfp:balanced fell back to other attention 3,000 times: this head_dim",
+            "dma_mxfp:balanced fell back to other attention 1 time: a mask",
             "low tiles held less than 5 % of the keys at context 128 (0.00 %): its windows are too short to test low "
             "tiles",
         ]
-        assert len(perplexity_page(replace(section, context=512)).warnings) == 2
+        assert len(perplexity_page(replace(section, context=512)).warnings) == 3
         assert len(perplexity_page(replace(section, backends=section.backends[::3])).warnings) == 1  # without dma_mxfp
         assert "> **Warning**: broken failed" in to_markdown(report)
 

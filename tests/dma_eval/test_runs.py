@@ -163,6 +163,7 @@ class TestCard:
             ),
             ({"perplexity": [], "tasks": [good]}, "acc, 0-shot"),
             ({"perplexity": [], "tasks": [replace(good, limit=7)]}, "acc, 0-shot, first 7 samples"),
+            ({"perplexity": [], "tasks": [replace(good, limit=1)]}, "acc, 0-shot, first 1 sample"),
             ({"perplexity": [], "tasks": [replace(tasks, limit=7)]}, "acc, 0-shot, first 7 samples, with warnings"),
         ):
             card = card_of(replace(report, **changed))

@@ -98,7 +98,8 @@ def _eval_results(report: Report, label: str) -> Iterator[EvalResult]:
                 name, shown = f"perplexity, context {section.context:,}{marked}", path.name if is_file else data.name
                 yield result(shown, "perplexity", name, round(each.perplexity, 4), **dataset)
     for tasks in report.tasks:
-        marked = mark(tasks, task_page, "" if tasks.limit is None else f", first {tasks.limit:,} samples")
+        part = "" if tasks.limit is None else f", first {tasks.limit:,} sample{'s' * (tasks.limit > 1)}"
+        marked = mark(tasks, task_page, part)
         for task in tasks.tasks:
             for metric in task.metrics:
                 value = next((each.value for each in metric.values if each.label == label), None)
