@@ -228,6 +228,7 @@ class HeadErrors:
 
     @property
     def numbers(self) -> Sequence[int]:
+        """Numbers of the layers in the model; their order in files that have none."""
         return self.layers or range(len(self.relative_l1))
 
 

@@ -211,7 +211,7 @@ def _add_vector(layer, size):
 
 
 def _quantize(layer, scale):
-    """Give a layer a weight of torchao, a tensor without an address of its own."""
+    """Give a layer a weight of torchao, a tensor subclass without an address."""
     weight = scale * torch.eye(64)
     layer.weight = nn.Parameter(Int8Tensor.from_hp(weight, PerRow()), requires_grad=False)
 

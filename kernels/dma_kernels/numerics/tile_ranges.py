@@ -86,6 +86,6 @@ def low_ranges(q_tile, last_band_tile, start, stop, diagonal_tiles, sink_tiles, 
 
 def unmasked_range(first, last, start, stop, shift):
     # type: (int, int, int, int, int) -> tuple[int, int]
-    """Return the blocks of ``first..last`` all of whose keys lie in the unmasked range ``start..stop`` of positions."""
+    """Return the blocks of ``first..last`` whose keys are all in the unmasked range ``start..stop`` of positions."""
     first = min(max(first, (start + (1 << shift) - 1) >> shift), last)
     return first, max(min(last, stop >> shift), first)
