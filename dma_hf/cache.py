@@ -20,7 +20,7 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from .cache_layers import DMALayer, DMAStaticLayer, Owner, lasting
+from .cache_layers import DMALayer, DMAStaticLayer, Owner, holds_states, lasting
 from .config import cache_format_of, settings_of
 from .support import WITHOUT_PACKED_CACHE, refuse_packed_cache
 
@@ -160,8 +160,8 @@ class DMACache(DynamicCache):  # type: ignore[misc]
             if isinstance(layer, DMALayer):
                 layer.flush()
                 layers.append(_layer_state(layer))
-            elif getattr(layer, "keys", None) is None and not hasattr(layer, "conv_states"):
-                layers.append(None)  # shared, or without attention: no contents
+            elif not holds_states(layer):
+                layers.append(None)
             else:
                 raise TypeError(
                     f"layer {index} is a {type(layer).__name__} of Transformers, which has no state_dict; use "

@@ -45,6 +45,11 @@ def lasting() -> AbstractContextManager[object]:
     return torch.inference_mode(False)
 
 
+def holds_states(layer: Any) -> bool:
+    """Return whether a layer of a cache holds states now. A placeholder, where keys are shared, never does."""
+    return getattr(layer, "keys", None) is not None or hasattr(layer, "conv_states")
+
+
 @dataclass(frozen=True, eq=False)
 class Capture:
     """State of a cache while a decoding step is captured as a CUDA graph.

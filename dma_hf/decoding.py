@@ -24,7 +24,7 @@ from transformers import Cache, CompileConfig, PreTrainedModel, StaticCache
 from transformers.cache_utils import CacheLayerMixin, StaticLayer
 
 from .cache import DMACache
-from .cache_layers import Capture, DMALayer, DMAStaticLayer
+from .cache_layers import Capture, DMALayer, DMAStaticLayer, holds_states
 from .integrations.internals import CACHE_ARGUMENT
 from .stats import count_eager_decoding
 from .step_graph import (
@@ -179,7 +179,7 @@ def _why_eager(
     """Return why the steps of a call cannot be captured, or ``None``. Waits for the device if there is padding."""
     if cache.offloading:
         return "the cache is offloaded"
-    others = {type(layer).__name__ for layer in cache.layers if not isinstance(layer, DMALayer)}
+    others = {type(layer).__name__ for layer in cache.layers if not isinstance(layer, DMALayer) and holds_states(layer)}
     if others:
         return f"the cache has layers that hold other states ({', '.join(sorted(others))})"
     if not layers or not all(layer.is_settled for layer in layers):

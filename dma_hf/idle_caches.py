@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import Cache, PreTrainedModel
-from transformers.cache_utils import StaticLayer
+from transformers.cache_utils import CacheLayerMixin, StaticLayer
 
-from .cache_layers import DMALayer, Owner
+from .cache_layers import DMALayer, Owner, holds_states
 from .config import is_ours
 
 _idle: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Owner | None, list[Any]]] = weakref.WeakKeyDictionary()
@@ -52,6 +52,8 @@ def _is_cleared(layer: Any, new: Any, batch: int, dtype: torch.dtype, device: to
     """
     if type(layer) is not type(new) or getattr(layer, "max_cache_len", None) != getattr(new, "max_cache_len", None):
         return False
+    if not isinstance(layer, CacheLayerMixin):
+        return not holds_states(layer)
     is_packed = isinstance(layer, DMALayer)
     if not (layer.format == new.format if is_packed else type(layer) is StaticLayer):
         return False

@@ -97,7 +97,8 @@ def _replays(model):
 @pytest.mark.parametrize(
     ("name", "is_sampled"),
     sampled(
-        product(("llama", "gemma3", "gpt_oss"), (False, True)), lambda name, is_sampled: is_sampled == (name == "llama")
+        product(("llama", "gemma3", "gpt_oss", "gemma4"), (False, True)),
+        lambda name, is_sampled: is_sampled == (name == "llama"),
     ),
 )
 def test_tokens_are_those_of_eager_steps(name, is_sampled, build, token_ids):
