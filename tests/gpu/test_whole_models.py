@@ -5,12 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from batched_parts import assert_as_alone, note_parts
+from dma_eval.load.models import load_model
+from served import DEMO_MODEL
+from starlette.testclient import TestClient
 from tiny_models import FAMILIES
-from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig
+from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig, pipeline
 
 import dma_hf
 from dma_hf.decoding import EAGER_STEPS
 from dma_hf.integrations.internals import CACHE_ARGUMENT
+from dma_hf.serving import Sequential, make_app
 
 pytestmark = pytest.mark.gpu
 
@@ -75,6 +79,47 @@ def test_decode_steps_run_as_cuda_graphs(kind):
     assert torch.equal(model.generate(ids, **options), tokens[0])  # by the same graph
     assert dma_hf.stats(model).replays == 11 - EAGER_STEPS + 11
     assert not dma_hf.stats(model).eager_decoding
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "gemma4"])
+def test_generate_decodes_in_cuda_graphs_by_default(name, format):
+    """Over a cache that grows: across ends of tiles and of its storage, and over the storage of an earlier call."""
+    model = _model(name)
+    dma_hf.configure(model, "balanced", cache=format)
+    options = {"max_new_tokens": 150, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    for batch, seed in ((2, 0), (2, 1), (3, 2)):
+        ids = _ids(batch, LENGTH, seed)
+        expected = model.generate(ids, disable_compile=True, **options)
+        dma_hf.reset_stats(model)
+        assert torch.equal(model.generate(ids, **options), expected)
+        found = dma_hf.stats(model)
+        assert not found.eager_decoding
+        assert found.replays > 100
+
+
+def test_pipelines_and_the_server_decode_in_cuda_graphs():
+    loaded = load_model(str(DEMO_MODEL), dtype="bfloat16", device="cuda")
+    model, tokenizer = loaded.model, loaded.tokenizer
+    model.set_attn_implementation(dma_hf.NAME)
+    dma_hf.configure(model, cache="int4")
+    generator = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    client = TestClient(make_app(Sequential(model, tokenizer)))
+    body = {"prompt": "The captain", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+
+    def piped():
+        options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "return_full_text": False}
+        return generator("The captain", **options)[0]["generated_text"]
+
+    def served():
+        return client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+
+    for answer in (piped, served, piped, served):
+        dma_hf.reset_stats(model)
+        answer()
+        found = dma_hf.stats(model)
+        assert (found.eager_decoding, found.replays >= 39 - EAGER_STEPS) == ({}, True)
+    assert piped() == served()
 
 
 def _batched(prompts, model, **options):
