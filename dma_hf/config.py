@@ -119,7 +119,8 @@ class DMAConfig(Recipe):
         if not isinstance(name, str):
             raise TypeError(f"name must be a preset ({', '.join(PRESETS)}), got {name!r}")
         if name not in PRESETS:
-            hint = f"; the cache is an argument: cache={name.partition('+')[2]!r}" if "+" in name else ""
+            preset, _, cache = name.partition("+")
+            hint = f"; dma_hf.configure(model, {preset!r}, cache={cache!r}) sets both" if cache else ""
             raise ValueError(f"unknown preset {name!r}; expected one of {', '.join(PRESETS)}{hint}")
         return _changed(PRESETS[name], changes)
 
