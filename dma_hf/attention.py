@@ -81,6 +81,7 @@ def dma_attention_forward(
             return again, None
     call = Call.of(module, **kwargs)
     if update is not None:
+        update[0].pending = None  # also if the call fails
         query = query.to(key.dtype)  # also under autocast: a cache keeps the dtype of its first keys
     elif (dtype := autocast_dtype(query)) is not None:
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -159,7 +160,6 @@ def _attend_cached(
 ) -> tuple[Tensor, Compute | None]:
     """Compute a call over a cache layer. Returns ``[B, T, Hq, Dv]``, and what repeats the call, if anything."""
     (layer, step), recipe = update, call.settings.recipe
-    layer.pending = None  # also if the call fails
     counts = tile_counts_of(module, query, recipe)
     may_repeat = may_repeat and counts is None
     if may_repeat and step.is_first and not step.is_stored and layer.owner.prompt_length is None:
