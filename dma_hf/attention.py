@@ -22,7 +22,7 @@ from .cache_layers import DECODED_AT_ONCE, DMALayer
 from .cached_states import Step, Update, update_of
 from .logit_check import check_first_prompt
 from .masks.geometry import GEOMETRY, CompactMask, MaskGeometry, keys_in
-from .masks.layer_geometry import layer_geometry, select_keys, separate_documents
+from .masks.layer_geometry import is_cross_attention, layer_geometry, select_keys, separate_documents
 from .repeated_calls import Compute, LayerCall, cached_step, is_repeatable, let_repeat, prompt, repeat
 from .stats import count_fallback, counted, tile_counts_of
 from .support import Call, Refusal, autocast_dtype, find_unsupported, note_other_cache
@@ -82,6 +82,7 @@ def dma_attention_forward(
     call = Call.of(module, **kwargs)
     if update is not None:
         update[0].pending = None  # also if the call fails
+        _refuse_second_sequence(module, update[0])
         query = query.to(key.dtype)  # also under autocast: a cache keeps the dtype of its first keys
     elif (dtype := autocast_dtype(query)) is not None:
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -116,6 +117,15 @@ def dma_attention_forward(
         asked = LayerCall(module, *states, update, sliding_window, kwargs)
         let_repeat(asked, attention_mask, call.settings.config.high_layers, compute)
     return out, None
+
+
+def _refuse_second_sequence(module: nn.Module, layer: DMALayer) -> None:
+    """Raise if a layer of a cache that holds keys of self-attention gets those of cross-attention, too."""
+    if layer.is_settled and not getattr(module, "is_causal", True) and is_cross_attention(module, is_causal=False):
+        raise ValueError(
+            "an encoder-decoder needs a cache for each of its two kinds of attention; pass "
+            "EncoderDecoderCache(DMACache(model.config), DynamicCache(config=model.config))"
+        )
 
 
 States = tuple[Tensor, Tensor, Tensor]

@@ -110,6 +110,8 @@ def prepare_cache(
         return method(model, *given)
     cache, is_configured = _cache_in(model_kwargs), cache_of(model) is not None
     is_open = generation_config.use_cache is not False and generation_config.cache_implementation in OPEN
+    if isinstance(cache, DMACache):
+        model_kwargs[CACHE_ARGUMENT] = cache = _with_cross_attention(model, cache)
     may_be_new = cache is None and is_configured and is_open
     new = _new_cache(model, generation_config, max_cache_length) if may_be_new else None
     packed = packed_cache(cache if new is None else new)
@@ -169,6 +171,11 @@ def _new_cache(model: PreTrainedModel, config: GenerationConfig, max_cache_lengt
     cache = DMACache(model.config, max_cache_len=room if is_compiled else None)
     if not any(isinstance(layer, DMALayer) for layer in cache.layers):
         return None
+    return _with_cross_attention(model, cache)
+
+
+def _with_cross_attention(model: PreTrainedModel, cache: DMACache) -> Cache:
+    """Join a cache for self-attention with one of Transformers' for cross-attention, if the model has an encoder."""
     if model.config.is_encoder_decoder:
         return EncoderDecoderCache(cache, DynamicCache(config=model.config))
     return cache

@@ -35,7 +35,7 @@ def layer_geometry(
     geometry: MaskGeometry | None = getattr(mask, GEOMETRY, None)
     if geometry is not None:
         return _adopt(geometry, module, query, kv_len), None
-    two_sequences = _is_cross_attention(module, is_causal) or (not is_causal and q_len != kv_len)
+    two_sequences = is_cross_attention(module, is_causal) or (not is_causal and q_len != kv_len)
     offset = 0 if two_sequences else kv_len - q_len
     if mask is None:
         is_causal = is_causal and not two_sequences
@@ -74,7 +74,7 @@ def _adopt(geometry: MaskGeometry, module: nn.Module, query: Tensor, kv_len: int
             f"attention_mask must be broadcastable to {[batch, query.shape[1], q_len, kv_len]}, got "
             f"{list(geometry.shape)}: the model made it for other queries or keys"
         )
-    is_cross = not geometry.is_causal and _is_cross_attention(module, is_causal=False)
+    is_cross = not geometry.is_causal and is_cross_attention(module, is_causal=False)
     return geometry.adapted(query.device, batch, two_sequences=geometry.two_sequences or is_cross)
 
 
@@ -94,7 +94,7 @@ def select_keys(geometry: MaskGeometry, bias: Tensor | None, indices: Tensor) ->
     return replace(geometry, pattern=chosen), bias
 
 
-def _is_cross_attention(module: nn.Module, is_causal: bool) -> bool:
+def is_cross_attention(module: nn.Module, is_causal: bool) -> bool:
     """Return whether the name or the attributes of a layer say that its keys are of another sequence."""
     if getattr(module, "is_cross_attention", False):
         return True

@@ -286,6 +286,23 @@ class TestDefault:
         assert torch.equal(actual.sequences, expected.sequences)
         assert all(isinstance(layer, DMALayer) for layer in actual.past_key_values.self_attention_cache.layers)
 
+    @pytest.mark.parametrize("name", ["bart", "whisper"])
+    def test_an_encoder_decoder_takes_a_cache_for_its_self_attention(self, name, families, token_ids, identity):
+        """A second call continues it, and computes the keys of the encoder again."""
+        model = families[name].build("dma_mxfp")
+        dma_hf.configure(model, identity)
+        inputs = {"input_ids": token_ids(2, 30)} if name == "bart" else {"input_features": torch.ones(2, 20, 300)}
+        options = {"do_sample": False, "min_new_tokens": 5, "max_new_tokens": 5}
+        ids, cache = token_ids(2, 20), DMACache(model.config, "int8")
+        for start in (15, 20):
+            prompt = {**inputs, "decoder_input_ids": ids[:, :start]}
+            expected = model.generate(**prompt, **options)
+            assert torch.equal(model.generate(**prompt, **options, **{CACHE_ARGUMENT: cache}), expected)
+            cache.crop(start - cache.get_seq_length())
+        if name == "bart":
+            with pytest.raises(ValueError, match=r"EncoderDecoderCache\(DMACache\(model.config\), DynamicCache\("):
+                model(**prompt, **{CACHE_ARGUMENT: DMACache(model.config)})
+
     def test_an_assistant_with_other_layers_rolls_back_tokens(self, build, token_ids):
         """Transformers' cache records the state that such layers discard, and so must ours."""
         torch.manual_seed(0)
