@@ -239,6 +239,15 @@ def test_wrong_arguments(model, tokens, error, message):
         equalize(model and DECODERS[model].build("sdpa"), tokens)
 
 
+def test_weights_quantized_in_place_are_rejected():
+    """Their configuration does not say so. Their channels cannot be scaled."""
+    quantization = pytest.importorskip("torchao.quantization")
+    model = _unbalanced(FAMILIES["llama"])
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    with pytest.raises(ValueError, match=r"q_proj.weight is Int8Tensor; load the model unquantized"):
+        equalize(model, _tokens())
+
+
 def test_clipped_keys_are_rejected():
     """Clipping is linear only for small numbers; scaled weights would clip other values."""
     sizes = {"d_model": 64, "n_heads": 4, "n_layers": 2, "vocab_size": VOCABULARY, "max_seq_len": 1024}

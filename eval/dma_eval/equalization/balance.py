@@ -241,5 +241,7 @@ def _check(model: PreTrainedModel, tokens: Tensor) -> None:
     for weight_name, weight in model.named_parameters():
         if weight.is_meta:
             raise ValueError(f"{weight_name} is on the meta device; load the model without offloading")
-        if weight.dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"{weight_name} is {weight.dtype}; load the model unquantized, in float32 or bfloat16")
+        is_plain = type(weight) is nn.Parameter  # not one of torchao's quantized tensors, whose dtype is a float
+        if not is_plain or weight.dtype not in (torch.float32, torch.bfloat16):
+            kind = weight.dtype if is_plain else type(weight).__name__
+            raise ValueError(f"{weight_name} is {kind}; load the model unquantized, in float32 or bfloat16")
