@@ -225,6 +225,14 @@ def check_kind(name: str, tensor: Any, other: Any, whose: str = "query") -> None
         raise ValueError(f"{name} must be on the device of {whose}, {other.device}, got {tensor.device}")
 
 
+def check_floating(name: str, tensor: Any) -> None:
+    """Check that an argument is a floating-point tensor."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if not tensor.is_floating_point():
+        raise TypeError(f"{name} must be floating point, got {tensor.dtype}")
+
+
 def check_sinks(sinks: Any, query: Any) -> None:
     """Check the sink logits of queries ``[B, Hq, T, D]``: floating point, ``[Hq]``."""
     check_kind("sinks", sinks, query)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import formats
-from .call import is_broadcastable, is_int, is_integer
+from .call import check_floating, check_kind, is_broadcastable, is_int, is_integer
 from .formats import TILE, BlockFormat, ElementFormat, ScaleFormat, ScaleRounding, SharedScale, block_format
 from .transforms import first_tile
 
@@ -65,15 +65,12 @@ def quantize(
             first dimension.
 
     Raises:
-        TypeError: An argument has the wrong type, or ``x`` is not floating point.
-        ValueError: A shape is invalid, an option is unknown, or options exclude each other. NVFP4 scales and searched
-            scales cannot be shared, and only NVFP4 has a ``global_scale``.
+        TypeError: An argument has the wrong type, ``x`` is not floating point, or ``global_scale`` is not fp32.
+        ValueError: A shape or a device is invalid, an option is unknown, or options exclude each other. NVFP4 scales
+            and searched scales cannot be shared, and only NVFP4 has a ``global_scale``.
     """
     fmt = format if isinstance(format, BlockFormat) else block_format(format)
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
-    if not x.is_floating_point():
-        raise TypeError(f"x must be floating point, got {x.dtype}")
+    check_floating("x", x)
     if x.ndim < 2:
         raise ValueError(f"x must be [..., tokens, head_dim], got shape {tuple(x.shape)}")
     rounding = _choice("scale_rounding", scale_rounding, ScaleRounding)
@@ -92,7 +89,7 @@ def quantize(
             finite = F.pad(amax.masked_fill(~amax.isfinite(), 0.0), (0, 1, 0, 1))  # so that no dimension is empty
             global_scale = nvfp4_global_scale(finite.amax((-2, -1), keepdim=True), rounding)
         else:
-            _check_global_scale(global_scale, (*x.shape[:-2], 1, 1))
+            _check_global_scale(global_scale, x)
         scale, other = (
             _nvfp4_block_scale(amax, global_scale, largest) for largest in (formats.E2M1_MAX, formats.E2M1_SECOND)
         )
@@ -241,11 +238,13 @@ def _choice(name: str, value: str, enum: type[_Choice]) -> _Choice:
         raise ValueError(f"{name} must be one of {', '.join(enum)}; got {value!r}") from None
 
 
-def _check_global_scale(scale: Any, full: tuple[int, ...]) -> None:
-    if not isinstance(scale, Tensor):
-        raise TypeError(f"global_scale must be a torch.Tensor, got {type(scale).__name__}")
+def _check_global_scale(scale: Any, x: Tensor) -> None:
+    check_kind("global_scale", scale, x, "x")
+    full = (*x.shape[:-2], 1, 1)
     if not is_broadcastable(scale.shape, full):
         raise ValueError(f"global_scale must be broadcastable to {list(full)}, got shape {list(scale.shape)}")
+    if scale.dtype != torch.float32:
+        raise TypeError(f"global_scale must be fp32, got {scale.dtype}")
 
 
 def _scale_as_quotient(scale: Tensor, global_scale: Tensor | None) -> tuple[Tensor, Tensor | float]:
@@ -275,6 +274,7 @@ def _share_amax(amax: Tensor, shared: SharedScale, tile_offset: int | Tensor) ->
     if not (is_integer(tile_offset) if isinstance(tile_offset, Tensor) else is_int(tile_offset)):
         raise TypeError(f"tile_offset must be an int or an integer tensor, got {tile_offset!r}")
     if isinstance(tile_offset, Tensor):
+        check_kind("tile_offset", tile_offset, amax, "x")
         if tile_offset.ndim != 1 or (tile_offset.shape[0] != 1 and (row.ndim < 3 or len(tile_offset) != len(row))):
             raise ValueError(
                 f"tile_offset must be an int or a tensor [{len(row) if row.ndim > 2 else 1}], "

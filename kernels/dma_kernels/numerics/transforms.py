@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from .call import check_floating, check_kind
 from .formats import TILE
 
 
@@ -43,7 +44,14 @@ def hadamard_rotate(x: Tensor) -> Tensor:
     """Multiply the last dimension by the orthonormal (block-diagonal) Sylvester-Hadamard matrix.
 
     Returns fp32 (fp64 for fp64). The matrix is symmetric, so the transform is its own inverse.
+
+    Raises:
+        TypeError: ``x`` is not a floating-point tensor.
+        ValueError: ``x`` has no channels.
     """
+    check_floating("x", x)
+    if x.ndim == 0 or x.shape[-1] == 0:
+        raise ValueError(f"x must be [..., head_dim], got shape {list(x.shape)}")
     return hadamard_transform(x) * math.pow(hadamard_size(x.shape[-1]), -0.5)
 
 
@@ -61,10 +69,17 @@ def key_mean(key: Tensor, visible: Tensor | None = None) -> Tensor:
         fp32 (fp64 for fp64) ``[B, H, 1, D]``, rounded to bfloat16; 0 in rows without visible keys.
 
     Raises:
-        ValueError: ``key`` does not have four dimensions.
+        TypeError: ``key`` is not a floating-point tensor, or ``visible`` is not a tensor.
+        ValueError: ``key`` does not have four dimensions, or ``visible`` is not boolean ``[B, T]`` on its device.
     """
+    check_floating("key", key)
     if key.ndim != 4:
         raise ValueError(f"key must be [batch, heads, tokens, head_dim], got shape {list(key.shape)}")
+    if visible is not None:
+        check_kind("visible", visible, key, "key")
+        expected = (key.shape[0], key.shape[2])
+        if visible.dtype != torch.bool or visible.shape != expected:
+            raise ValueError(f"visible must be boolean {list(expected)}, got {visible.dtype} {list(visible.shape)}")
     dtype = torch.promote_types(key.dtype, torch.float32)
     if visible is None:
         first = key[:, :, :TILE].to(dtype)

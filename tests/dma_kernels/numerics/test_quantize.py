@@ -303,6 +303,8 @@ TILES = {"format": "mxfp8", "shared_scale": "tile"}
             (torch.zeros(3, 8, 32), {"format": "nvfp4", "global_scale": x}, error, f"global_scale must be {message}")
             for x, error, message in (
                 (1.0, TypeError, "a torch.Tensor, got float"),
+                (torch.ones((), dtype=torch.float64), TypeError, "fp32, got torch.float64"),
+                (torch.ones((), device="meta"), ValueError, "on the device of x, cpu, got meta"),
                 (torch.ones(2, 1, 1), ValueError, r"broadcastable to \[3, 1, 1\], got shape \[2, 1, 1\]"),
                 (torch.ones(3, 8, 1), ValueError, r"broadcastable to \[3, 1, 1\], got shape \[3, 8, 1\]"),
                 (torch.ones(1, 3, 1, 1), ValueError, r"broadcastable to \[3, 1, 1\], got shape \[1, 3, 1, 1\]"),
@@ -321,6 +323,12 @@ TILES = {"format": "mxfp8", "shared_scale": "tile"}
             )
         ),
         (torch.zeros(3, 8, 32), {**TILES, "tile_offset": torch.tensor([1, 2])}, ValueError, r"a tensor \[3\]"),
+        (
+            torch.zeros(3, 8, 32),
+            {**TILES, "tile_offset": torch.zeros(3, dtype=torch.int64, device="meta")},
+            ValueError,
+            "tile_offset must be on the device of x, cpu, got meta",
+        ),
         (torch.zeros(8, 32), {**TILES, "tile_offset": torch.tensor([1, 2])}, ValueError, r"a tensor \[1\]"),
         (torch.zeros(2, 8, 32), {**TILES, "tile_offset": torch.tensor([[1], [2]])}, ValueError, r"a tensor \[2\]"),
     ],

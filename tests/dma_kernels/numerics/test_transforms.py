@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,6 +46,21 @@ class TestRotation:
                     y[:, i], y[:, i + stride] = y[:, i] + y[:, i + stride], y[:, i] - y[:, i + stride]
         assert_bits_equal(hadamard_rotate(torch.from_numpy(x)), torch.from_numpy(y * np.float32(0.25)))
 
+    @pytest.mark.parametrize(
+        ("x", "error", "message"),
+        [
+            ([1.0], TypeError, "x must be a torch.Tensor, got list"),
+            (torch.ones(8).int(), TypeError, "x must be floating point, got torch.int32"),
+            *((torch.ones(shape), ValueError, r"x must be \[\.\.\., head_dim\], got shape") for shape in ((), (3, 0))),
+        ],
+    )
+    def test_an_invalid_argument_is_rejected(self, x: Any, error: type[Exception], message: str) -> None:
+        with pytest.raises(error, match=f"^{message}"):
+            hadamard_rotate(x)
+
+
+KEY = torch.zeros(2, 1, 9, 8)
+
 
 class TestKeyMean:
     """``test_rule.py`` compares smoothing with its definition."""
@@ -60,6 +76,20 @@ class TestKeyMean:
         assert_bits_equal(key_mean(key), key_mean(key[:, :, :128]))
         assert_bits_equal(key_mean(torch.zeros(1, 2, 0, 8)), torch.zeros(1, 2, 1, 8))
 
-    def test_keys_without_a_batch_are_rejected(self) -> None:
-        with pytest.raises(ValueError, match=r"^key must be \[batch, heads, tokens, head_dim\], got shape"):
-            key_mean(torch.zeros(2, 300, 8))
+    @pytest.mark.parametrize(
+        ("key", "visible", "error", "message"),
+        [
+            (torch.zeros(2, 300, 8), None, ValueError, r"key must be \[batch, heads, tokens, head_dim\], got shape"),
+            ([1.0], None, TypeError, "key must be a torch.Tensor, got list"),
+            (KEY.int(), None, TypeError, "key must be floating point, got torch.int32"),
+            (KEY, [True], TypeError, "visible must be a torch.Tensor, got list"),
+            (KEY, torch.ones(2, 9), ValueError, r"visible must be boolean \[2, 9\], got torch.float32 \[2, 9\]"),
+            (KEY, torch.ones(1, 9).bool(), ValueError, r"visible must be boolean \[2, 9\], got torch.bool \[1, 9\]"),
+            (KEY, torch.ones(2, 9, device="meta").bool(), ValueError, "visible must be on the device of key, cpu"),
+        ],
+    )
+    def test_an_invalid_argument_is_rejected(
+        self, key: Any, visible: Any, error: type[Exception], message: str
+    ) -> None:
+        with pytest.raises(error, match=f"^{message}"):
+            key_mean(key, visible)
