@@ -145,6 +145,7 @@ def register(
     schema = f"(Tensor grad_out, {arguments}) -> (Tensor, Tensor, Tensor, Tensor)"
     backward_op = torch.library.custom_op(f"{name}_backward", run_gradient, mutates_args=(), schema=schema)
     backward_op.register_fake(fake_gradient)
+    backward_op.register_autograd(refuse)
     run_backward = _unless_transformed(backward_op, lambda *_: None, refuse, has_vmap)
     run_forward = _unless_transformed(op, save, backward, has_vmap)
 
