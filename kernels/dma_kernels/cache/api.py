@@ -88,12 +88,12 @@ def cached_attention(
         query, is_causal=is_causal, window=window, scale=scale, softcap=softcap, sinks=sinks, mask=mask,
         mask_position=mask_position,
     )  # fmt: skip
-    if torch.compiler.is_compiling():
-        out: Tensor = _cached_attention(query, key, value, *_op_arguments(storage), *options, backend)
-        storage.count_appended(key.shape[2])
-        return out
     with torch.no_grad():
-        out = _attend(query, key, value, storage, options, backend)
+        if torch.compiler.is_compiling():
+            out: Tensor = _cached_attention(query, key, value, *_op_arguments(storage), *options, backend)
+            storage.count_appended(key.shape[2])
+        else:
+            out = _attend(query, key, value, storage, options, backend)
     inputs = [query, key, value] if sinks is None else [query, key, value, sinks]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
         return _NoGradient.apply(out, *inputs)  # type: ignore[no-any-return,no-untyped-call]

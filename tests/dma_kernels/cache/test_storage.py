@@ -335,11 +335,19 @@ class TestErrors:
             cached_attention(query, key, value, empty("int8", window=100), window=200)
 
     @pytest.mark.parametrize("name", ["query", "key", "value", "sinks"])
-    def test_gradients_are_rejected(self, storage, name):
+    @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+    def test_gradients_are_rejected(self, storage, name, is_compiled):
         tensors = dict(zip(("query", "key", "value", "sinks"), (*sequence(3), torch.zeros(Q_HEADS)), strict=True))
         tensors[name].requires_grad_()
-        with torch.enable_grad(), pytest.raises(RuntimeError, match="attention over a cache has no gradient"):
-            cached_attention(**tensors, storage=storage).sum().backward()
+        attend = cached_attention
+        if is_compiled:
+            torch._dynamo.reset()
+            attend = torch.compile(cached_attention, backend="aot_eager")
+        with torch.enable_grad():
+            out = attend(**tensors, storage=storage)
+            assert storage.lengths.tolist() == [23, 23]
+            with pytest.raises(RuntimeError, match="attention over a cache has no gradient"):
+                out.sum().backward()
 
 
 @formats
