@@ -94,6 +94,7 @@ CASES = {
     "softcap-and-sinks-of-many": Case(kv_len=645, q_len=9, softcap=5.0, sinks=(0.5, 3.0, -2.0, 0.0)),
     "no-band": Case(diagonal_tiles=0, sink_tiles=0),
     "no-band-across-a-boundary": Case(kv_len=645, q_len=16, diagonal_tiles=0, sink_tiles=0),
+    "no-band-across-the-end-of-the-sinks": Case(kv_len=261, q_len=9, diagonal_tiles=0),
     "wide-band-across-a-boundary": Case(kv_len=645, q_len=9, diagonal_tiles=2, sink_tiles=2),
     "ragged-across-boundaries": Case(kv_len=645, q_len=9, padding=(0, 300, 130)),
     "wide-band": Case(diagonal_tiles=2, sink_tiles=2),
