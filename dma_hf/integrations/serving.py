@@ -1,16 +1,12 @@
 """Transformers' HTTP server (``transformers serve``), which :mod:`dma_hf.serving` builds on.
 
-Its handlers convert messages for chat templates, and write the events of ``/v1/responses``. Its streamers decode
-tokens, and its parser finds reasoning and tool calls. Only the server imports this module, and with it the packages of
-the extra ``serve``.
+Its handlers convert messages for chat templates. Its streamers decode tokens, and its parser finds reasoning and tool
+calls. Only the server imports this module, and with it the packages of the extra ``serve``.
 """
 
 from __future__ import annotations
 
 import inspect
-from asyncio import Queue
-from collections.abc import AsyncIterator
-from types import SimpleNamespace
 from typing import Any
 
 from .internals import check_version, private_imports
@@ -46,7 +42,6 @@ __all__ = [
     "decode_as_continuation",
     "infer_max_single_request_tokens",
     "make_parser",
-    "response_events",
     "response_messages",
 ]
 
@@ -71,19 +66,6 @@ def response_messages(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
     """Return the input items and the tools of ``/v1/responses`` as chat templates take them."""
     return chat_messages(ResponseHandler._normalize_response_items(items)), ResponseHandler._normalize_tools(tools)
-
-
-def response_events(request_id: str, name: str, ids: list[int], answer: Queue[Any]) -> AsyncIterator[str]:
-    """Yield the events of ``/v1/responses`` for an answer to the tokens ``ids`` by the model ``name``.
-
-    The items of the answer are parsed already, so the handler gets a model without a parser.
-    """
-    model = SimpleNamespace(config=SimpleNamespace(model_type=None))
-    manager = SimpleNamespace(generate_streaming=lambda *_, **__: (answer, answer))
-    handler = ResponseHandler(None, None)
-    response = handler._streaming(request_id, model, None, name, {}, {"input_ids": ids}, None, manager)
-    events: AsyncIterator[str] = response.body_iterator
-    return events
 
 
 def make_parser(tokenizer: Any, model: Any, ids: list[int], tools: Any) -> Parser | None:

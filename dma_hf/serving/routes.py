@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import json
+import itertools
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -15,9 +15,10 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from jinja2 import TemplateError
 from transformers import GenerationConfig
 
-from dma_hf.integrations.serving import Parser, chat_messages, make_parser, response_events, response_messages
+from dma_hf.integrations.serving import Parser, chat_messages, make_parser, response_messages
 
 from .engines import Answer, Engine
+from .items import Items, make_id
 from .requests import (
     ApiError,
     ChatRequest,
@@ -71,7 +72,7 @@ class Route:
         answer.end_tokens = [ends] if isinstance(ends, int) else ends or []
         self._engine.start(answer, ids, config, body, parser)
         request.state.answer = answer
-        pieces = self._pieces(f"{self.prefix}{uuid.uuid4().hex}", ids, answer, body.stream_options)
+        pieces = self._pieces(f"{self.prefix}{uuid.uuid4().hex}", answer, body.stream_options)
         if body.stream:
             return StreamingResponse(self._stream(pieces), media_type=SSE)
         return JSONResponse(self._join([piece async for piece in pieces], answer))
@@ -154,10 +155,8 @@ class Route:
             config.top_k = 0  # none, where Transformers' default would be 50
         return config
 
-    def _pieces(
-        self, request_id: str, ids: list[int], answer: Answer, options: StreamOptions
-    ) -> AsyncIterator[dict[str, Any]]:
-        """Yield the pieces of a streamed answer, from its queue or from Transformers' server-sent events.
+    def _pieces(self, request_id: str, answer: Answer, options: StreamOptions) -> AsyncIterator[dict[str, Any]]:
+        """Yield the pieces of a streamed answer.
 
         Raises:
             ApiError: Generating failed.
@@ -190,9 +189,7 @@ class _Choices(Route):
     first: ClassVar[dict[str, Any]] = {}  # fields of the first piece, if any, and of the last
     last: ClassVar[dict[str, Any]]
 
-    async def _pieces(
-        self, request_id: str, ids: list[int], answer: Answer, options: StreamOptions
-    ) -> AsyncIterator[dict[str, Any]]:
+    async def _pieces(self, request_id: str, answer: Answer, options: StreamOptions) -> AsyncIterator[dict[str, Any]]:
         common = {"id": request_id, "object": self.piece_kind, "created": int(time.time()), "model": self._name}
 
         def piece(fields: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
@@ -207,8 +204,7 @@ class _Choices(Route):
         while (item := await answer.get()) is not None:
             if not isinstance(item, str):
                 function = {"name": item.name, "arguments": item.arguments}
-                call_id = f"{request_id}_tool_call_{calls}"
-                item = {"index": calls, "id": call_id, "type": "function", "function": function}
+                item = {"index": calls, "id": make_id("call"), "type": "function", "function": function}
                 calls += 1
             yield piece(self._fields(item))
         if answer.error is not None:
@@ -282,28 +278,53 @@ class Complete(_Choices):
 class Respond(Route):
     """The route of OpenAI's newer interface. Its last event has the whole answer."""
 
-    path, param, end = "/v1/responses", "input", b""
+    path, param, prefix, end = "/v1/responses", "input", "resp_", b""
     body_type = ResponseRequest
 
     def _tokenize(self, body: ResponseRequest) -> tuple[list[int], Parser | None]:
         return self._apply_template(*response_messages(body.dumped("input"), body.dumped("tools")))
 
-    async def _pieces(
-        self, request_id: str, ids: list[int], answer: Answer, options: StreamOptions
-    ) -> AsyncIterator[dict[str, Any]]:
-        async for text in response_events(request_id, self._name, ids, answer):
+    async def _pieces(self, request_id: str, answer: Answer, options: StreamOptions) -> AsyncIterator[dict[str, Any]]:
+        items, numbers = Items(), itertools.count()
+        common = {"id": request_id, "object": "response", "created_at": int(time.time()), "model": self._name}
+        common |= {"parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "error": None}
+
+        def piece(kind: str, status: str, **fields: Any) -> dict[str, Any]:
+            response = common | {"status": status, "incomplete_details": None, "output": [*items.done], "usage": None}
+            return {"type": f"response.{kind}", "response": response | fields}
+
+        async def events() -> AsyncIterator[dict[str, Any]]:
+            yield piece("created", "in_progress")
+            yield piece("in_progress", "in_progress")
+            while (item := await answer.get()) is not None:
+                for each in items.add(item):
+                    yield each
             if answer.error is not None:
                 raise answer.error
-            for line in filter(None, text.split("\n\n")):
-                piece = json.loads(line.removeprefix("data: "))
-                if piece["type"] == "response.completed" and answer.finish_reason == "length":
-                    piece["type"] = "response.incomplete"
-                    reason = {"reason": "max_output_tokens"}
-                    piece["response"] |= {"status": "incomplete", "incomplete_details": reason}
-                yield piece
+            is_cut = answer.finish_reason == "length"
+            status = "incomplete" if is_cut else "completed"
+            for each in items.finish(status):
+                yield each
+            reason = {"reason": "max_output_tokens"} if is_cut else None
+            yield piece(status, status, incomplete_details=reason, usage=_response_usage(answer))
+
+        async for each in events():
+            yield each | {"sequence_number": next(numbers)}
 
     def _join(self, pieces: list[dict[str, Any]], answer: Answer) -> dict[str, Any]:
         return dict(pieces[-1]["response"])
+
+
+def _response_usage(answer: Answer) -> dict[str, Any]:
+    """Return the numbers of tokens in the format of ``/v1/responses``."""
+    new = answer.total_tokens
+    return {
+        "input_tokens": answer.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": new,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": answer.prompt_tokens + new,
+    }
 
 
 def _text(parts: list[dict[str, Any]], name: str) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,6 +17,7 @@ from urllib.request import ProxyHandler, build_opener
 
 import pytest
 import torch
+import uvicorn
 from dma_eval.commands.serve import ServeOptions, load
 from served import DEMO_MODEL, served
 
@@ -150,6 +153,20 @@ async def answer_to(gate, path, **body):
     sent = []
     assert await status_of(gate, path, "POST", body=json.dumps(body).encode(), sent=sent) == 200
     return json.loads(sent[-1]["body"])
+
+
+@contextmanager
+def listening(gate):
+    """Serve an application in a thread, and return the base address for OpenAI's client."""
+    server = uvicorn.Server(uvicorn.Config(gate, log_level="critical", lifespan="off"))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+        finally:
+            server.should_exit = True
+            thread.join(TIMEOUT)
 
 
 class Scripted(Engine):

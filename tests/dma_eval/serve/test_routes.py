@@ -10,7 +10,18 @@ from urllib.error import HTTPError
 import openai
 import pytest
 from dma_eval.load.models import load_model
-from serve_requests import CHAT, NEW_TOKENS, TEMPLATE, TIMEOUT, Scripted, answer_to, serving, status_of, text_of
+from serve_requests import (
+    CHAT,
+    NEW_TOKENS,
+    TEMPLATE,
+    TIMEOUT,
+    Scripted,
+    answer_to,
+    listening,
+    serving,
+    status_of,
+    text_of,
+)
 from served import DEMO_MODEL
 
 from dma_hf.serving import Sequential, make_app
@@ -229,14 +240,19 @@ def test_a_model_that_is_loaded_already_is_served(folder, path, body, name):
     assert asyncio.run(answer_to(gate, f"/v1/{path}", **body))["model"] == (name or str(folder))
 
 
-def _asked_for_tools(folder, said, *, end="<|im_start|>assistant{{ '\\n' }}", **fields):
-    """Ask a model that answers ``said`` and whose prompts end with ``end``. Return the status and the answer."""
+def _scripted(folder, said, end="<|im_start|>assistant{{ '\\n' }}"):
+    """Return the application of a model that answers ``said``, and whose prompts end with ``end``."""
     loaded = load_model(str(folder), dtype="float32", device="cpu")
     loaded.tokenizer.chat_template = "{% if tools %}{{ tools }}{% endif %}" + TEMPLATE + end
     loaded.model.config.model_type = "qwen3"  # whose response template Transformers knows
+    return make_app(Scripted(loaded.model, loaded.tokenizer, said), name="tiny")
+
+
+def _asked_for_tools(folder, said, *end, **fields):
+    """Ask a model that says ``said`` for a chat with tools. Return the status and the answer."""
     tools = [{"type": "function", "function": {"name": "add"}}]
     body = {"messages": CHAT, "tools": tools, "max_tokens": 100} | fields
-    gate, sent = make_app(Scripted(loaded.model, loaded.tokenizer, said)), []
+    gate, sent = _scripted(folder, said, *end), []
     return asyncio.run(status_of(gate, "/v1/chat/completions", "POST", body=json.dumps(body).encode(), sent=sent)), sent
 
 
@@ -265,6 +281,44 @@ def test_reasoning_and_tool_calls_are_parsed(folder, is_streamed):
     assert [call["function"] for call in message["tool_calls"]] == [{"name": "add", "arguments": '{"a": 1}'}]
 
 
+@pytest.mark.parametrize(
+    ("said", "kinds"),
+    [
+        ("Aye", ["message"]),
+        ("", ["message"]),
+        (ADD, ["function_call"]),
+        (f"Aye {ADD}{ADD}", ["message", "function_call", "function_call"]),
+        (f"<think>one and one</think>Aye {ADD} so", ["reasoning", "message", "function_call", "message"]),
+        ("<think>one and", ["reasoning"]),
+    ],
+)
+def test_the_openai_client_assembles_the_items_of_a_streamed_response(folder, said, kinds):
+    """They are those of the answer at once. A later request takes them as input."""
+    tools = [{"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}}]
+    with listening(_scripted(folder, said)) as address:
+        responses = openai.OpenAI(base_url=address, api_key="none", max_retries=0).responses
+        asked = {"model": "tiny", "input": "word", "tools": tools, "max_output_tokens": 100}
+        whole = responses.create(**asked)
+        with responses.stream(**asked) as stream:
+            events = list(stream)
+            last = stream.get_final_response()
+        question, calls = {"role": "user", "content": "word"}, [item for item in last.output if "call" in item.type]
+        results = [{"type": "function_call_output", "call_id": call.call_id, "output": "2"} for call in calls]
+        turns = [question, *(item.model_dump(exclude_none=True) for item in last.output)]
+        assert responses.create(**asked | {"input": [*turns, *results, question]}).status == "completed"
+    assert [item.type for item in last.output] == [item.type for item in whole.output] == kinds
+    assert [event.sequence_number for event in events] == [*range(len(events))]
+    added, done = (
+        [each for each in events if each.type == f"response.output_item.{step}"] for step in ("added", "done")
+    )
+    assert [each.output_index for each in added] == [each.output_index for each in done] == [*range(len(kinds))]
+    assert [each.item.id for each in done] == [item.id for item in last.output]
+    assert len({item.id for item in last.output}) == len(kinds)
+    assert [call.arguments for call in calls] == ['{"a": 1}'] * kinds.count("function_call")
+    texts = "".join(each.delta for each in events if each.type == "response.output_text.delta")
+    assert texts == last.output_text == whole.output_text
+
+
 @pytest.mark.parametrize("wrong", ['{"name": add}', '{"name": "add"}', '{"foo": 1}', "[1]", '"add"'])
 @pytest.mark.parametrize("end", ["</tool_call>", ""])
 def test_a_malformed_tool_call_is_text(folder, wrong, end):
@@ -282,9 +336,9 @@ def test_an_answer_that_is_cut_off_after_a_tool_call_says_so(folder):
 
 def test_a_chat_format_that_the_parser_does_not_know_leaves_the_text_as_it_is(folder):
     """Transformers chooses the parser by the model type. DeepSeek-R1-Distill-Qwen has another chat format than Qwen."""
-    message, reason = _say(folder, ADD, end="Assistant:", tools=None)
+    message, reason = _say(folder, ADD, "Assistant:", tools=None)
     assert (message["content"], reason) == (ADD, "stop")
-    status, sent = _asked_for_tools(folder, ADD, end="Assistant:")
+    status, sent = _asked_for_tools(folder, ADD, "Assistant:")
     assert (status, json.loads(sent[-1]["body"])["error"]["param"]) == (400, "tools")
 
 
