@@ -9,6 +9,8 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from tokenizers.decoders import DecodeStream
+
 from .internals import check_version, private_imports
 
 check_version("transformers serve")
@@ -39,20 +41,47 @@ __all__ = [
     "GenerationCancelled",
     "Parser",
     "chat_messages",
-    "decode_as_continuation",
+    "decode_any_bytes",
     "infer_max_single_request_tokens",
     "make_parser",
     "response_messages",
 ]
 
 
-def decode_as_continuation(streamer: Any, tokenizer: Any) -> None:
-    """Let a new streamer decode its text as that after a word.
+class _Decoder:
+    """Decodes the tokens of an answer one by one, whatever bytes they stand for.
 
-    Decoders in the style of SentencePiece, such as those of Llama 2 and Mistral, drop a space at the start of a text.
+    A byte that is no UTF-8 after others changes the decoded text before it, which tokenizers' own stream refuses. The
+    text then goes on with the next token.
+
+    Args:
+        word: Tokens of a word. Decoders in the style of SentencePiece, such as those of Llama 2 and Mistral, drop a
+            space at the start of a text, but not after a word.
+        continues: Whether the text continues another one.
+        skip_special_tokens: Whether to leave out special tokens.
     """
+
+    def __init__(self, word: list[int], *, continues: bool, skip_special_tokens: bool) -> None:
+        self._word, self._skips = word, skip_special_tokens
+        self._stream = DecodeStream(word if continues else [], skip_special_tokens=skip_special_tokens)
+
+    def step(self, tokenizer: Any, token: int) -> str | None:
+        """Return the text that a token adds, if it is known already."""
+        try:
+            text: str | None = self._stream.step(tokenizer, token)
+        except Exception as error:  # the library raises nothing narrower
+            if not str(error).startswith("Invalid prefix"):
+                raise
+            self._stream = DecodeStream(self._word, skip_special_tokens=self._skips)
+            text = self._stream.step(tokenizer, token)
+        return text
+
+
+def decode_any_bytes(streamer: Any, tokenizer: Any, *, continues: bool) -> None:
+    """Let a new streamer decode an answer, or the continuation of a text, also where its bytes are no UTF-8."""
     word = tokenizer.encode("a", add_special_tokens=False).ids
-    streamer._decode_stream = type(streamer._decode_stream)(word, skip_special_tokens=True)
+    skips = streamer._parser is None
+    streamer._decode_stream = _Decoder(word, continues=continues, skip_special_tokens=skips)
 
 
 def chat_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

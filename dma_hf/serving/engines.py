@@ -22,7 +22,7 @@ from dma_hf.integrations.serving import (
     CBStreamer,
     DirectStreamer,
     GenerationCancelled,
-    decode_as_continuation,
+    decode_any_bytes,
     infer_max_single_request_tokens,
 )
 
@@ -145,8 +145,8 @@ class Engine(ABC):
     def _attach(self, streamer: Any, answer: Answer, body: GenerationRequest) -> None:
         """Let a streamer of Transformers write an answer."""
         answer.streamer = streamer
-        if isinstance(body, CompletionRequest):
-            decode_as_continuation(streamer, self.tokenizer.backend_tokenizer)
+        continues = isinstance(body, CompletionRequest)
+        decode_any_bytes(streamer, self.tokenizer.backend_tokenizer, continues=continues)
 
     @abstractmethod
     def start(self, answer: Answer, ids: list[int], config: GenerationConfig, body: Any, parser: Any) -> None:

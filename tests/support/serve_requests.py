@@ -170,7 +170,7 @@ def listening(gate):
 
 
 class Scripted(Engine):
-    """Says the same to every request."""
+    """Says the same to every request: a text, or tokens."""
 
     def __init__(self, model, tokenizer, said="Aye"):
         super().__init__(model, tokenizer)
@@ -178,8 +178,9 @@ class Scripted(Engine):
 
     def start(self, answer, ids, config, body, parser):
         loop = asyncio.get_running_loop()
-        answer.streamer = DirectStreamer(self.tokenizer.backend_tokenizer, loop, answer, parser)
+        self._attach(DirectStreamer(self.tokenizer.backend_tokenizer, loop, answer, parser), answer, body)
         answer.streamer.put(torch.tensor([ids]))
-        for token in self.tokenizer.encode(self._said, add_special_tokens=False):
+        said = self._said
+        for token in self.tokenizer.encode(said, add_special_tokens=False) if isinstance(said, str) else said:
             answer.streamer.put(torch.tensor([token]))
         answer.streamer.end()

@@ -20,6 +20,7 @@ from serve_requests import (
     NEW_TOKENS,
     TEMPLATE,
     TIMEOUT,
+    Scripted,
     answer_to,
     fill_server,
     running_engine,
@@ -36,7 +37,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 import dma_hf
 from dma_hf.integrations.serving import BatchTopK, BatchTopP
-from dma_hf.serving import Sequential
+from dma_hf.serving import Sequential, make_app
 from dma_hf.serving.engines import Answer, _TopK, _TopP
 from dma_hf.serving.requests import ApiError
 
@@ -168,6 +169,20 @@ def test_a_continuation_keeps_the_space_before_its_first_word(options, kind):
         engine.tokenizer.chat_template = TEMPLATE
         torch.nn.init.zeros_(engine.model.get_output_embeddings().weight)  # so that every token is the first one
         assert asyncio.run(say_both(gate)) == (" sailed sailed", "sailed sailed")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_byte_that_is_no_text_does_not_end_an_answer(path):
+    """After a line end that is a byte token, too: as one text, all of these bytes would be undecodable."""
+    words = {"<0x0A>": 0, "<0xE2>": 1, "▁sailed": 2, "a": 3, "▁": 4}
+    tokenizer = Tokenizer(models.BPE(words, [], byte_fallback=True))
+    decoder = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(decoder)
+    loaded = load_model(str(DEMO_MODEL), dtype="float32", device="cpu")
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template="a")
+    gate = make_app(Scripted(loaded.model, wrapped, [0, 1, 2, 2]))
+    asked = {"prompt": "a"} if path == "/v1/completions" else {"messages": CHAT}
+    assert text_of(asyncio.run(answer_to(gate, path, **asked))) == "\n sailed sailed"
 
 
 def test_an_answer_whose_end_fails_neither_waits_for_ever_nor_delays_others(monkeypatch):
