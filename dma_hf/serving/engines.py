@@ -6,6 +6,7 @@ Transformers' streamers decode tokens and parse reasoning and tool calls. Their 
 from __future__ import annotations
 
 import asyncio
+import random
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -194,6 +195,7 @@ class Sequential(Engine):
     def __init__(self, model: Any, tokenizer: Any) -> None:
         super().__init__(model, tokenizer)
         self._thread = ThreadPoolExecutor(1)  # torch.compile's graphs belong to a thread
+        self._seeds = random.Random(torch.initial_seed())  # of requests without one, whatever the others have
         lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
         self._layers = [layer for layers in lists for layer in layers]
 
@@ -218,8 +220,8 @@ class Sequential(Engine):
         processors = LogitsProcessorList()
         if body.frequency_penalty or body.presence_penalty:
             processors.append(_Penalties(len(ids), body.frequency_penalty, body.presence_penalty))
-        if body.seed is not None:
-            torch.manual_seed(body.seed)
+        if config.do_sample:
+            torch.manual_seed(self._seeds.getrandbits(63) if body.seed is None else body.seed)
         prompt = torch.tensor([ids], device=self.model.device)
         options = {"generation_config": config, "logits_processor": processors, "tokenizer": self.tokenizer}
 

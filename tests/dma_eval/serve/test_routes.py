@@ -180,6 +180,13 @@ def test_sampling(client, question):
     assert say(question, logit_bias={"5": 3.5}, frequency_penalty=2) != say(question, logit_bias={"5": 3.5})
 
 
+def test_a_request_without_a_seed_does_not_repeat_after_one_with_a_seed(client):
+    body = {"prompt": "The captain", "max_tokens": 8, "temperature": 2}
+    said = [text_of(client.post("/v1/completions", **body, **seed)) for seed in ({"seed": 1}, {}) * 2]
+    assert said[0] == said[2]
+    assert len({*said}) == 3
+
+
 def test_an_answer_that_ignores_its_end(client):
     """The bias makes the token that ends an answer the first choice."""
     eos = load_model(str(DEMO_MODEL), dtype="float32", device="cpu").model.generation_config.eos_token_id
