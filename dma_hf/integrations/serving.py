@@ -6,10 +6,9 @@ calls. Only the server imports this module, and with it the packages of the extr
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
-
-from tokenizers.decoders import DecodeStream
 
 from .internals import check_version, private_imports
 
@@ -55,15 +54,16 @@ class _Decoder:
     text then goes on with the next token.
 
     Args:
+        kind: The class of tokenizers' stream.
         word: Tokens of a word. Decoders in the style of SentencePiece, such as those of Llama 2 and Mistral, drop a
             space at the start of a text, but not after a word.
         continues: Whether the text continues another one.
         skip_special_tokens: Whether to leave out special tokens.
     """
 
-    def __init__(self, word: list[int], *, continues: bool, skip_special_tokens: bool) -> None:
-        self._word, self._skips = word, skip_special_tokens
-        self._stream = DecodeStream(word if continues else [], skip_special_tokens=skip_special_tokens)
+    def __init__(self, kind: type[Any], word: list[int], *, continues: bool, skip_special_tokens: bool) -> None:
+        self._start_after = functools.partial(kind, skip_special_tokens=skip_special_tokens)
+        self._word, self._stream = word, self._start_after(word if continues else [])
 
     def step(self, tokenizer: Any, token: int) -> str | None:
         """Return the text that a token adds, if it is known already."""
@@ -72,7 +72,7 @@ class _Decoder:
         except Exception as error:  # the library raises nothing narrower
             if not str(error).startswith("Invalid prefix"):
                 raise
-            self._stream = DecodeStream(self._word, skip_special_tokens=self._skips)
+            self._stream = self._start_after(self._word)
             text = self._stream.step(tokenizer, token)
         return text
 
@@ -80,8 +80,8 @@ class _Decoder:
 def decode_any_bytes(streamer: Any, tokenizer: Any, *, continues: bool) -> None:
     """Let a new streamer decode an answer, or the continuation of a text, also where its bytes are no UTF-8."""
     word = tokenizer.encode("a", add_special_tokens=False).ids
-    skips = streamer._parser is None
-    streamer._decode_stream = _Decoder(word, continues=continues, skip_special_tokens=skips)
+    kind, skips = type(streamer._decode_stream), streamer._parser is None
+    streamer._decode_stream = _Decoder(kind, word, continues=continues, skip_special_tokens=skips)
 
 
 def chat_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
