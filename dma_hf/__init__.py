@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from .attention import dma_attention_forward
 from .cache import DMACache
-from .config import IMPLEMENTATIONS, NAME, PRESETS, DMAConfig
+from .config import IMPLEMENTATIONS, PRESETS, DMAConfig
 from .configure import configure
 from .integrations.internals import UnsupportedTransformersError
 from .integrations.wrapping import wrap_generation, wrap_name_check
@@ -22,7 +22,6 @@ from .masks import dma_mask
 from .stats import reset_stats, stats
 
 __all__ = [
-    "NAME",
     "PRESETS",
     "DMACache",
     "DMAConfig",

@@ -44,15 +44,15 @@ STATIC = {"cache_implementation": "static"}
 RUNS: dict[str, tuple[str, str | None, dict[str, Any]]] = {
     "sdpa": ("sdpa", None, {}),
     "flash_attention_3": ("flash_attention_3", None, {}),
-    "balanced": (dma_hf.NAME, None, {}),
-    "balanced+int8": (dma_hf.NAME, "int8", {}),
-    "balanced+int4": (dma_hf.NAME, "int4", {}),
+    "balanced": ("dma_mxfp", None, {}),
+    "balanced+int8": ("dma_mxfp", "int8", {}),
+    "balanced+int4": ("dma_mxfp", "int4", {}),
     "sdpa, static": ("sdpa", None, STATIC),
-    "balanced, static": (dma_hf.NAME, None, STATIC),
-    "balanced+int8, eager": (dma_hf.NAME, "int8", EAGER),
-    "balanced+int4, eager": (dma_hf.NAME, "int4", EAGER),
-    "balanced+int8, compiled": (dma_hf.NAME, "int8", {"compile_config": CompileConfig()}),
-    "balanced+int4, compiled": (dma_hf.NAME, "int4", {"compile_config": CompileConfig()}),
+    "balanced, static": ("dma_mxfp", None, STATIC),
+    "balanced+int8, eager": ("dma_mxfp", "int8", EAGER),
+    "balanced+int4, eager": ("dma_mxfp", "int4", EAGER),
+    "balanced+int8, compiled": ("dma_mxfp", "int8", {"compile_config": CompileConfig()}),
+    "balanced+int4, compiled": ("dma_mxfp", "int4", {"compile_config": CompileConfig()}),
 }
 """Attention, cache in the model's settings, and options of ``generate``."""
 DEFAULT_RUNS = [name for name in RUNS if not name.endswith(("compiled", "static"))]
@@ -66,7 +66,7 @@ class Run:
         shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
         self.model = copy.deepcopy(model, shared)
         self.model.set_attn_implementation(attention)
-        if attention == dma_hf.NAME:
+        if attention == "dma_mxfp":
             dma_hf.configure(self.model, "balanced", cache=cache)
 
     def seconds(self, prompt: Tensor, tokens: int) -> float:

@@ -123,8 +123,8 @@ def test_from_pretrained_as_a_user_calls_it(hub, tmp_path):
     kernel = sys.modules[ALL_ATTENTION_FUNCTIONS[HUB].__module__.removesuffix(".dma_hf.integrations.hub_kernel")]
     assert ALL_ATTENTION_FUNCTIONS[HUB] is kernel.dma_mxfp
     assert ALL_MASK_ATTENTION_FUNCTIONS[HUB].__module__ == f"{kernel.__name__}.dma_hf.masks.mask_function"
-    assert ALL_ATTENTION_FUNCTIONS[dma_hf.NAME] is dma_attention_forward  # the installed package stays registered
-    assert ALL_MASK_ATTENTION_FUNCTIONS[dma_hf.NAME] is dma_mask
+    assert ALL_ATTENTION_FUNCTIONS["dma_mxfp"] is dma_attention_forward  # the installed package stays registered
+    assert ALL_MASK_ATTENTION_FUNCTIONS["dma_mxfp"] is dma_mask
     reference = AutoModelForCausalLM.from_pretrained(tmp_path)
     ids = _ids(1, LENGTH)
     assert 0 < _error(model(ids).logits, reference(ids).logits) < 0.1

@@ -18,7 +18,6 @@ from transformers import (
     pipeline,
 )
 
-import dma_hf
 from dma_hf.attention import dma_attention_forward
 from dma_hf.support import HARMLESS
 
@@ -66,7 +65,7 @@ def test_arguments_of_generate_are_ignored_and_others_are_not(families):
     assert any("gen_kwargs = {" in source for source in _callers())  # the server's, in any module
     names = set(_handed_down())
     assert {"tokenizer", "assistant_tokenizer", "assistant_model", "streamer"} <= names - HARMLESS
-    layer = families["llama"].build(dma_hf.NAME).model.layers[0].self_attn
+    layer = families["llama"].build("dma_mxfp").model.layers[0].self_attn
     states = [torch.ones(1, heads, 4, 16) for heads in (4, 2, 2)]
     dma_attention_forward(layer, *states, None, **{name: object() for name in names - {"output_attentions"}})
     others = {"head_mask", "rel_pos", "bias", "block_table", "cache", "something_new", "max_cache_length", *INTERNAL}
@@ -79,7 +78,7 @@ def test_arguments_of_generate_are_ignored_and_others_are_not(families):
 @pytest.mark.parametrize("mode", ["greedy", "beams", "assisted"])
 def test_generate_accepts_tokenizers(mode, families, tokenizer, token_ids):
     """With two vocabularies, speculation encodes text again for the other model."""
-    model, assistant = (families["llama"].build(dma_hf.NAME, seed=seed) for seed in (0, 1))
+    model, assistant = (families["llama"].build("dma_mxfp", seed=seed) for seed in (0, 1))
     options = {"max_new_tokens": 3, "pad_token_id": 0, "do_sample": False}
     options |= {"greedy": {}, "beams": {"num_beams": 2}, "assisted": {"assistant_model": assistant}}[mode]
     others = {} if mode == "assisted" else {"stop_strings": ["never"]}
@@ -88,7 +87,7 @@ def test_generate_accepts_tokenizers(mode, families, tokenizer, token_ids):
 
 
 def test_a_pipeline_accepts_stop_strings(families, tokenizer):
-    model = families["llama"].build(dma_hf.NAME)
+    model = families["llama"].build("dma_mxfp")
     generator = pipeline("text-generation", model=model, tokenizer=tokenizer)
     options = {"do_sample": False, "return_full_text": False, "max_new_tokens": 3}
     text = generator("a prompt", **options)[0]["generated_text"]

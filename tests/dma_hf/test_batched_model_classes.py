@@ -51,7 +51,7 @@ def prompts():
 )
 def test_batches_over_16_bit_pages_equal_sdpa(name, batch_tokens, build, prompts):
     expected = _results(build(name, "sdpa"), prompts, max_batch_tokens=batch_tokens)
-    model = build(name, dma_hf.NAME)
+    model = build(name, "dma_mxfp")
     dma_hf.configure(model, IDENTITY)
     for (tokens, logprobs), wanted in zip(
         _results(model, prompts, max_batch_tokens=batch_tokens), expected, strict=True
@@ -62,7 +62,7 @@ def test_batches_over_16_bit_pages_equal_sdpa(name, batch_tokens, build, prompts
 
 @pytest.mark.parametrize("name", ["gpt_bigcode", "persimmon", "cohere_compass", "moshi"])
 def test_layers_that_do_not_describe_the_batch_are_batched_over_packed_pages(name, build, prompts, monkeypatch):
-    model = build(name, dma_hf.NAME)
+    model = build(name, "dma_mxfp")
     dma_hf.configure(model, "balanced", cache="int8")
     parts = note_parts(monkeypatch)
     outputs = generate_batch(model, prompts, NEW_TOKENS, num_blocks=64, max_batch_tokens=100)
@@ -77,16 +77,16 @@ def test_layers_that_do_not_describe_the_batch_are_batched_over_packed_pages(nam
     ],
 )
 def test_models_that_change_or_share_cached_states_are_refused_by_name(name, message, build, prompts):
-    model = build(name, f"{dma_hf.NAME}:balanced+int8")
+    model = build(name, "dma_mxfp:balanced+int8")
     with pytest.raises(ValueError, match=rf"{message}.*dma_hf\.configure\(model, cache=None\)"):
         _results(model, prompts)
-    assert model.config._attn_implementation == f"{dma_hf.NAME}:balanced+int8"
+    assert model.config._attn_implementation == "dma_mxfp:balanced+int8"
 
 
 @pytest.mark.parametrize("name", ["jetmoe", "gemma3n"])
 def test_packed_pages_of_an_unknown_class_that_changes_cached_states_raise(name, build, prompts, monkeypatch):
     monkeypatch.setattr("dma_hf.integrations.manager.check_layers", lambda config: None)
-    model = build(name, f"{dma_hf.NAME}:balanced+int8")
+    model = build(name, "dma_mxfp:balanced+int8")
     with pytest.raises(RuntimeError, match="died: ValueError: packed pages need attention to keys and values as the c"):
         _results(model, prompts)
 
@@ -94,7 +94,7 @@ def test_packed_pages_of_an_unknown_class_that_changes_cached_states_raise(name,
 @pytest.mark.parametrize("cache", [None, "int8"])
 def test_a_mask_of_the_models_own_is_refused(cache, build, prompts):
     """Batches need none, and it may hold a bias (Doge)."""
-    model = build("doge", dma_hf.NAME)
+    model = build("doge", "dma_mxfp")
     dma_hf.configure(model, IDENTITY, cache=cache)
     with pytest.raises(RuntimeError, match="an attention_mask of its own in generate_batch: DogeAttention passed one"):
         _results(model, prompts)
@@ -103,7 +103,7 @@ def test_a_mask_of_the_models_own_is_refused(cache, build, prompts):
 @pytest.mark.parametrize("cache", [None, "int8"])
 def test_changing_the_attention_of_a_batched_model_raises(cache, families, prompts):
     """The batches of a manager are prepared for its own attention."""
-    model = families["llama"].build(dma_hf.NAME)
+    model = families["llama"].build("dma_mxfp")
     dma_hf.configure(model, cache=cache)
     settings = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
     batching = ContinuousBatchingConfig(num_blocks=64, use_cuda_graph=False)

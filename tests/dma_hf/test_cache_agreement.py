@@ -228,7 +228,7 @@ def test_a_compiled_step_whose_mask_has_changed_is_an_error(hidden, families, to
 @pytest.mark.parametrize("cache", [None, "int8"])
 def test_layers_that_repeat_a_call_attend_with_their_own_sink_logits(cache, families, token_ids, monkeypatch):
     kinds = ["sliding_attention", "full_attention"] * 2
-    model = families["gpt_oss"].build(dma_hf.NAME, num_hidden_layers=len(kinds), layer_types=kinds)
+    model = families["gpt_oss"].build("dma_mxfp", num_hidden_layers=len(kinds), layer_types=kinds)
     for layer in model.model.layers:
         torch.nn.init.normal_(layer.self_attn.sinks)
     settings = {"max_new_tokens": 4, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}

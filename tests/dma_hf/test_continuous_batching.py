@@ -23,7 +23,7 @@ def prompts():
 
 @pytest.fixture
 def llama(families):
-    return families["llama"].build(dma_hf.NAME)
+    return families["llama"].build("dma_mxfp")
 
 
 def _generate_batch(model, prompts, persistent_manager=False, **options):
@@ -50,11 +50,11 @@ def _check(model, prompts, **options):
 )
 def test_requests_of_many_lengths_equal_isolated_ones(name, batch_tokens, families, prompts):
     """Long prompts exceed a batch of 64 tokens, so chunks of some run next to decode steps of others."""
-    model = families[name].build(dma_hf.NAME)
+    model = families[name].build("dma_mxfp")
     dma_hf.configure(model, "paper")
     options = {"max_batch_tokens": batch_tokens} if batch_tokens else {}
     _check(model, prompts, **options)
-    assert model.config._attn_implementation == dma_hf.NAME
+    assert model.config._attn_implementation == "dma_mxfp"
 
 
 @pytest.mark.parametrize(("name", "kinds"), [("llama", 1), ("gemma3", 2), ("diffllama", 1)])
@@ -64,7 +64,7 @@ def test_layers_of_a_kind_read_the_requests_of_a_step_once(name, kinds, families
     read, note = paged_attention._read_requests, paged_attention._note_batch
     monkeypatch.setattr(paged_attention, "_read_requests", lambda *given: reads.append(given) or read(*given))
     monkeypatch.setattr(paged_attention, "_note_batch", lambda *given: passes.append(given) or note(*given))
-    model = families[name].build(dma_hf.NAME)
+    model = families[name].build("dma_mxfp")
     _generate_batch(model, prompts)
     assert model.config.num_hidden_layers > 1
     assert len(reads) == kinds * len(passes) > 0
@@ -127,7 +127,7 @@ def test_an_error_in_the_generation_thread_is_raised(llama, prompts, is_kept):
         )
     with pytest.raises(RuntimeError, match=r"has died: ValueError: .* does not support the argument 'head_mask'"):
         _generate_batch(llama, prompts[:1], persistent_manager=is_kept)
-    assert llama.config._attn_implementation == dma_hf.NAME
+    assert llama.config._attn_implementation == "dma_mxfp"
     assert getattr(llama, "_cached_continuous_batching_manager", None) is None
 
 
@@ -136,19 +136,19 @@ def test_an_untested_version_is_rejected_before_anything_runs(llama, prompts, mo
     message = r"Transformers 5\.99\.0 is installed, where continuous batching has not been tested; dma-hf supports "
     with pytest.raises(dma_hf.UnsupportedTransformersError, match=message):
         _generate_batch(llama, prompts[:1])
-    assert llama.config._attn_implementation == dma_hf.NAME
+    assert llama.config._attn_implementation == "dma_mxfp"
 
 
 class TestName:
     """A model has the name of batching while it has a manager."""
 
     def test_a_preset_in_the_name_applies(self, families):
-        model = families["llama"].build(f"{dma_hf.NAME}:paper")
+        model = families["llama"].build("dma_mxfp:paper")
         manager = model.init_continuous_batching()
         assert model.config._attn_implementation == f"{PAGED_NAME}:paper"
         assert settings_of(model.config).recipe == dma_hf.PRESETS["paper"].recipe
         manager.destroy()
-        assert model.config._attn_implementation == f"{dma_hf.NAME}:paper"
+        assert model.config._attn_implementation == "dma_mxfp:paper"
 
     def test_managers_may_overlap(self, llama, token_ids):
         """The first one made is dropped first; the last one restores the name. Until then other calls are refused."""
@@ -160,7 +160,7 @@ class TestName:
         ):
             llama(token_ids(1, 5))
         second.destroy()
-        assert llama.config._attn_implementation == dma_hf.NAME
+        assert llama.config._attn_implementation == "dma_mxfp"
 
     def test_a_name_set_while_batching_is_kept(self, llama):
         manager = llama.init_continuous_batching()
@@ -180,13 +180,13 @@ class TestName:
         with pytest.raises(ValueError, match="no such processor") as held:
             llama.init_continuous_batching()
         assert names == [PAGED_NAME]
-        assert llama.config._attn_implementation == dma_hf.NAME, held
+        assert llama.config._attn_implementation == "dma_mxfp", held
 
     def test_a_manager_that_is_never_started_leaves_the_model_usable(self, llama):
         manager = llama.init_continuous_batching()
         del manager
         gc.collect()
-        assert llama.config._attn_implementation == dma_hf.NAME
+        assert llama.config._attn_implementation == "dma_mxfp"
 
 
 def test_positions_of_a_batch_begin_at_the_first_key_of_each_request():

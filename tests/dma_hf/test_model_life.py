@@ -27,7 +27,7 @@ def ids(token_ids):
 
 @pytest.fixture
 def llama(families):
-    model = families["llama"].build(dma_hf.NAME)
+    model = families["llama"].build("dma_mxfp")
     dma_hf.configure(model, "paper")
     return model
 
@@ -42,7 +42,7 @@ def test_a_copy_computes_the_same(clone, llama, ids):
 
 
 def test_a_dropped_model_is_freed_at_once(families, token_ids):
-    model = families["llama"].build(dma_hf.NAME)
+    model = families["llama"].build("dma_mxfp")
     dma_hf.configure(model, cache="int8")
     model.generate(token_ids(1, 20), max_new_tokens=2, do_sample=False)
     weight = weakref.ref(model.lm_head.weight)
@@ -76,7 +76,7 @@ def test_parts_of_a_composite_model_may_differ_in_attention(part, llava):
 def test_models_in_threads_keep_their_settings(families, ids):
     """All first forward passes start at the same time."""
     settings = ["paper", "fp4", "balanced"] * 2
-    models = [families["llama"].build(dma_hf.NAME) for _ in settings]
+    models = [families["llama"].build("dma_mxfp") for _ in settings]
     for model, setting in zip(models, settings, strict=True):
         dma_hf.configure(model, setting)
 
@@ -110,13 +110,13 @@ def test_quantized_weights_work(kind, families, ids, tmp_path):
     source.save_pretrained(tmp_path)
     write_gguf(tmp_path / "tiny.gguf", source, quantization=gguf.GGMLQuantizationType.Q8_0)
     results = {}
-    for name in ("sdpa", dma_hf.NAME):
+    for name in ("sdpa", "dma_mxfp"):
         options = {"attn_implementation": name, "dtype": torch.float32} | _quantization(kind)
         model = AutoModelForCausalLM.from_pretrained(tmp_path, **options)
         weight = model.model.layers[0].self_attn.q_proj.weight
         assert (type(weight) is torch.nn.Parameter and weight.is_floating_point()) == (kind == "gguf")  # dequantized
         results[name] = model(ids).logits.float()
-    error = (results["sdpa"] - results[dma_hf.NAME]).norm() / results["sdpa"].norm()
+    error = (results["sdpa"] - results["dma_mxfp"]).norm() / results["sdpa"].norm()
     assert 0 < error < 0.05
     if kind == "gguf":
         written = source(ids).logits

@@ -30,7 +30,7 @@ def parts(monkeypatch):
 
 @pytest.fixture
 def llama(families):
-    model = families["llama"].build(dma_hf.NAME, num_hidden_layers=1)
+    model = families["llama"].build("dma_mxfp", num_hidden_layers=1)
     dma_hf.configure(model, "balanced", cache="int4")
     return model
 
@@ -44,14 +44,14 @@ def llama(families):
 )
 def test_requests_of_many_lengths_equal_isolated_ones(format, family, families, parts):
     """Prompts and decode steps share batches; later batches have decode steps only and use block tables."""
-    model = families[family].build(dma_hf.NAME)
+    model = families[family].build("dma_mxfp")
     model.config.dma_equalized = format.endswith("equalized")
     dma_hf.configure(model, "balanced", cache=format[:4])
     assert dma_hf.DMACache(model.config).layers[0].format == format
     outputs = generate_batch(model, random_prompts(LENGTHS), 20, max_requests_per_batch=4, num_blocks=60)
     assert all(len(output.generated_tokens) == 20 for output in outputs.values())
     assert_as_alone(model, outputs, parts)
-    assert model.config._attn_implementation == dma_hf.NAME
+    assert model.config._attn_implementation == "dma_mxfp"
 
 
 def test_prompts_of_similar_lengths_are_computed_in_one_call(llama, parts, monkeypatch):
@@ -71,7 +71,7 @@ def test_prompts_of_similar_lengths_are_computed_in_one_call(llama, parts, monke
 @pytest.mark.parametrize("tiles", sampled([0, 1, 2], lambda tiles: tiles != 1))
 def test_prompts_in_chunks_equal_isolated_ones(tiles, families, parts):
     """Few prompts fit into a batch of 100 tokens; later chunks attend to the cache."""
-    model = families["llama"].build(dma_hf.NAME)
+    model = families["llama"].build("dma_mxfp")
     dma_hf.configure(model, "balanced", cache="int4", sink_tiles=tiles, diagonal_tiles=tiles)
     outputs = generate_batch(
         model, random_prompts(LENGTHS), 12, max_batch_tokens=100, num_blocks=60, max_blocks_per_request=2
@@ -138,7 +138,7 @@ def test_packed_pages_hold_the_expected_number_of_tokens(format, ratio, lengths)
     """Compare pages, and whole requests with their 16-bit KV, with a 16-bit cache."""
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 97}
     config = LlamaConfig(num_attention_heads=8, num_key_value_heads=8, head_dim=128, **sizes)
-    config._attn_implementation = dma_hf.NAME
+    config._attn_implementation = "dma_mxfp"
     model = LlamaForCausalLM(config).half()
     dma_hf.configure(model, "balanced", cache=format)
     manager = model.init_continuous_batching(continuous_batching_config=ContinuousBatchingConfig(num_blocks=32))
@@ -182,11 +182,11 @@ def test_too_little_memory_and_chunked_attention_are_rejected(llama):
     model = llama
     with pytest.raises(ValueError, match=r"room for 1 sectors of \d+ bytes, but a request needs two.*raise num_blocks"):
         generate_batch(model, random_prompts([9]), 4, num_blocks=1, page_size=16)
-    assert model.config._attn_implementation == dma_hf.NAME
+    assert model.config._attn_implementation == "dma_mxfp"
     model.config.layer_types = ["full_attention", "chunked_attention"]
     with pytest.raises(ValueError, match=r"full and sliding attention, but this model has chunked_attention"):
         generate_batch(model, random_prompts([9]), 4)
-    assert model.config._attn_implementation == dma_hf.NAME
+    assert model.config._attn_implementation == "dma_mxfp"
 
 
 def test_a_manager_can_be_reused(llama, parts):
@@ -195,7 +195,7 @@ def test_a_manager_can_be_reused(llama, parts):
     for seed in range(2):
         parts.clear()
         outputs = generate_batch(model, random_prompts([140, 9], seed), 5, num_blocks=20, persistent_manager=True)
-        assert model.config._attn_implementation == dma_hf.NAME
+        assert model.config._attn_implementation == "dma_mxfp"
         assert_as_alone(model, outputs, parts)
     dma_hf.configure(model, cache="int8")
     message = "the kept manager is for dma_mxfp with cache='int4', but the model runs 'dma_mxfp' with cache='int8'"
@@ -231,4 +231,4 @@ def test_short_requests_leave_no_pages_in_use(llama, parts):
     cache.pool.try_to_free_sectors()
     assert cache.pool.num_free_sectors == cache.num_sectors
     assert_as_alone(llama, outputs, parts, in_batches=True)
-    assert llama.config._attn_implementation == dma_hf.NAME
+    assert llama.config._attn_implementation == "dma_mxfp"

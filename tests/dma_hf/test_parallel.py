@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 def test_two_processes_compute_the_same_as_one(tmp_path):
-    model = FAMILIES["llama"].build(dma_hf.NAME)
+    model = FAMILIES["llama"].build("dma_mxfp")
     dma_hf.configure(model, "balanced")
     model.save_pretrained(tmp_path)
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "tests" / "support")))

@@ -21,14 +21,14 @@ def test_offloaded_caches_give_the_same_tokens(name, cache):
         pytest.skip("Transformers (5.17) looks for a layer to fetch where all have a window and stay on the device")
     ids = torch.randint(3, VOCABULARY, (2, 40), generator=torch.Generator().manual_seed(0)).cuda()
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "disable_compile": True}
-    model = FAMILIES[name].build(dma_hf.NAME).cuda()
+    model = FAMILIES[name].build("dma_mxfp").cuda()
     dma_hf.configure(model, IDENTITY)
     expected = FAMILIES[name].build("sdpa").cuda().generate(ids, **options)
     assert torch.equal(model.generate(ids, cache_implementation=cache, **options), expected)
 
 
 def test_a_state_dict_waits_for_offloading(monkeypatch):
-    model = FAMILIES["llama"].build(dma_hf.NAME).cuda().to(torch.bfloat16)
+    model = FAMILIES["llama"].build("dma_mxfp").cuda().to(torch.bfloat16)
     dma_hf.configure(model, IDENTITY)
     ids = torch.randint(3, VOCABULARY, (2, 400), generator=torch.Generator().manual_seed(0)).cuda()
     cache = dma_hf.DMACache(model.config, offloading=True)

@@ -30,7 +30,7 @@ def saved_model(tmp_path_factory):
     """A small bf16 Llama with the preset ``balanced``, on disk."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    model = FAMILIES["llama"].build(dma_hf.NAME, **SIZES)
+    model = FAMILIES["llama"].build("dma_mxfp", **SIZES)
     dma_hf.configure(model, "balanced")
     folder = tmp_path_factory.mktemp("model")
     model.to(torch.bfloat16).save_pretrained(folder)
@@ -43,7 +43,7 @@ def on_one_gpu(saved_model):
 
 
 def _load(folder, **options):
-    options |= {"attn_implementation": dma_hf.NAME, "dtype": torch.bfloat16}
+    options |= {"attn_implementation": "dma_mxfp", "dtype": torch.bfloat16}
     return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
 
 

@@ -31,7 +31,7 @@ def fresh_compiler():
 
 
 def _model(name, setting="balanced"):
-    model = FAMILIES[name].build(dma_hf.NAME, **SIZES).cuda().bfloat16()
+    model = FAMILIES[name].build("dma_mxfp", **SIZES).cuda().bfloat16()
     dma_hf.configure(model, setting)
     return model
 
@@ -101,7 +101,7 @@ def test_generate_decodes_in_cuda_graphs_by_default(name, format):
 def test_pipelines_and_the_server_decode_in_cuda_graphs():
     loaded = load_model(str(DEMO_MODEL), dtype="bfloat16", device="cuda")
     model, tokenizer = loaded.model, loaded.tokenizer
-    model.set_attn_implementation(dma_hf.NAME)
+    model.set_attn_implementation("dma_mxfp")
     dma_hf.configure(model, cache="int4")
     generator = pipeline("text-generation", model=model, tokenizer=tokenizer)
     body = {"prompt": "The captain", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
@@ -173,7 +173,7 @@ def test_packed_pages_equal_isolated_prompts(name, format, options, monkeypatch)
 
 @pytest.mark.parametrize("preset", ["paper", "fp4"])
 def test_keys_that_4_bits_cannot_represent_are_warned_of(preset):
-    model = FAMILIES["qwen2"].build(dma_hf.NAME, hidden_size=256)
+    model = FAMILIES["qwen2"].build("dma_mxfp", hidden_size=256)
     attention = model.model.layers[1].self_attn
     for projection in (attention.q_proj, attention.k_proj):
         projection.weight *= 30.0

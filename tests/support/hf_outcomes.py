@@ -259,7 +259,7 @@ SAME_REFERENCE: dict[Feature, Feature] = {packed_pages: generate_batch}
 @contextmanager
 def _packed(model: PreTrainedModel) -> Iterator[bool]:
     """Set a packed cache if the model runs ``dma_mxfp``, and yield whether it does. Its prompts fit in a tile."""
-    is_ours = dma_hf.NAME in str(model.config.get_text_config(decoder=True)._attn_implementation)
+    is_ours = "dma_mxfp" in str(model.config.get_text_config(decoder=True)._attn_implementation)
     if is_ours:
         dma_hf.configure(model, cache="int8")
         dma_hf.reset_stats(model)
@@ -334,18 +334,18 @@ class _Pair:
         return self._expected[feature]
 
     def _ours(self, feature: Feature, inputs: Inputs, **changes: Any) -> Tensor | Exception:
-        model = self._model(dma_hf.NAME)
+        model = self._model("dma_mxfp")
         if isinstance(model, Exception):
             return model
         try:
             dma_hf.configure(model, IDENTITY, **changes)
         except ValueError as error:
             return error
-        AttentionInterface.register(dma_hf.NAME, self._attend)
+        AttentionInterface.register("dma_mxfp", self._attend)
         try:
             return _run(feature, model, inputs)
         finally:
-            AttentionInterface.register(dma_hf.NAME, dma_attention_forward)
+            AttentionInterface.register("dma_mxfp", dma_attention_forward)
 
     def _attend(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         """Compute and count a call of the attention function."""

@@ -22,7 +22,7 @@ def token_ids() -> torch.Tensor:
 
 
 def _load(source: Path, **options: str) -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(source, attn_implementation=dma_hf.NAME, **options).eval()
+    return AutoModelForCausalLM.from_pretrained(source, attn_implementation="dma_mxfp", **options).eval()
 
 
 @torch.no_grad()
