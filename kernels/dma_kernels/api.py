@@ -47,6 +47,9 @@ def attention(
     Position 0 is that of the first key that a batch row may see. Query ``i`` is at ``q_offset + i``, and key ``j`` at
     ``kv_offset + j``. Positions determine causality, the window and the high tiles.
 
+    Keys and values outside ``kv_range`` may hold anything. With the Triton backend, those that a mask, causality or the
+    window hides must be finite: a NaN reaches other queries near those that see it.
+
     A short call attends exactly: a causal one with fewer than 64 queries and with more keys than queries, if the
     recipe's high tiles are unquantized (``high = "bf16"``). It has no low tiles.
 
@@ -67,8 +70,7 @@ def attention(
             it sees keys at most ``window`` positions away.
         softcap: Caps scores: ``softcap * tanh(score / softcap)``, after ``scale``.
         sinks: One logit per query head, ``[Hq]``, that takes part in the softmax without a value.
-        mask: Boolean, broadcastable to ``[B, Hq, Tq, Tk]``, for example ``[Tq, Tk]``. False hides a key. With the
-            Triton backend, keys and values that it hides must be finite; those outside ``kv_range`` may hold anything.
+        mask: Boolean, broadcastable to ``[B, Hq, Tq, Tk]``, for example ``[Tq, Tk]``. False hides a key.
         tile_counts: int64 ``[Hq, 2]``, contiguous; needs a recipe with ``skip_threshold``. For each query head, the
             call adds the number of pairs of query block and low tile that it skipped, and the number that it examined.
             Only complete blocks of 64 positions count, with the tiles in which they see a key.
