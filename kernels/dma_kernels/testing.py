@@ -114,6 +114,8 @@ def assert_as_accurate(actual: Tensor, baseline: Tensor, exact: Tensor, *, facto
         exact: The fp64 result on the same inputs.
         factor: Largest accepted ratio of the errors.
     """
+    shapes = [list(x.shape) for x in (actual, baseline, exact)]
+    assert shapes[0] == shapes[1] == shapes[2], f"actual, baseline and exact differ in shape: {shapes}"
     assert not actual.isnan().any(), "NaN where the exact result has none"
     errors, allowed = (actual.double() - exact).abs(), (baseline.double() - exact).abs()
     for name, error, limit in (("maximum", errors.max(), allowed.max()), ("mean", errors.mean(), allowed.mean())):

@@ -37,3 +37,6 @@ def test_as_accurate_rejects_a_larger_error() -> None:
     ):
         with pytest.raises(AssertionError, match=f"^{message}"):
             assert_as_accurate(torch.tensor(actual), baseline, exact)
+    for changes in ({"actual": baseline[:1]}, {"baseline": baseline[None]}, {"exact": exact[:1]}):
+        with pytest.raises(AssertionError, match=r"^actual, baseline and exact differ in shape"):
+            assert_as_accurate(**{"actual": baseline, "baseline": baseline, "exact": exact} | changes)
