@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..numerics.call import check_count
+from ..numerics.call import check_count, check_window
 from ..numerics.formats import MAX_POSITION, TILE
 from .formats import stored_format
 from .page_layout import PageLayout
@@ -104,7 +104,14 @@ class LayerStorage:
         tiles: int = 0,
         window: int | None = None,
     ) -> LayerStorage:
-        """Return an empty cache with pages for ``tiles`` tiles per row, or for the fewer that the window needs."""
+        """Return an empty cache with pages for ``tiles`` tiles per row, or for the fewer that the window needs.
+
+        Raises:
+            ValueError: The format is unknown, a number of tiles is negative, or the window is below 1.
+        """
+        for name, count in (("diagonal_tiles", diagonal_tiles), ("sink_tiles", sink_tiles), ("tiles", tiles)):
+            check_count(name, count)
+        check_window(window)
         residual, sink = (diagonal_tiles + SLACK_TILES) * TILE, sink_tiles * TILE
         layout = PageLayout(stored_format(format), head_dim, value_dim)
         max_pages = _pages_needed(tiles, window)
@@ -237,6 +244,7 @@ class LayerStorage:
 
         The full-size ring of a sliding window has room for any number.
         """
+        check_count("tiles", tiles)
         if _pages_needed(tiles, self.window) <= self.max_pages:
             return
         batch, before = self.page_table.shape

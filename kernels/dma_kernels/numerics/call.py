@@ -207,12 +207,17 @@ def check_options(*, is_causal: Any, window: Any, scale: Any, softcap: Any) -> N
         _check_positive("scale", scale)
     if softcap is not None:
         _check_positive("softcap", softcap)
+    check_window(window)
+
+
+def check_window(window: Any) -> None:
+    """Check a sliding window, if there is one."""
     if window is not None and not (is_int(window) and window >= 1):
         raise ValueError(f"window must be an integer of at least 1, got {window!r}")
 
 
 def check_count(name: str, count: Any) -> None:
-    """Check a number of tokens."""
+    """Check a number of tokens or tiles."""
     if not (is_int(count) and count >= 0):
         raise ValueError(f"{name} must be an integer of at least 0, got {count!r}")
 

@@ -334,6 +334,17 @@ class TestErrors:
         with pytest.raises(ValueError, match="window must be at most 100, what the cache keeps; got 200"):
             cached_attention(query, key, value, empty("int8", window=100), window=200)
 
+    @pytest.mark.parametrize("name", ["diagonal_tiles", "sink_tiles", "tiles", "window"])
+    @pytest.mark.parametrize("size", [-1, 1.5, True])
+    def test_an_invalid_size_is_an_error(self, name, size):
+        with pytest.raises(ValueError, match=f"^{name} must be an integer of at least [01], got {size}"):
+            empty("int8", **{name: size})
+
+    def test_an_invalid_number_of_tiles_is_not_reserved(self, storage):
+        for tiles in (-1, 2.5):
+            with pytest.raises(ValueError, match=f"^tiles must be an integer of at least 0, got {tiles}"):
+                storage.reserve(tiles)
+
     @pytest.mark.parametrize("name", ["query", "key", "value", "sinks"])
     @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
     def test_gradients_are_rejected(self, storage, name, is_compiled):
