@@ -126,7 +126,7 @@ def _combine(
         if sinks_ptr is not None:
             sink = LOG2_E * tl.load(sinks_ptr + q_head, mask=m_q, other=0.0).to(tl.float32)
             m_i = tl.maximum(sink, -1.0e30)
-            l_i = tl.where(sink > float("-inf"), 1.0, 0.0)
+            l_i = tl.exp2(sink - m_i)
         acc = tl.zeros([BLOCK_Q, BLOCK_OUT], tl.float32)
         for i_s in range(0, tl.maximum(tl.max(count, 0), 1), BLOCK_S):
             split = i_s + o_s

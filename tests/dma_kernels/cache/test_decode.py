@@ -214,6 +214,17 @@ def test_sinks_may_have_any_stride(sinks: torch.Tensor) -> None:
     assert_bits_equal(decode_attention(query, storage, CacheOptions(0.125, sinks=sinks))[0], expected)
 
 
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("q_len", [1, 5, 40])
+def test_a_broken_sink_logit_shows_in_the_output_of_its_head(q_len: int, backend: str) -> None:
+    case = Case(kv_len=600, q_len=q_len)
+    query, _, _ = case.inputs(torch.float16, "cpu")
+    storage, sinks = case.storage("int8", torch.float16, "cpu"), torch.tensor([torch.nan, 0.0, torch.inf, -torch.inf])
+    out = cached_attention(query, None, None, storage, sinks=sinks, backend=backend)
+    assert out[:, ::2].isnan().all()
+    assert out[:, 1::2].isfinite().all()
+
+
 def test_too_many_queries_are_rejected() -> None:
     storage = Case(kv_len=40).storage("int8", torch.float16, "cpu")
     query = torch.zeros(1, 4, MAX_QUERIES + 1, 64, dtype=torch.float16)
