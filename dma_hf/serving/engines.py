@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import random
 import uuid
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -123,12 +124,29 @@ def _begun(stop: str, text: str) -> int:
     return next((size for size in sizes if stop.startswith(text[-size:])), 0)
 
 
+ONE_STREAM = {"num_beams": 1, "num_return_sequences": 1, "penalty_alpha": 0.0}
+"""Settings of a ``generation_config`` with which an answer can be streamed."""
+UNBATCHED = frozenset({
+    *("min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"),
+    *("repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "guidance_scale"),
+    *("watermarking_config", "bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens"),
+    *("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"),
+    *("min_length", "min_new_tokens", "stop_strings", "max_time"),
+})  # fmt: skip
+"""Settings of a ``generation_config`` that continuous batching lacks."""
+
+
 class Engine(ABC):
     """What generates the answers of a server, with one model and its tokenizer.
+
+    It warns of settings in the model's own ``generation_config`` that it ignores.
 
     Raises:
         TypeError: The tokenizer is not one of the tokenizers library, which decodes streams.
     """
+
+    ignored_settings: ClassVar[frozenset[str]] = frozenset(ONE_STREAM)
+    """Settings of a model's ``generation_config`` that have no effect on answers."""
 
     is_alive: Any = True
     """Whether answers can be generated."""
@@ -139,6 +157,10 @@ class Engine(ABC):
         if not hasattr(tokenizer, "backend_tokenizer"):
             kind = type(tokenizer).__name__
             raise TypeError(f"tokenizer: expected one of the tokenizers library, which decodes streams; got a {kind}")
+        own = {name: getattr(model.generation_config, name, None) for name in sorted(self.ignored_settings)}
+        if ignored := [f"{name}={value}" for name, value in own.items() if (value or 0) not in (0, 1)]:
+            message = f"the server ignores settings of the model's generation_config: {', '.join(ignored)}"
+            warnings.warn(message, stacklevel=3)
         self.model, self.tokenizer = model, tokenizer
         self.prompts = ThreadPoolExecutor(1)  # tokenizes one prompt at a time; meanwhile streams go on
         self.room = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -285,6 +307,8 @@ class Batched(Engine):
     Raises:
         RuntimeError: The batches do not compile.
     """
+
+    ignored_settings = UNBATCHED | ONE_STREAM.keys()
 
     def __init__(self, model: Any, tokenizer: Any, batches: ContinuousBatchingConfig | None = None) -> None:
         super().__init__(model, tokenizer)

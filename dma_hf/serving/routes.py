@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 
 from dma_hf.integrations.serving import Parser, chat_messages, make_parser, response_messages
 
-from .engines import Answer, Engine
+from .engines import ONE_STREAM, Answer, Engine
 from .items import Items, make_id
 from .requests import (
     ApiError,
@@ -135,6 +135,7 @@ class Route:
             asked = f"{prompt_tokens} tokens" + (f" and {name} is {limit}" if limit is not None else "")
             raise too_long(room, asked, self.param if prompt_tokens >= room else name)
         config: GenerationConfig = copy.deepcopy(model.generation_config)
+        vars(config).update(ONE_STREAM)
         config.max_new_tokens = max(config.max_new_tokens or 0, NEW_TOKENS)
         vars(config).update(body.generation_config.model_dump(exclude_none=True))
         sampling = body.model_dump(include={"temperature", "top_p"}, exclude_none=True)

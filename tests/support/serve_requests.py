@@ -118,9 +118,9 @@ def serve_options(model=DEMO_MODEL, **options):
 
 
 @contextmanager
-def running_engine(**options):
+def running_engine(model=DEMO_MODEL, **options):
     """An engine and its application in this process."""
-    engine, gate = load(serve_options(attn="dma_mxfp+int4", **options))
+    engine, gate = load(serve_options(model, attn="dma_mxfp+int4", **options))
     try:
         yield engine, gate
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -78,6 +79,25 @@ def test_late_tokens_of_cancelled_requests_do_not_fill_the_memory():
             engine._manager.output_router.deliver(GenerationOutput("cancelled", prompt_ids=[1] * 1000))
         asyncio.run(answer_to(gate, "/v1/completions", prompt="The captain", max_tokens=2))
         assert engine._manager.get_result(timeout=0) is None
+
+
+@engines
+def test_settings_of_the_model_that_have_no_effect_trigger_a_warning(options, tmp_path):
+    """Beams cannot be streamed, and continuous batching has no penalty of repetitions."""
+    shutil.copytree(DEMO_MODEL, tmp_path, dirs_exist_ok=True)
+    settings = json.loads((tmp_path / "generation_config.json").read_text())
+    settings |= {"num_beams": 4, "repetition_penalty": 1.8, "min_length": 0}
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+
+    def say(model):
+        with running_engine(model, **options) as (_, gate):
+            return text_of(asyncio.run(answer_to(gate, "/v1/completions", prompt="The captain", max_tokens=10)))
+
+    with pytest.warns(UserWarning, match="num_beams=4") as told:
+        said = say(tmp_path)
+    is_ignored = "repetition_penalty=1.8" in str(told[0].message)
+    assert "min_length" not in str(told[0].message)
+    assert (is_ignored, said == say(DEMO_MODEL)) == ((True, True) if options else (False, False))
 
 
 @engines
