@@ -26,6 +26,7 @@ LONGEST_MESSAGE = 400  # characters; errors of libraries may have tracebacks
 IGNORED = {
     *("user", "safety_identifier", "metadata", "prompt_cache_key", "prompt_cache_retention"),  # of OpenAI's service
     *("annotations", "encrypted_content", "phase", "reasoning_content", "status", "summary"),  # of earlier answers
+    "index",  # of a tool call that OpenAI's client has assembled from a stream
     *("bos_token_id", "pad_token_id", "transformers_version"),  # of a generation_config
 }
 """Fields without an effect on an answer."""

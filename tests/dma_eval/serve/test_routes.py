@@ -326,6 +326,21 @@ def test_the_openai_client_assembles_the_items_of_a_streamed_response(folder, sa
     assert texts == last.output_text == whole.output_text
 
 
+@pytest.mark.parametrize("said", ["Aye", ADD, f"<think>one and one</think>Aye {ADD}"])
+def test_the_message_that_the_openai_client_assembles_from_a_stream_is_accepted_in_a_later_request(folder, said):
+    """Its tool calls have an index, which others lack."""
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+    with listening(_scripted(folder, said)) as address:
+        completions = openai.OpenAI(base_url=address, api_key="none", max_retries=0).chat.completions
+        asked = {"model": "tiny", "messages": CHAT, "tools": tools, "max_tokens": 100}
+        with completions.stream(**asked) as stream:
+            message = stream.get_final_completion().choices[0].message
+        assert bool(message.tool_calls) == (ADD in said)
+        results = [{"role": "tool", "tool_call_id": call.id, "content": "2"} for call in message.tool_calls or ()]
+        for same in (message, message.model_dump()):
+            assert completions.create(**asked | {"messages": [*CHAT, same, *results]}).choices
+
+
 @pytest.mark.parametrize("wrong", ['{"name": add}', '{"name": "add"}', '{"foo": 1}', "[1]", '"add"'])
 @pytest.mark.parametrize("end", ["</tool_call>", ""])
 def test_a_malformed_tool_call_is_text(folder, wrong, end):
