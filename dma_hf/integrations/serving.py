@@ -87,6 +87,9 @@ def decode_any_bytes(streamer: Any, tokenizer: Any, *, continues: bool) -> None:
 def chat_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return messages in OpenAI's format as chat templates of text models take them."""
     converted: list[dict[str, Any]] = BaseHandler.get_processor_inputs_from_messages(messages, Modality.LLM)
+    for given, made in zip(messages, converted, strict=True):
+        if "name" in given:  # of a tool; Transformers leaves it out
+            made["name"] = given["name"]
     return converted
 
 

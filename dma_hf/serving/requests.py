@@ -158,11 +158,14 @@ class ToolCall(_Model):
 class Message(_Model):
     role: Annotated[Literal["system", "developer", "user", "assistant", "tool"], older_name]
     content: Content | None = None
+    name: str | None = None  # of the tool
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Message:
+        if self.name is not None and self.role != "tool":
+            raise ValueError("name: this server supports it for messages of role 'tool' alone; leave it out")
         if self.content is None and not (self.role == "assistant" and self.tool_calls):
             raise ValueError("content: expected a text or a list of text parts")
         if self.role == "tool" and self.tool_call_id is None:

@@ -341,6 +341,18 @@ def test_the_message_that_the_openai_client_assembles_from_a_stream_is_accepted_
             assert completions.create(**asked | {"messages": [*CHAT, same, *results]}).choices
 
 
+def test_a_template_sees_the_name_of_a_tool_beside_its_result(folder):
+    """Many clients send it, because OpenAI's interface once required it."""
+    loaded = load_model(str(folder), dtype="float32", device="cpu")
+    loaded.tokenizer.chat_template = "{% for message in messages %}{{ message.name or message.content }}{% endfor %}"
+    gate = make_app(Scripted(loaded.model, loaded.tokenizer))
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    result = {"role": "tool", "tool_call_id": "1", "name": "captain " * 20, "content": "2"}
+    messages = [*CHAT, {"role": "assistant", "tool_calls": [call]}, result]
+    answer = asyncio.run(answer_to(gate, "/v1/chat/completions", messages=messages))
+    assert answer["usage"]["prompt_tokens"] > 20
+
+
 @pytest.mark.parametrize("wrong", ['{"name": add}', '{"name": "add"}', '{"foo": 1}', "[1]", '"add"'])
 @pytest.mark.parametrize("end", ["</tool_call>", ""])
 def test_a_malformed_tool_call_is_text(folder, wrong, end):
