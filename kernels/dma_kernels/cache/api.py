@@ -49,6 +49,9 @@ def cached_attention(
     new tokens equals single-token calls. The cache must have pages for the tiles that the new keys complete
     (:meth:`LayerStorage.reserve`).
 
+    A bidirectional call with over 128 new tokens over a cache with a window reads them unquantized with the Triton
+    backend, and dequantized outside the band with the reference.
+
     Args:
         query: ``[B, Hq, T, D]`` in the dtype of the cache.
         key: New keys ``[B, Hkv, T, D]``; ``None`` if they are stored already. Then ``T`` is at most
