@@ -62,7 +62,8 @@ def attention(
         scale: Scale of the scores; ``D ** -0.5`` by default.
         q_offset: Position of query 0: an int, or one per batch row, integer ``[B]``. By default, causal queries are at
             the last positions of the sequence (``kv_offset + Tk - Tq``), and bidirectional ones start at 0. A given int
-            of a causal call must not be below ``kv_offset``. 64-bit tensors are clipped to 2^30 on either side of 0.
+            of a causal call must not be below ``kv_offset``. Positions are at most 2^30 from 0. Tensors of dtypes
+            that hold more than int32 are clipped to that.
         kv_offset: Position of key 0: an int, or integer ``[B]``. For a left-padded row it is minus the padding.
         kv_range: Index of the first visible key and index after the last, integer ``[B, 2]``; all keys by default. It
             is clipped to ``0..Tk``. A row with an empty range sees no key.

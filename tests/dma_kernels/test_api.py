@@ -276,22 +276,26 @@ def test_a_checked_call_does_not_make_an_unchecked_one_valid() -> None:
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-@pytest.mark.parametrize("offset", [2**32 + 5, -(2**32) - 5])
-def test_positions_on_the_device_are_clipped_to_the_valid_range(offset: int, backend: str) -> None:
+@pytest.mark.parametrize("q_len", [20, 100])
+@pytest.mark.parametrize(
+    "position",
+    [
+        *(torch.tensor([each]) for each in (2**32 + 5, -(2**32) - 5)),
+        *(torch.tensor([each]).to(dtype) for each, dtype in ((2**32 - 1, torch.uint32), (2**40, torch.uint64))),
+    ],
+    ids=lambda position: f"{position.item()}",
+)
+def test_positions_on_the_device_are_clipped_to_the_valid_range(position: Tensor, q_len: int, backend: str) -> None:
     """Not taken modulo 2^32: queries far after all keys see all of them in low precision, those before them none."""
-    query, key, value = random_qkv(q_len=20, kv_len=300, head_dim=32, dtype=torch.float16)
+    query, key, value = random_qkv(q_len=q_len, kv_len=300, head_dim=32, dtype=torch.float16)
     recipe = Recipe(low="mxfp4", sink_tiles=0)
-    limit = 2**30 if offset > 0 else -(2**30)
-    ours, expected = (
-        attention(query, key, value, recipe, q_offset=torch.tensor([each]), backend=backend) for each in (offset, limit)
-    )
-    assert_bits_equal(ours, expected)
-    assert (expected == 0.0).all() == (offset < 0)
-    clipped, near = (
-        attention(query, key, value, recipe, kv_offset=torch.tensor([each]), q_offset=0, backend=backend)
-        for each in (offset, limit)
-    )
-    assert_bits_equal(clipped, near)
+    limit = 2**30 if position.item() > 0 else -(2**30)
+    for options in ({"q_offset": position}, {"kv_offset": position}, {"kv_offset": position, "q_offset": 0}):
+        at_limit = {name: torch.tensor([limit]) if x is position else x for name, x in options.items()}
+        ours, expected = (attention(query, key, value, recipe, backend=backend, **x) for x in (options, at_limit))
+        assert_bits_equal(ours, expected)
+        if "kv_offset" not in options:
+            assert (expected == 0.0).all() == (limit < 0)
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])

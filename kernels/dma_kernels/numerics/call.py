@@ -30,10 +30,12 @@ def is_int(value: Any) -> TypeGuard[int]:
 
 
 def narrow_positions(positions: Tensor) -> Tensor:
-    """Return positions as int32; those of 64 bits are clipped to 2^30 on either side of 0, not taken modulo 2^32."""
-    if positions.dtype.itemsize > 4:
-        positions = positions.clamp(-MAX_POSITION, MAX_POSITION)
-    return positions.to(torch.int32)
+    """Return positions as int32; those that int32 may not hold are clipped to 2^30 on either side of 0."""
+    if positions.dtype.itemsize < 4 or positions.dtype == torch.int32:
+        return positions.to(torch.int32)
+    if not positions.dtype.is_signed:  # torch cannot clamp them
+        positions = positions.long()
+    return positions.clamp(-MAX_POSITION, MAX_POSITION).to(torch.int32)
 
 
 class AttentionCall(NamedTuple):
