@@ -20,6 +20,8 @@ import typer
 from dma_eval.cli import make_app
 from snippets import PAGES, ROOT, SHELLS, Block, find_blocks
 
+from dma_hf import PRESETS
+
 DEMO_MODEL = ROOT / "eval" / "dma_eval" / "assets" / "demo_model"
 MODELS = ("meta-llama/Llama-3.1-8B", "HuggingFaceTB/SmolLM2-135M")
 DATA = "Salesforce/wikitext:wikitext-2-raw-v1:test"
@@ -112,6 +114,16 @@ def test_commands_have_the_options_of_today(page):
             if line.startswith("dma-hf "):
                 name, *arguments = shlex.split(line, comments=True)[1:]
                 app.commands[name].make_context(name, arguments)
+
+
+@pages
+def test_measured_contexts_have_low_tiles(page):
+    """A context up to ``exact_until`` shows no loss, whatever the model and its outliers are."""
+    for block in find_blocks(page):
+        for line in block.source.replace("\\\n", "").splitlines() if block.language in SHELLS else ():
+            words = shlex.split(line, comments=True) if line.startswith("dma-hf ") else []
+            if "--context" in words and any("dma_mxfp" in word for word in words):
+                assert int(words[words.index("--context") + 1]) > PRESETS["balanced"].exact_until, line
 
 
 def _long(block):
