@@ -23,6 +23,7 @@ from dma_eval.errors import UserError
 from dma_eval.load.backends import activate, parse_backends
 from dma_eval.load.models import load_model
 from sampling import sampled
+from serve_requests import answer_to
 from served import DEMO_MODEL, ROOT, served
 
 KEY = "secret"
@@ -218,6 +219,25 @@ def test_other_processes_get_absolute_paths(tmp_path, monkeypatch):
     assert os.path.isabs(found.attn.removeprefix("dma_mxfp:"))
     other = ServeOptions(model="org/name", attn="dma_mxfp:fp4+int4")
     assert serve._absolute(other) == other
+
+
+@pytest.mark.usefixtures("ray")
+def test_requests_name_the_model_of_replicas_as_the_command_does(run, monkeypatch):
+    """As without replicas, a relative path is no other one in requests."""
+
+    def note(application, **options):
+        model = application._bound_deployment.init_args[0]._bound_deployment
+        makers.append(model.init_args[0])
+        raise OSError("enough")
+
+    makers = []
+    monkeypatch.setattr("dma_hf.serving.replicas.running", note)
+    monkeypatch.chdir(DEMO_MODEL.parent)
+    run("serve", DEMO_MODEL.name, "--replicas", 2, "--device", "cpu", "--port", 0)
+    monkeypatch.chdir("/")
+    _, gate = makers[0]()
+    (model,) = asyncio.run(answer_to(gate, "/v1/models", method="GET"))["data"]
+    assert model["id"] == DEMO_MODEL.name
 
 
 def _built(arguments):

@@ -148,10 +148,10 @@ async def status_of(gate, path, method="GET", key=None, *, body=b"", sent=None):
     return status
 
 
-async def answer_to(gate, path, **body):
+async def answer_to(gate, path, method="POST", **body):
     """Send a request that succeeds, and return its answer."""
     sent = []
-    assert await status_of(gate, path, "POST", body=json.dumps(body).encode(), sent=sent) == 200
+    assert await status_of(gate, path, method, body=json.dumps(body).encode(), sent=sent) == 200
     return json.loads(sent[-1]["body"])
 
 

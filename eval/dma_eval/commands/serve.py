@@ -172,8 +172,11 @@ def _end_process() -> int:
     os._exit(0)
 
 
-def load(args: ServeOptions) -> tuple[Engine, Gate]:
-    """Load the model, switch it to its attention, and return its engine and its application."""
+def load(args: ServeOptions, name: str | None = None) -> tuple[Engine, Gate]:
+    """Load the model, switch it to its attention, and return its engine and its application.
+
+    Requests call the model ``name``, by default as the options do.
+    """
     import torch
     from transformers.utils import logging
 
@@ -202,7 +205,11 @@ def load(args: ServeOptions) -> tuple[Engine, Gate]:
     except (RuntimeError, TypeError, ValueError) as error:
         raise UserError(f"cannot serve {args.model} with {args.attn}: {one_line(error)}") from error
     gate = make_app(
-        engine, name=loaded.name, attention=backend.label, api_key=args.api_key, max_requests=args.max_requests
+        engine,
+        name=loaded.name if name is None else name,
+        attention=backend.label,
+        api_key=args.api_key,
+        max_requests=args.max_requests,
     )
     return engine, gate
 
@@ -224,7 +231,7 @@ def build_application(arguments: dict[str, Any]) -> Application:
     return _make_application(args)
 
 
-def _make_application(args: ServeOptions) -> Application:
+def _make_application(args: ServeOptions, name: str | None = None) -> Application:
     from dma_hf.serving.replicas import make_application
 
     gpus = float(args.device != "cpu") if args.gpus_per_replica is None else args.gpus_per_replica
@@ -232,7 +239,7 @@ def _make_application(args: ServeOptions) -> Application:
         args = replace(args, device_map="auto")
     names = ("replicas", "max_replicas", "max_requests", "max_queued", "log_level", "api_key")
     same = {name: getattr(args, name) for name in names}
-    make = partial(load, replace(args, api_key=None))  # which the gateway checks
+    make = partial(load, replace(args, api_key=None), name)  # which the gateway checks
     return make_application(make, gpus=gpus, key_variable=API_KEY_VARIABLE, **same)
 
 
@@ -257,7 +264,7 @@ def _serve_replicas(args: ServeOptions) -> int:
         from dma_hf.serving import replicas
     if args.ray_address is None and not torch.cuda.is_available():
         args = replace(args, device="cpu")
-    application = _make_application(_absolute(args))
+    application = _make_application(_absolute(args), args.model)
     with ExitStack() as stack:
         try:
             with console.working(f"Starting {args.replicas} replicas of {args.model}"):
