@@ -27,9 +27,16 @@ class Gate:
         app: The application. It may raise :class:`ApiError`, also after it has sent a part of an answer.
         api_key: Bearer token that requests must carry; ``None`` accepts all.
         most: Maximum number of running and waiting requests that generate; ``None`` means no limit.
+
+    Raises:
+        ValueError: No header can carry the key.
     """
 
     def __init__(self, app: ASGIApp, *, api_key: str | None = None, most: int | None = None) -> None:
+        if api_key is not None and api_key != (api_key.strip() or None):
+            raise ValueError(
+                "api_key: expected a key without spaces or line ends around it, which headers cannot carry"
+            )
         self._app, self._api_key, self._most = app, api_key, most
         self._generating = 0
         self._closed = asyncio.Event()

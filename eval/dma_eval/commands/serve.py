@@ -151,6 +151,10 @@ def _check(args: ServeOptions) -> None:
     """Check options that exclude each other, and the key."""
     if args.api_key == "":
         raise UserError(f"--api-key: expected a key, got ''; leave out --api-key and {API_KEY_VARIABLE} to need none")
+    if args.api_key is not None and args.api_key != args.api_key.strip():
+        raise UserError(f"--api-key: expected no spaces or line ends around the key, also in {API_KEY_VARIABLE}")
+    if not args.host:
+        raise UserError("--host: expected an address or a name, got ''; 0.0.0.0 is every address of this machine")
     if args.cache_gib is not None and not args.continuous_batching:
         raise UserError("--cache-gib is for --continuous-batching; without it a cache grows with its request")
     if args.compile and not args.continuous_batching:

@@ -67,6 +67,13 @@ def test_all_but_reading_health_needs_the_key_and_requests_that_generate_are_lim
     assert asyncio.run(asyncio.wait_for(ask(), TIMEOUT)) == [status, status_of_next, 200, 200]
 
 
+@pytest.mark.parametrize("key", ["", " ", "secret\n"])
+def test_a_key_that_no_header_can_carry_is_refused(key):
+    """Such as that of a file with a line end: every request would be refused."""
+    with pytest.raises(ValueError, match="api_key: "):
+        Gate(answer_all, api_key=key)
+
+
 def test_a_client_that_keeps_its_body_back_frees_its_place(monkeypatch):
     """Such as one that lost its network: its connection stays open."""
     monkeypatch.setattr("dma_hf.serving.gate.BODY_SECONDS", 0.01)
@@ -116,7 +123,9 @@ def test_an_answer_is_cancelled_when_its_request_ends():
     [
         (["--cache-gib", "1"], "--cache-gib is for --continuous-batching"),
         (["--compile"], "--compile is for --continuous-batching"),
-        (["--api-key", ""], "--api-key: "),
+        (["--api-key", ""], "--api-key: expected a key"),
+        (["--api-key", "secret\n"], "--api-key: expected no spaces"),
+        (["--host", ""], "--host: "),
         (["--replicas", "3", "--max-replicas", "2"], "--max-replicas: "),
     ],
     ids=str,
