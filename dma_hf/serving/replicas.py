@@ -119,12 +119,31 @@ class Gateway:
 
     def __init__(self, model: DeploymentHandle[Any], api_key: str | None, key_variable: str) -> None:
         self._model = model.options(stream=True, method_name="answer")
-        router = Router([Route("/health", _show_health)], default=self._forward)
+        self._models: dict[str, list[Message]] = {}  # answers about the model, by path
+        router = Router([Route("/health", _show_health)], default=self._answer)
         self._gate = Gate(router, api_key=api_key or os.environ.get(key_variable))
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the application that Ray Serve's proxies call."""
         return self._gate
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request. What a replica has said about the model needs no other one, which may be busy."""
+        if scope["method"] != "GET" or not scope["path"].startswith("/v1/models"):
+            await self._forward(scope, receive, send)
+            return
+        messages: list[Message] = []
+
+        async def note(message: Message) -> None:
+            messages.append(message)
+
+        if (known := self._models.get(scope["path"])) is None:
+            await self._forward(scope, receive, note)
+            known = messages
+            if known[0]["status"] == 200:
+                self._models[scope["path"]] = known
+        for message in known:
+            await send(message)
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a replica answer a request.

@@ -23,7 +23,7 @@ from dma_eval.errors import UserError
 from dma_eval.load.backends import activate, parse_backends
 from dma_eval.load.models import load_model
 from sampling import sampled
-from serve_requests import answer_to
+from serve_requests import answer_to, status_of
 from served import DEMO_MODEL, ROOT, served
 
 KEY = "secret"
@@ -291,6 +291,31 @@ def _replica(application, seconds_per_part=0.0):
     from dma_hf.serving.replicas import PARTS_PER_SECOND, Model
 
     return Model(lambda: (SimpleNamespace(is_alive=True), application), seconds_per_part * PARTS_PER_SECOND)
+
+
+@pytest.mark.usefixtures("ray")
+def test_the_gateway_shows_the_model_while_all_replicas_are_busy():
+    """As a single process does, once it has seen it."""
+    from dma_hf.serving.replicas import Gateway
+
+    async def application(scope, receive, send):
+        status = 200 if scope["path"] == "/v1/models" else 404
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": b'{"id": "tiny"}'})
+
+    def answer(request, body):
+        asked.append(request["path"])
+        return _replica(application).answer(request, body)
+
+    async def ask():
+        model = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=answer))
+        gate = Gateway(model, KEY, "UNSET").__serve_build_asgi_app__()
+        twice = [path for path in ("/v1/models", "/v1/models/other") for _ in range(2)]
+        return [*[await status_of(gate, path, key=KEY) for path in twice], await status_of(gate, "/v1/models")]
+
+    asked = []
+    assert asyncio.run(ask()) == [200, 200, 404, 404, 401]
+    assert asked == ["/v1/models", "/v1/models/other", "/v1/models/other"]
 
 
 @pytest.mark.usefixtures("ray")
