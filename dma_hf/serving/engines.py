@@ -80,10 +80,12 @@ class Answer(asyncio.Queue[Any]):
         """Add an item, or ``None`` at the end."""
         if self._is_over:
             return
-        is_text = type(item) is str  # and not reasoning, which is a subclass
-        shown = self._cut(item) if is_text else self._held if item is None else item
-        if shown:
-            super().put_nowait(shown)
+        if type(item) is str:  # and not reasoning, which is a subclass
+            shown = [self._cut(item)]
+        else:  # which ends the text before it
+            shown, self._held = [self._held, item], ""
+        for each in filter(None, shown):
+            super().put_nowait(each)
         if item is None or self.is_stopped:
             self._is_over = True
             super().put_nowait(None)

@@ -317,6 +317,12 @@ class ResponseRequest(ConversationRequest):
     tools: list[ResponseTool] | None = None
 
     @model_validator(mode="after")
+    def _check_usage(self) -> ResponseRequest:
+        if self.stream_options.continuous_usage_stats:
+            raise ValueError("stream_options.continuous_usage_stats: only the last event has the usage; leave it out")
+        return self
+
+    @model_validator(mode="after")
     def _begin_with_message(self) -> ResponseRequest:
         if self.instructions:
             self.input.insert(0, Item.model_validate({"role": "system", "content": self.instructions}))

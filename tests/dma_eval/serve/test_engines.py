@@ -33,7 +33,7 @@ from serve_requests import (
 from served import DEMO_MODEL
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-from transformers.cli.serving.utils import ReasoningText
+from transformers.cli.serving.utils import ReasoningText, ToolCall
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
 import dma_hf
@@ -244,6 +244,13 @@ def test_text_that_has_not_been_read_is_one_piece():
     shown = _shown(answer)
     assert shown == ["ab", "cd", "e", None]
     assert [type(each) for each in shown[:3]] == [str, ReasoningText, str]
+
+
+def test_a_stop_string_does_not_reach_across_a_tool_call():
+    answer = Answer(["aab"])
+    for item in ("xaa", ToolCall("add", "{}"), "b", ReasoningText("c"), None):
+        answer.put_nowait(item)
+    assert [getattr(each, "name", each) for each in _shown(answer)] == ["xaa", "add", "b", "c", None]
 
 
 def test_the_end_of_an_answer():

@@ -134,6 +134,11 @@ NESTED = json.loads('{"a":' * 900 + "1" + "}" * 900)
             ({"input": "word", "tools": [{"type": "web_search"}]}, "tools[0].type"),
             ({"input": "word", "max_output_tokens": 5000}, "max_output_tokens"),
         ]),
+        (
+            "responses",
+            {"input": "word", "stream": True, "stream_options": {"continuous_usage_stats": True}},
+            "stream_options.continuous_usage_stats",
+        ),
     ],
     ids=lambda value: str(value)[:60],
 )  # fmt: skip
