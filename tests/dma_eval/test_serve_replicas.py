@@ -16,6 +16,7 @@ from urllib.request import ProxyHandler, build_opener
 import openai
 import psutil
 import pytest
+import torch
 import yaml
 from dma_eval.commands import serve
 from dma_eval.commands.serve import ServeOptions
@@ -222,22 +223,27 @@ def test_other_processes_get_absolute_paths(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("ray")
-def test_requests_name_the_model_of_replicas_as_the_command_does(run, monkeypatch):
-    """As without replicas, a relative path is no other one in requests."""
+def test_a_replica_has_its_own_random_numbers_and_the_name_of_the_command(run, monkeypatch):
+    """Otherwise both would give the same samples. As without replicas, a relative path is no other one in requests."""
 
     def note(application, **options):
         model = application._bound_deployment.init_args[0]._bound_deployment
         makers.append(model.init_args[0])
         raise OSError("enough")
 
+    def load(rank):
+        context = SimpleNamespace(rank=SimpleNamespace(rank=rank))
+        monkeypatch.setattr("ray.serve.get_replica_context", lambda: context)
+        _, gate = makers[0]()
+        (model,) = asyncio.run(answer_to(gate, "/v1/models", method="GET"))["data"]
+        return torch.initial_seed(), model["id"]
+
     makers = []
     monkeypatch.setattr("dma_hf.serving.replicas.running", note)
     monkeypatch.chdir(DEMO_MODEL.parent)
-    run("serve", DEMO_MODEL.name, "--replicas", 2, "--device", "cpu", "--port", 0)
+    run("serve", DEMO_MODEL.name, "--replicas", 2, "--device", "cpu", "--port", 0, "--seed", 2**32 - 1)
     monkeypatch.chdir("/")
-    _, gate = makers[0]()
-    (model,) = asyncio.run(answer_to(gate, "/v1/models", method="GET"))["data"]
-    assert model["id"] == DEMO_MODEL.name
+    assert [load(rank) for rank in (0, 1)] == [(2**32 - 1, DEMO_MODEL.name), (0, DEMO_MODEL.name)]
 
 
 def _built(arguments):

@@ -113,6 +113,10 @@ def serve(args: ServeOptions) -> int:
     _check(args)
     on_ray = args.replicas > 1 or args.max_replicas is not None or args.ray_address is not None
     ranks, rank = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("RANK", 0)))
+    if not on_ray and args.gpus_per_replica is not None:
+        raise UserError("--gpus-per-replica is for --replicas; --device-map auto spreads the layers of one copy")
+    if not on_ray and args.max_queued != DEFAULT_REQUESTS:
+        raise UserError("--max-queued is for --replicas; --max-requests limits the requests of one copy")
     if ranks > 1 and (on_ray or not args.continuous_batching or args.device_map is not None):
         raise UserError("torchrun: serve needs --continuous-batching, and neither --replicas nor --device-map")
     if args.ray_address is None:
@@ -218,6 +222,13 @@ def load(args: ServeOptions, name: str | None = None) -> tuple[Engine, Gate]:
     return engine, gate
 
 
+def _load_replica(args: ServeOptions, name: str | None) -> tuple[Engine, Gate]:
+    """Load a copy of the model, with random numbers of its own: else all copies would give the same samples."""
+    from ray.serve import get_replica_context
+
+    return load(replace(args, seed=(args.seed + get_replica_context().rank.rank) % 2**32), name)
+
+
 def build_application(arguments: dict[str, Any]) -> Application:
     """Return the application for Ray's own commands and for Kubernetes. The arguments are options of ``dma-hf serve``.
 
@@ -243,7 +254,7 @@ def _make_application(args: ServeOptions, name: str | None = None) -> Applicatio
         args = replace(args, device_map="auto")
     names = ("replicas", "max_replicas", "max_requests", "max_queued", "log_level", "api_key")
     same = {name: getattr(args, name) for name in names}
-    make = partial(load, replace(args, api_key=None), name)  # which the gateway checks
+    make = partial(_load_replica, replace(args, api_key=None), name)  # the gateway checks the key
     return make_application(make, gpus=gpus, key_variable=API_KEY_VARIABLE, **same)
 
 

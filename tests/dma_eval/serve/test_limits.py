@@ -126,6 +126,8 @@ def test_an_answer_is_cancelled_when_its_request_ends():
         (["--api-key", ""], "--api-key: expected a key"),
         (["--api-key", "secret\n"], "--api-key: expected no spaces"),
         (["--host", ""], "--host: "),
+        (["--gpus-per-replica", "2"], "--gpus-per-replica is for --replicas"),
+        (["--max-queued", "5"], "--max-queued is for --replicas"),
         (["--replicas", "3", "--max-replicas", "2"], "--max-replicas: "),
     ],
     ids=str,
