@@ -7,9 +7,9 @@ from itertools import pairwise, product
 import pytest
 import torch
 from sampling import sampled
-from tiny_models import DECODERS, ENCODERS, IDENTITY
+from tiny_models import DECODERS, ENCODERS, IDENTITY, SIZES
 from torch.nn import functional as F
-from transformers import DynamicCache, LlamaConfig
+from transformers import DynamicCache, LlamaConfig, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 from transformers import masking_utils as upstream
 
 import dma_hf
@@ -119,6 +119,21 @@ class TestDocuments:
         packed = model(ids, position_ids=_positions(), **_flash_arguments()).logits
         for span in _spans(LENGTHS):
             assert_same(packed[:, span], model(ids[:, span]).logits)
+
+    def test_a_vision_language_model_separates_documents_by_a_first_row_of_positions(self, token_ids, assert_same):
+        """Transformers takes the other three for time, height and width; or ``cu_seq_lens_q``."""
+        text = SIZES | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+        vision = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2}
+        config = Qwen2VLConfig(text_config=text, vision_config=vision)
+        torch.manual_seed(0)
+        model = Qwen2VLForConditionalGeneration._from_config(config, attn_implementation="dma_mxfp").eval()
+        dma_hf.configure(model, "paper")
+        ids, rows = token_ids(1, TOKENS), _positions().expand(4, 1, -1)
+        for arguments in ({"position_ids": rows}, {"position_ids": rows[1:], **_flash_arguments()}):
+            packed = model(ids, use_cache=False, **arguments).logits
+            for span in _spans(LENGTHS):
+                alone = model(ids[:, span], position_ids=rows[1:, :, span], use_cache=False).logits
+                assert_same(packed[:, span], alone)
 
     def test_a_models_own_pattern_is_cut_at_the_documents(self, llama, token_ids, assert_same):
         """Here a 4-D mask of a prefix, in each document."""
