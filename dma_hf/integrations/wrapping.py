@@ -1,7 +1,8 @@
 """The methods of Transformers that this package wraps, once, at import: those that make caches, run decoding steps and
 batch continuously, and the check of an attention's name.
 
-Transformers has no registry of caches. All calls of models that do not run ``dma_mxfp`` are passed on.
+Transformers has no registry of caches. Calls of models that do not run ``dma_mxfp`` are passed on. Only a ``DMACache``
+for an encoder-decoder gets a companion for cross-attention first.
 ``docs/compatibility.md`` lists the alternatives.
 """
 
@@ -103,15 +104,17 @@ def prepare_cache(
 ) -> Any:
     """Make the cache of a call of ``generate``: a ``DMACache`` if the settings name one, and the call no other.
 
+    A ``DMACache`` given to an encoder-decoder is for its self-attention, whichever attention implementation runs.
     A ``DMACache`` with ``use_cache=False`` is refused: each step would read all tokens again, which the cache has.
     """
     given = (generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
-    if not is_ours(model):
-        return method(model, *given)
-    cache, is_configured = _cache_in(model_kwargs), cache_of(model) is not None
-    is_open = generation_config.use_cache is not False and generation_config.cache_implementation in OPEN
+    cache = _cache_in(model_kwargs)
     if isinstance(cache, DMACache):
         model_kwargs[CACHE_ARGUMENT] = cache = _with_cross_attention(model, cache)
+    if not is_ours(model):
+        return method(model, *given)
+    is_configured = cache_of(model) is not None
+    is_open = generation_config.use_cache is not False and generation_config.cache_implementation in OPEN
     may_be_new = cache is None and is_configured and is_open
     new = _new_cache(model, generation_config, max_cache_length) if may_be_new else None
     packed = packed_cache(cache if new is None else new)

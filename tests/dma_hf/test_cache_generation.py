@@ -286,11 +286,15 @@ class TestDefault:
         assert torch.equal(actual.sequences, expected.sequences)
         assert all(isinstance(layer, DMALayer) for layer in actual.past_key_values.self_attention_cache.layers)
 
+    @pytest.mark.parametrize("implementation", ["dma_mxfp", "sdpa"])
     @pytest.mark.parametrize("name", ["bart", "whisper"])
-    def test_an_encoder_decoder_takes_a_cache_for_its_self_attention(self, name, families, token_ids, identity):
+    def test_an_encoder_decoder_takes_a_cache_for_its_self_attention(
+        self, name, implementation, families, token_ids, identity
+    ):
         """A second call continues it, and computes the keys of the encoder again."""
-        model = families[name].build("dma_mxfp")
-        dma_hf.configure(model, identity)
+        model = families[name].build(implementation)
+        if implementation == "dma_mxfp":
+            dma_hf.configure(model, identity)
         inputs = {"input_ids": token_ids(2, 30)} if name == "bart" else {"input_features": torch.ones(2, 20, 300)}
         options = {"do_sample": False, "min_new_tokens": 5, "max_new_tokens": 5}
         ids, cache = token_ids(2, 20), DMACache(model.config, "int8")
@@ -299,7 +303,7 @@ class TestDefault:
             expected = model.generate(**prompt, **options)
             assert torch.equal(model.generate(**prompt, **options, **{CACHE_ARGUMENT: cache}), expected)
             cache.crop(start - cache.get_seq_length())
-        if name == "bart":
+        if (name, implementation) == ("bart", "dma_mxfp"):
             with pytest.raises(ValueError, match=r"EncoderDecoderCache\(DMACache\(model.config\), DynamicCache\("):
                 model(**prompt, **{CACHE_ARGUMENT: DMACache(model.config)})
 
