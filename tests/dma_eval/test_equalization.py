@@ -248,6 +248,18 @@ def test_weights_quantized_in_place_are_rejected():
         equalize(model, _tokens())
 
 
+def test_adapters_are_merged_first():
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(_unbalanced(FAMILIES["llama"]), settings)
+    with pytest.raises(ValueError, match="its queries are not what linear layers or norms of its own put out"):
+        equalize(model, _tokens())
+    merged = model.merge_and_unload()
+    expected = merged(_tokens()).logits
+    assert any(each.any() for each in equalize(merged, _tokens()).values())
+    assert torch.equal(merged(_tokens()).logits, expected)
+
+
 def test_clipped_keys_are_rejected():
     """Clipping is linear only for small numbers; scaled weights would clip other values."""
     sizes = {"d_model": 64, "n_heads": 4, "n_layers": 2, "vocab_size": VOCABULARY, "max_seq_len": 1024}
