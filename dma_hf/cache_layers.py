@@ -8,7 +8,7 @@ stores them without the padding. Any other use stores them with the padding as k
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -366,8 +366,8 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self._map(lambda tensor: tensor[indices.to(tensor.device)])
+    def batch_select_indices(self, indices: Tensor | Sequence[int]) -> None:
+        self._map(lambda tensor: tensor[torch.as_tensor(indices, device=tensor.device)])
 
     def offload(self) -> None:
         """Move the storage to the CPU, after the layer's attention."""

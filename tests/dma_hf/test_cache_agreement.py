@@ -187,9 +187,10 @@ def test_a_later_mask_that_shows_padding_is_refused(name, max_cache_len, first, 
         model(ids[:, first : first + 1], attention_mask=mask[:, : first + 1], past_key_values=cache)
 
 
+@pytest.mark.parametrize("select", [torch.tensor, tuple, list])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_rows_can_be_repeated_reordered_and_selected(name, families, token_ids, assert_same):
-    """With all of their stored state, padding included."""
+def test_rows_can_be_repeated_reordered_and_selected(name, select, families, token_ids, assert_same):
+    """With all of their stored state, padding included. Transformers' caches take any sequence of rows, too."""
     model = _model(families, name, "balanced+int4")
     ids = token_ids(2, 290)
     mask = _padded(ids)
@@ -198,7 +199,7 @@ def test_rows_can_be_repeated_reordered_and_selected(name, families, token_ids, 
     _decode(model, ids, cache, steps[:1], mask)
     cache.batch_repeat_interleave(2)  # 0 0 1 1
     cache.reorder_cache(torch.tensor([2, 0, 3, 1]))  # 1 0 1 0
-    cache.batch_select_indices(torch.tensor([0, 1, 3]))  # 1 0 0
+    cache.batch_select_indices(select([0, 1, 3]))  # 1 0 0
     rows = torch.tensor([1, 0, 0])
     assert cache.batch_size == 3
     decoded = _decode(model, ids[rows], cache, steps[1:], mask[rows])
