@@ -257,6 +257,14 @@ class TestDefault:
             warnings.simplefilter("error")
             model(token_ids(1, 20), use_cache=False, logits_to_keep=1)
 
+    def test_guidance_keeps_transformers_cache_for_its_own_branch(self, build, token_ids):
+        """Transformers calls ``forward`` for it, without a cache."""
+        model, ids, options = build("llama"), token_ids(1, 20), {"guidance_scale": 1.5, "do_sample": False}
+        expected = _generate(model, ids, **options)
+        dma_hf.configure(model, cache="int8")
+        with pytest.warns(UserWarning, match="the keys of a decoding step came from another cache"):
+            assert torch.equal(_generate(model, ids, **options), expected)
+
     def test_a_function_registered_over_dma_mxfp_keeps_the_cache(self, build, token_ids):
         """For profiling, for example."""
         calls = []
