@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 from .internals import check_version, private_imports
@@ -58,11 +59,11 @@ class _Decoder:
         word: Tokens of a word. Decoders in the style of SentencePiece, such as those of Llama 2 and Mistral, drop a
             space at the start of a text, but not after a word.
         continues: Whether the text continues another one.
-        skip_special_tokens: Whether to leave out special tokens.
+        skips: Whether to leave out special tokens.
     """
 
-    def __init__(self, kind: type[Any], word: list[int], *, continues: bool, skip_special_tokens: bool) -> None:
-        self._start_after = functools.partial(kind, skip_special_tokens=skip_special_tokens)
+    def __init__(self, kind: Callable[..., Any], word: list[int], *, continues: bool, skips: bool) -> None:
+        self._start_after = functools.partial(kind, skip_special_tokens=skips)
         self._word, self._stream = word, self._start_after(word if continues else [])
 
     def step(self, tokenizer: Any, token: int) -> str | None:
@@ -81,7 +82,7 @@ def decode_any_bytes(streamer: Any, tokenizer: Any, *, continues: bool) -> None:
     """Let a new streamer decode an answer, or the continuation of a text, also where its bytes are no UTF-8."""
     word = tokenizer.encode("a", add_special_tokens=False).ids
     kind, skips = type(streamer._decode_stream), streamer._parser is None
-    streamer._decode_stream = _Decoder(kind, word, continues=continues, skip_special_tokens=skips)
+    streamer._decode_stream = _Decoder(kind, word, continues=continues, skips=skips)
 
 
 def chat_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
