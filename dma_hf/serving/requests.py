@@ -6,6 +6,7 @@ A field that a model lacks is refused too, unless it is ``null`` or cannot chang
 
 from __future__ import annotations
 
+import inspect
 import json
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -20,6 +21,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from transformers import PreTrainedTokenizerBase
 
 INT32, INT64 = 2**31 - 1, 2**63 - 1
 LONGEST_MESSAGE = 400  # characters; errors of libraries may have tracebacks
@@ -51,10 +53,8 @@ NEUTRAL: dict[str, list[Any]] = {
     "use_cache": [True],
 }
 """Fields that this server lacks, with the values that change nothing."""
-TEMPLATE_ARGUMENTS = {
-    *("chat_template", "tokenizer_kwargs", "return_assistant_tokens_mask"),
-    *("max_length", "padding", "truncation"),
-}
+_APPLY = inspect.signature(PreTrainedTokenizerBase.apply_chat_template)
+TEMPLATE_ARGUMENTS = {"messages", *_APPLY.parameters.keys()} - {"documents"}
 """Arguments of ``apply_chat_template`` that are no variables of the template. They are the server's choice."""
 
 

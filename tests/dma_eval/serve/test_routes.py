@@ -111,7 +111,7 @@ NESTED = json.loads('{"a":' * 900 + "1" + "}" * 900)
         ]),
         ("responses", {"input": "word", "chat_template_kwargs": {}}, "chat_template_kwargs"),
         *(("chat/completions", {"messages": CHAT, "chat_template_kwargs": options}, param) for options, param in [
-            ({"padding": 1}, "chat_template_kwargs.padding"),
+            *(({name: 1}, f"chat_template_kwargs.{name}") for name in ("padding", "messages", "tools", "tokenize")),
             (NESTED, None),
         ]),
         *(("completions", fields, param) for fields, param in [
