@@ -63,7 +63,7 @@ class Route:
         body = check(self.body_type, await request.body())
         if body.model not in (None, self._name):
             message = f"this server is pinned to {self._name!r}; requested {body.model!r}"
-            raise ApiError(message, param="model", code="model_not_found")
+            raise ApiError(message, param="model", code="model_not_found", status=404)
         loop = asyncio.get_running_loop()
         ids, parser = await loop.run_in_executor(self._engine.prompts, self._read, body)
         config, answer = self._configure(body, len(ids)), Answer(body.stop)

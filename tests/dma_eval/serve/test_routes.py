@@ -231,7 +231,7 @@ def test_the_model_is_the_only_one(client, folder):
     assert entry["attention"].endswith("+int4")
     assert client.get(f"/v1/models/{folder}") == entry
     status, error = client.refused("/v1/completions", prompt="word", model="another")
-    assert (status, error["code"], error["param"]) == (400, "model_not_found", "model")
+    assert (status, error["code"], error["param"]) == (404, "model_not_found", "model")
     assert client.stream("/load_model", model=str(folder))[0]["status"] == "ready"  # as `transformers chat` begins
     assert client.stream("/load_model", model="another")[0]["status"] == "error"
     assert client.refused("/load_model", model=5)[1]["param"] == "model"
