@@ -6,13 +6,13 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
 """Of the ids of items, by type."""
 
 
 def make_id(prefix: str) -> str:
     """Return a new id, with at most the 40 characters that OpenAI's service takes back."""
-    return f"{prefix}_{uuid.uuid4().hex}"
+    return f"{prefix}{uuid.uuid4().hex}"
 
 
 class Items:
@@ -60,7 +60,7 @@ class Items:
         yield self._at("response.content_part.added", content_index=0, part=self._part(""))
 
     def _add_call(self, name: str, arguments: str) -> Iterator[dict[str, Any]]:
-        yield from self._begin("function_call", {"call_id": make_id("call"), "name": name, "arguments": ""})
+        yield from self._begin("function_call", {"call_id": make_id("call_"), "name": name, "arguments": ""})
         yield self._at("response.function_call_arguments.delta", delta=arguments)
         yield self._at("response.function_call_arguments.done", name=name, arguments=arguments)
         yield from self._end({"status": "completed", "arguments": arguments})

@@ -6,7 +6,6 @@ import asyncio
 import copy
 import itertools
 import time
-import uuid
 from collections.abc import AsyncIterator
 from typing import Any, ClassVar
 
@@ -72,7 +71,7 @@ class Route:
         answer.end_tokens = [ends] if isinstance(ends, int) else ends or []
         self._engine.start(answer, ids, config, body, parser)
         request.state.answer = answer
-        pieces = self._pieces(f"{self.prefix}{uuid.uuid4().hex}", answer, body.stream_options)
+        pieces = self._pieces(make_id(self.prefix), answer, body.stream_options)
         if body.stream:
             return StreamingResponse(self._stream(pieces), media_type=SSE)
         return JSONResponse(self._join([piece async for piece in pieces], answer))
@@ -205,7 +204,7 @@ class _Choices(Route):
         while (item := await answer.get()) is not None:
             if not isinstance(item, str):
                 function = {"name": item.name, "arguments": item.arguments}
-                item = {"index": calls, "id": make_id("call"), "type": "function", "function": function}
+                item = {"index": calls, "id": make_id("call_"), "type": "function", "function": function}
                 calls += 1
             yield piece(self._fields(item))
         if answer.error is not None:

@@ -223,7 +223,7 @@ def load(args: ServeOptions, name: str | None = None) -> tuple[Engine, Gate]:
 
 
 def _load_replica(args: ServeOptions, name: str | None) -> tuple[Engine, Gate]:
-    """Load a copy of the model, with random numbers of its own: else all copies would give the same samples."""
+    """Load a copy of the model with a separate seed, so that copies do not give the same samples."""
     from ray.serve import get_replica_context
 
     return load(replace(args, seed=(args.seed + get_replica_context().rank.rank) % 2**32), name)

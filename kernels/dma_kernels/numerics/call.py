@@ -224,19 +224,22 @@ def check_count(name: str, count: Any) -> None:
         raise ValueError(f"{name} must be an integer of at least 0, got {count!r}")
 
 
-def check_kind(name: str, tensor: Any, other: Any, whose: str = "query") -> None:
-    """Check that an argument is a tensor on the device of ``other``, which messages call ``whose``."""
+def _check_tensor(name: str, tensor: Any) -> None:
     if not isinstance(tensor, (Tensor, TensorLayout)):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+
+
+def check_kind(name: str, tensor: Any, other: Any, whose: str = "query") -> None:
+    """Check that an argument is a tensor on the device of ``other``, which messages call ``whose``."""
+    _check_tensor(name, tensor)
     if tensor.device != other.device:
         raise ValueError(f"{name} must be on the device of {whose}, {other.device}, got {tensor.device}")
 
 
 def check_floating(name: str, tensor: Any) -> None:
     """Check that an argument is a floating-point tensor."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-    if not tensor.is_floating_point():
+    _check_tensor(name, tensor)
+    if not tensor.dtype.is_floating_point:
         raise TypeError(f"{name} must be floating point, got {tensor.dtype}")
 
 
@@ -245,8 +248,7 @@ def check_sinks(sinks: Any, query: Any) -> None:
     check_kind("sinks", sinks, query)
     if sinks.shape != (query.shape[1],):
         raise ValueError(f"sinks must be [{query.shape[1]}], one logit per query head, got {list(sinks.shape)}")
-    if not sinks.dtype.is_floating_point:
-        raise TypeError(f"sinks must be floating point, got {sinks.dtype}")
+    check_floating("sinks", sinks)
 
 
 def is_broadcastable(shape: Sequence[int], full: Sequence[int]) -> bool:
