@@ -8,6 +8,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -107,7 +108,7 @@ def test_masks_of_fewer_dimensions_broadcast_as_in_torch(shape: tuple[int, ...])
 
 def test_rocm_runs_only_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    monkeypatch.setattr(chip, "device_arch", lambda device: 94)
+    monkeypatch.setattr(chip, "of", lambda device: chip.Chip(arch=94, sms=304))
     device = torch.device("cuda")
     assert resolve_backend("auto", device, torch.bfloat16) == "reference"
     with pytest.raises(RuntimeError, match="needs an NVIDIA GPU, and this PyTorch is for ROCm"):
@@ -303,7 +304,7 @@ def test_positions_on_the_device_are_clipped_to_the_valid_range(position: Tensor
 def test_saturated_values_are_counted_and_trigger_one_warning(
     arch: int, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chip, "INTERPRETED_ARCH", arch)
+    monkeypatch.setattr(chip, "INTERPRETER", replace(chip.INTERPRETER, arch=arch))
     query, key, value = random_qkv(q_len=520, kv_len=520, head_dim=32, dtype=torch.float16)
     saturation._warn.cache_clear()
     saturation.saturation_counter().zero_()

@@ -72,7 +72,9 @@ def contiguous_call(dimension: str, has_mask: bool) -> tuple[dict[str, Any], Ten
 def test_offsets_beyond_32_bits_give_the_results_of_contiguous_tensors(
     name: str, dimension: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chip, "INTERPRETED_ARCH", 80)  # the kernel computes the address of every element
+    monkeypatch.setattr(
+        chip, "INTERPRETER", replace(chip.INTERPRETER, arch=80)
+    )  # the kernel computes the address of every element
     tensors, expected = contiguous_call(dimension, name == "mask")
     far = spread(tensors[name], list(DIMENSIONS).index(dimension), tmp_path / name)
     assert torch.equal(attention(**(tensors | {name: far}), recipe=RECIPE, backend="triton"), expected)

@@ -63,8 +63,8 @@ class Compiled:
 
 
 @contextmanager
-def compile_only(arch: int) -> Iterator[list[Compiled]]:
-    """Compile every launch for ``arch`` (90 is Hopper) and collect the results."""
+def compile_only(arch: int, sms: int = 2) -> Iterator[list[Compiled]]:
+    """Compile every launch for ``arch`` (90 is Hopper) and a number of SMs, and collect the results."""
     compiled: list[Compiled] = []
     run = JITFunction.run
 
@@ -90,8 +90,7 @@ def compile_only(arch: int) -> Iterator[list[Compiled]]:
         with (
             mock.patch.object(JITFunction, "run", compile_launch),
             mock.patch.object(launch, "launches_directly", return_value=False),
-            mock.patch.object(chip, "device_arch", return_value=arch),
-            mock.patch.object(chip, "is_interpreted", return_value=False),
+            mock.patch.object(chip, "of", return_value=chip.Chip(arch, sms)),
             mock.patch.object(chip, "unsupported_reason", return_value=None),
         ):
             yield compiled

@@ -6,15 +6,12 @@ more than 16 queries.
 
 from __future__ import annotations
 
-from unittest import mock
-
 import torch
 from aot import Compiled, answer_calls, compile_only
 from dma_kernels.cache.chunked_prefill import chunk_attention, launch_chunk
 from dma_kernels.cache.decode import decode_step, launch_decode
 from dma_kernels.cache.reference import CacheOptions
 from dma_kernels.cache.storage import LayerStorage
-from dma_kernels.runtime import chip
 
 SMS = 132
 """Multiprocessors of the chip, more than heads of a step."""
@@ -30,7 +27,7 @@ def compile_step(format: str, arch: int, head_dim: int, value_dim: int, queries:
         torch.zeros(1, queries, heads, dim, dtype=torch.bfloat16).transpose(1, 2)
         for heads, dim in ((32, head_dim), (8, head_dim), (8, value_dim))
     )
-    with compile_only(arch) as compiled, mock.patch.object(chip, "sm_count", return_value=SMS):
+    with compile_only(arch, SMS) as compiled:
         for planned in (launch_decode, launch_chunk):
             planned.plan.cache_clear()  # plans are not keyed by chip
         attend = decode_step if queries <= 16 else chunk_attention

@@ -92,7 +92,7 @@ def launch_chunk(
     """Launch the portable kernel over restored KV, and return the output and the log-sum-exp."""
     has_low = low_keys is not None
     config = portable_config(
-        chip.device_arch(query.device),
+        chip.of(query.device).arch,
         _HIGH_AND_LOW if has_low else _HIGH_ONLY,
         query.shape[3],
         values.shape[3],

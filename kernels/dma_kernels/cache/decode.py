@@ -154,18 +154,18 @@ def launch_decode(
 
     ``key`` and ``value`` are ``None`` if they are stored already; ``format`` is the stored name of the cache's format.
     """
-    inputs, device = CacheInputs(*cache), query.device
+    inputs = CacheInputs(*cache)
     (batch, q_heads, q_len, _), (_, kv_heads, _, value_dim) = query.shape, inputs.value_residual.shape
     heads, group = batch * kv_heads, q_heads // kv_heads
-    layout, sizes, sms = inputs.page_layout(format), inputs.sizes, chip.sm_count(device)
+    layout, sizes, device_chip = inputs.page_layout(format), inputs.sizes, chip.of(query.device)
     tiling = select_decode_tiling(
-        chip.device_arch(device),
+        device_chip.arch,
         padded_channels(layout.head_dim),
         max(VALUE_GROUP, padded_channels(value_dim)),
         layout.format.bits,
         heads=heads,
         tiles=sum(sizes),
-        sms=sms,
+        sms=device_chip.sms,
     )
     config = DecodeConfig(
         layout,
@@ -177,7 +177,7 @@ def launch_decode(
         STAGES=tiling.stages,
         HAS_WINDOW=window is not None,
         HAS_SOFTCAP=softcap is not None,
-        USE_PDL=chip.supports_pdl(device),
+        USE_PDL=device_chip.supports_pdl,
     )
     # A CTA writes a split for each head that it touches.
     split_rows = (tiling.ctas + heads) * triton.cdiv(group * q_len, QUERIES) * QUERIES
@@ -195,7 +195,7 @@ def launch_decode(
         num_warps=config.W,
     )  # fmt: skip
     launch_combine(
-        layout, out, lse, splits, sinks, new_key, new_value, inputs, max_tiles=max_tiles, sms=sms,
+        layout, out, lse, splits, sinks, new_key, new_value, inputs, max_tiles=max_tiles, sms=device_chip.sms,
         use_pdl=config.USE_PDL,
     )  # fmt: skip
     return out, lse

@@ -17,8 +17,7 @@ from ..numerics.formats import MXFP4, MXFP8, NVFP4, TILE, UNQUANTIZED, SharedSca
 from ..numerics.geometry import AttentionGeometry
 from ..numerics.layout import is_describable
 from ..numerics.recipe import Recipe
-from ..runtime import chip
-from ..runtime.chip import MAX_CTAS, TENSOR_MEMORY_ARCHS, has_block_scaled_mma
+from ..runtime.chip import MAX_CTAS, TENSOR_MEMORY_ARCHS, Chip, has_block_scaled_mma
 from .operands import DEQUANTIZED, E4M3_VALUES, E5M2, PACKED, RAW, TILE_SCALED, OperandFormat, Scale
 
 ROWS = 64
@@ -136,28 +135,29 @@ def select_compute_path(recipe: Recipe, arch: int, channels: int = 128) -> Compu
 
 
 def select_config(
-    call: AttentionCall, geometry: AttentionGeometry, path: ComputePath, arch: int
+    call: AttentionCall, geometry: AttentionGeometry, path: ComputePath, chip: Chip
 ) -> WarpSpecializedConfig | OneWarpgroupConfig | PortableConfig:
-    """Return the configuration of the fastest kernel that computes a call. The interpreter runs no Gluon."""
-    if not chip.is_interpreted():
-        one_warpgroup = configure_one_warpgroup(call, geometry, path, arch)
-        warp_specialized = configure_warp_specialized(call, geometry, path, arch)
+    """Return the configuration of the fastest kernel that computes a call."""
+    if not chip.is_interpreted:
+        one_warpgroup = configure_one_warpgroup(call, geometry, path, chip)
+        warp_specialized = configure_warp_specialized(call, geometry, path, chip)
         if warp_specialized is not None and _is_fastest(warp_specialized, one_warpgroup, call, geometry):
             return warp_specialized
         if one_warpgroup is not None:
             return one_warpgroup
-    return portable_config(arch, path, call.query.shape[3], call.value.shape[3], has_softcap=call.softcap is not None)
+    head_dim, value_dim = call.query.shape[3], call.value.shape[3]
+    return portable_config(chip.arch, path, head_dim, value_dim, has_softcap=call.softcap is not None)
 
 
 def configure_warp_specialized(
-    call: AttentionCall, geometry: AttentionGeometry, path: ComputePath, arch: int
+    call: AttentionCall, geometry: AttentionGeometry, path: ComputePath, chip: Chip
 ) -> WarpSpecializedConfig | None:
     """Return the configuration of the warp-specialized kernel for a call; ``None`` if it cannot compute it.
 
     Head dimensions are multiples of 32 from 64 to 256. Keys of low tiles are in 8 bits with a scale per tile, or
     dequantized; values of low tiles are E4M3 or 16-bit.
     """
-    config = warp_specialized_config(arch, path, call.query.shape[3])
+    config = warp_specialized_config(chip.arch, path, call.query.shape[3])
     # Four warpgroups lack registers for both ends of a window (H200: 1.17x the time of the one-warpgroup kernel), and
     # for a mask (compiled, not timed).
     is_plain = geometry.window is None and geometry.mask is None
@@ -190,7 +190,7 @@ def _is_fastest(
 
 
 def configure_one_warpgroup(
-    call: AttentionCall, geometry: AttentionGeometry, path: ComputePath, arch: int
+    call: AttentionCall, geometry: AttentionGeometry, path: ComputePath, chip: Chip
 ) -> OneWarpgroupConfig | None:
     """Return the configuration of the one-warpgroup kernel for a call; ``None`` if it cannot compute it.
 
@@ -201,7 +201,7 @@ def configure_one_warpgroup(
         and geometry.query_blocks(call.query.shape[2], ROWS, ROWS) <= MAX_CTAS
         and _is_loadable(call, path)
     )
-    return one_warpgroup_config(arch, path, call.query.shape[3]) if is_supported else None
+    return one_warpgroup_config(chip.arch, path, call.query.shape[3]) if is_supported else None
 
 
 def is_dense_causal(geometry: AttentionGeometry, q_len: int) -> bool:

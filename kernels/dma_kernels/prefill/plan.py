@@ -121,9 +121,9 @@ def _plan_prefill(call: AttentionCall) -> AttentionPlan:
     recipe = call.recipe
     if geometry.low_tiles(q_len, recipe) == range(0):
         recipe = recipe.of_high_tiles
-    arch = chip.device_arch(device)
-    path = select_compute_path(recipe, arch, max(call.query.shape[3], call.value.shape[3]))
-    config = select_config(call, geometry, path, arch)
+    device_chip = chip.of(device)
+    path = select_compute_path(recipe, device_chip.arch, max(call.query.shape[3], call.value.shape[3]))
+    config = select_config(call, geometry, path, device_chip)
 
     def launch(query: Any, key: Any, value: Any, sinks: Any, mask: Any, seq_info: Any, tile_counts: Any) -> Any:
         placed = replace(geometry, mask=mask, seq_info=seq_info)
@@ -203,7 +203,7 @@ def _suits_sdpa(call: AttentionCall) -> bool:
         return call.is_short
     if q_len != kv_len or last != kv_len - 1 or call.recipe.high != UNQUANTIZED:
         return False
-    if batch * heads * q_len > FEW_ROWS and chip.device_arch(call.query.device) // 10 in SLOW_FLASH_MAJORS:
+    if batch * heads * q_len > FEW_ROWS and chip.of(call.query.device).arch // 10 in SLOW_FLASH_MAJORS:
         return False
     geometry = AttentionGeometry.of(call)
     return geometry.low_tiles(q_len, call.recipe) == range(0)

@@ -32,7 +32,7 @@ def launch(inputs: AttentionInputs) -> None:
     described = [high.value]
     described += [high.key] if high.key_format is RAW else []
     described += [low.value] if low.value_format.is_16_bit else []
-    has_tma = chip.device_arch(query.device) >= 90
+    has_tma = chip.of(query.device).arch >= 90
     use_raw_tma = has_tma and all(map(is_describable, described))
     use_tma = has_tma and low.key.shape[3] * low.key.dtype.itemsize % 16 == 0
     constants = PortableConstants(

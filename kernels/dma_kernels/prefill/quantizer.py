@@ -107,7 +107,7 @@ def quantize_keys_values(
     writes_values = path.low_value not in (None, RAW)
     layers = int(writes_values) + int(writes_high or writes_low)
     if layers:
-        share = CTAS_PER_SM * chip.sm_count(key.device) // max(1, batch * heads * layers)
+        share = CTAS_PER_SM * chip.of(key.device).sms // max(1, batch * heads * layers)
         constants, options = _constants_and_options(key, value, recipe, path)
         launch_kernel(
             quantize_kernel, {"CONFIG": constants}, (batch * heads, max(1, min(len(valid), share)), layers),
@@ -137,7 +137,7 @@ def _constants_and_options(
         shared_scale=recipe.shared_scale,
         value_form=(path.low_value or RAW).name,
         rounding=recipe.scale_rounding,
-        use_pdl=chip.supports_pdl(key.device),
+        use_pdl=chip.of(key.device).supports_pdl,
     )
     is_wide = max(key.shape[3], value.shape[3]) > 128
     options: dict[str, Any] = {"num_warps": 8}

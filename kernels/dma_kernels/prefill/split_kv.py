@@ -43,13 +43,14 @@ def attend(
         return results
     (batch, q_heads, q_len, head_dim), kv_heads, value_dim = query.shape, key.shape[1], value.shape[3]
     rows = q_heads // kv_heads * q_len
-    config = split_kv_config(chip.device_arch(query.device), head_dim, value_dim, rows)
+    device_chip = chip.of(query.device)
+    config = split_kv_config(device_chip.arch, head_dim, value_dim, rows)
     constants = SplitKVConstants(
         q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, tuning=config,
-        use_pdl=chip.supports_pdl(query.device),
+        use_pdl=device_chip.supports_pdl,
     )  # fmt: skip
     m_blocks = triton.cdiv(rows, config.block_m)
-    heads, ctas = batch * kv_heads * m_blocks, config.ctas_per_sm * chip.sm_count(query.device)
+    heads, ctas = batch * kv_heads * m_blocks, config.ctas_per_sm * device_chip.sms
     split_rows = (ctas + heads) * config.block_m  # a CTA writes a split for each head that it touches
     splits = Splits(
         heads=query.new_empty((heads, 2), dtype=torch.int32),

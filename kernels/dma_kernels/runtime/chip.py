@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
@@ -17,10 +17,37 @@ TENSOR_MEMORY_ARCHS = frozenset({100, 103, 110})
 """Architectures with tensor memory. Their block-scaled MMAs have 128 rows, which do not fit with over 128 channels."""
 MAX_CTAS = 65_535
 """Maximum number of CTAs along the second and the third axis of a grid."""
-INTERPRETED_ARCH = 90
-"""Architecture of the Triton interpreter, so that a CPU runs the code for Hopper."""
-INTERPRETED_SMS = 2
-"""SMs of the interpreter: few, so that work is split unevenly."""
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What kernels and their configurations depend on in a device."""
+
+    arch: int  # compute capability, major times ten plus minor
+    sms: int  # number of SMs
+    is_interpreted: bool = False  # whether it is the Triton interpreter, which runs no Gluon and has no PDL
+
+    @property
+    def supports_pdl(self) -> bool:
+        """Whether a kernel may start before the previous one has ended (programmatic dependent launch, PDL)."""
+        return self.arch >= 90 and not self.is_interpreted
+
+
+INTERPRETER = Chip(arch=90, sms=2, is_interpreted=True)
+"""Hopper, so that a CPU runs its code; few SMs, so that work is split unevenly."""
+
+
+def of(device: torch.device) -> Chip:
+    """Return the chip of a device that runs Triton's kernels; on the CPU, the interpreter runs them."""
+    if device.type == "cpu":
+        return INTERPRETER
+    return _cuda_chip(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def _cuda_chip(index: int) -> Chip:
+    properties = torch.cuda.get_device_properties(index)
+    return Chip(10 * properties.major + properties.minor, properties.multi_processor_count)
 
 
 def is_interpreted() -> bool:
@@ -37,23 +64,6 @@ def triton_version() -> tuple[int, ...]:
     return tuple(map(int, triton.__version__.split(".")[:2]))
 
 
-@functools.cache
-def _properties(index: int) -> Any:
-    return torch.cuda.get_device_properties(index)
-
-
-def _properties_of(device: torch.device) -> Any:
-    return _properties(torch.cuda.current_device() if device.index is None else device.index)
-
-
-def device_arch(device: torch.device) -> int:
-    """Return the compute capability of a CUDA device, major times ten plus minor."""
-    if device.type == "cpu" and is_interpreted():
-        return INTERPRETED_ARCH
-    properties = _properties_of(device)
-    return 10 * int(properties.major) + int(properties.minor)
-
-
 def has_block_scaled_mma(arch: int, channels: int) -> bool:
     """Whether block-scaled tensor cores can multiply queries and keys with this many channels.
 
@@ -64,11 +74,6 @@ def has_block_scaled_mma(arch: int, channels: int) -> bool:
     return channels <= 128 and triton_version() >= (3, 9)
 
 
-def supports_pdl(device: torch.device) -> bool:
-    """Whether a kernel may start before the previous one has ended (programmatic dependent launch, PDL)."""
-    return not is_interpreted() and device_arch(device) >= 90
-
-
 def unsupported_reason(dtype: torch.dtype, device: torch.device) -> str | None:
     """Return why the Triton backend cannot run on tensors of this dtype and device; ``None`` if it can."""
     if device.type != "cuda" and not (device.type == "cpu" and is_interpreted()):
@@ -77,7 +82,7 @@ def unsupported_reason(dtype: torch.dtype, device: torch.device) -> str | None:
         return "it needs an NVIDIA GPU, and this PyTorch is for ROCm"
     if dtype not in DTYPES:
         return f"it takes bf16 and fp16, got {dtype}"
-    arch = device_arch(device)
+    arch = of(device).arch
     if arch < MIN_ARCH:
         return f"it needs compute capability 8.0 or later, {device} has {arch // 10}.{arch % 10}"
     return None
@@ -119,8 +124,3 @@ def _warn_of_reference(reason: str) -> None:
     warnings.warn(
         f"attention runs in torch on a CUDA device, slowly: backend='auto' cannot use Triton, {reason}", stacklevel=3
     )
-
-
-def sm_count(device: torch.device) -> int:
-    """Return the number of SMs of a device."""
-    return INTERPRETED_SMS if device.type == "cpu" else int(_properties_of(device).multi_processor_count)

@@ -143,7 +143,7 @@ def test_a_nan_key_reaches_the_output(format: str) -> None:
 @pytest.mark.parametrize(("case", "sms"), [("window", 1), ("ragged", 7), ("nothing-visible", 60)])
 def test_any_number_of_ctas_splits_the_work(case: str, sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer and more CTAs than work items: a CTA has several heads, or a head several CTAs."""
-    monkeypatch.setattr(decode.chip, "sm_count", lambda device: sms)
+    monkeypatch.setattr(decode.chip, "of", lambda device: replace(decode.chip.INTERPRETER, sms=sms))
     decode.launch_decode.plan.cache_clear()  # plans are not keyed by chip
     assert_decode_matches(interpreted(case), "int4", torch.float16, "cpu")
     assert_steps_match(interpreted(case), "int4", torch.float16, "cpu")

@@ -62,7 +62,9 @@ def test_the_largest_fp16_values_stay_finite(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_an_infinite_value_spreads_by_tile(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chip, "INTERPRETED_ARCH", 80)  # the interpreter reads the NaN of E4M3 as a number
+    monkeypatch.setattr(
+        chip, "INTERPRETER", replace(chip.INTERPRETER, arch=80)
+    )  # the interpreter reads the NaN of E4M3 as a number
     assert_an_infinite_value_spreads_by_tile(backend, "cpu")
     assert_an_infinite_value_shows_where_the_exact_start_ends(backend, "cpu")
 
@@ -77,7 +79,7 @@ def test_an_infinite_value_spreads_by_tile(backend: str, monkeypatch: pytest.Mon
 def test_every_compute_path_matches_the_reference(
     recipe: str, arch: int, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chip, "INTERPRETED_ARCH", arch)
+    monkeypatch.setattr(chip, "INTERPRETER", replace(chip.INTERPRETER, arch=arch))
     assert_matches_reference(with_one_head(CASES[case]), RECIPES[recipe], torch.float16, "cpu")
 
 
@@ -90,7 +92,7 @@ def test_head_dim_256_matches_the_reference_on_every_chip(
 ) -> None:
     if (recipe, arch) == ("paper", 120) and chip.triton_version() < (3, 9):
         pytest.skip("the interpreter fails in tl.dot_scaled before Triton 3.9")
-    monkeypatch.setattr(chip, "INTERPRETED_ARCH", arch)
+    monkeypatch.setattr(chip, "INTERPRETER", replace(chip.INTERPRETER, arch=arch))
     case = Case(q_len=150, kv_len=420, q_heads=1, head_dim=256, options={"q_offset": 270})
     assert_matches_reference(case, RECIPES[recipe], torch.float16, "cpu")
 
@@ -105,7 +107,7 @@ def test_head_dim_256_matches_the_reference_on_every_chip(
 def test_features_with_4_bit_operands_match_the_reference(
     recipe: str, arch: int, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chip, "INTERPRETED_ARCH", arch)
+    monkeypatch.setattr(chip, "INTERPRETER", replace(chip.INTERPRETER, arch=arch))
     assert_matches_reference(with_one_head(CASES[case]), RECIPES[recipe], torch.float16, "cpu")
 
 
@@ -199,7 +201,7 @@ def test_triton_is_rejected_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch)
 def test_the_same_tiles_are_skipped_as_in_the_reference(
     case: str, recipe: str, arch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chip, "INTERPRETED_ARCH", arch)
+    monkeypatch.setattr(chip, "INTERPRETER", replace(chip.INTERPRETER, arch=arch))
     call = with_one_head(replace(SPARSE[case], head_dim=64))
     assert_skips_as_the_reference(call, RECIPES[recipe], torch.float16, "cpu")
 

@@ -40,7 +40,7 @@ from dma_kernels.prefill.hopper.quantize_q import QuantizedQueries, quantize_q
 from dma_kernels.prefill.operands import DEQUANTIZED, E4M3, INT8, RAW, OperandFormat, Operands, new_results
 from dma_kernels.prefill.plan import launch_attention, plan
 from dma_kernels.prefill.quantizer import query_global_scale
-from dma_kernels.runtime import chip
+from dma_kernels.runtime.chip import Chip
 from dma_kernels.testing import assert_bits_equal, random_qkv
 from prefill_cases import (
     EXACT_STARTS,
@@ -60,6 +60,7 @@ from torch import Tensor
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs these")
 
 LENGTH = 300
+HOPPER = Chip(arch=90, sms=132)
 MASK = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)
 RECIPES_TAKEN = [name for name in RECIPES if name not in ("identity", "balanced", "mxfp8-uniform")]
 
@@ -76,17 +77,17 @@ def misaligned(tensor: Tensor) -> Tensor:
 
 def choice_of(
     recipe: str, head_dim: int = 128, *, change: Callable[[Tensor], Tensor] = lambda key: key, **options: Any
-) -> tuple[AttentionCall, AttentionGeometry, ComputePath, int]:
+) -> tuple[AttentionCall, AttentionGeometry, ComputePath, Chip]:
     """Return what decides the kernel of a call on Hopper."""
     query, key, value = inputs(head_dim)
     call = AttentionCall(query, change(key), value, RECIPES[recipe], **options)
-    return call, AttentionGeometry.of(call), select_compute_path(RECIPES[recipe], 90), 90
+    return call, AttentionGeometry.of(call), select_compute_path(RECIPES[recipe], 90), HOPPER
 
 
-def test_the_interpreter_always_selects_the_portable_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(select_config(*choice_of("int8")), PortableConfig)
-    monkeypatch.setattr(chip, "is_interpreted", lambda: False)
-    assert isinstance(select_config(*choice_of("int8")), OneWarpgroupConfig)
+def test_the_interpreter_always_selects_the_portable_kernel() -> None:
+    *call, hopper = choice_of("int8")
+    assert isinstance(select_config(*call, replace(hopper, is_interpreted=True)), PortableConfig)
+    assert isinstance(select_config(*call, hopper), OneWarpgroupConfig)
 
 
 @pytest.mark.parametrize(("limits", "call", "kernel"), [
@@ -115,7 +116,6 @@ def test_the_interpreter_always_selects_the_portable_kernel(monkeypatch: pytest.
 def test_the_fastest_kernel_that_supports_a_call_is_selected(
     limits: dict[str, int], call: dict[str, Any], kernel: type[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chip, "is_interpreted", lambda: False)
     limits = {"max_mean_keys": 0, "min_keys": 0, "min_rows": 0} | limits
     for name, fields in (
         ("one_warpgroup_config", ["max_mean_keys"]),
@@ -296,7 +296,7 @@ def emulated(is_short: bool, monkeypatch: pytest.MonkeyPatch) -> None:
                 low_tiles=geometry.low_tiles(query.shape[2], recipe),
             )  # fmt: skip
             made = replace(made, query_global_scale=query_global_scale(query, recipe))
-            config = (configure_one_warpgroup if is_short else configure_warp_specialized)(call, geometry, path, 90)
+            config = (configure_one_warpgroup if is_short else configure_warp_specialized)(call, geometry, path, HOPPER)
             assert config is not None
             out, lse = new_results(query, value)
             sinks = None if call.sinks is None else call.sinks.contiguous()

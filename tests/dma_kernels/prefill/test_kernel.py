@@ -22,7 +22,7 @@ INT8 = Recipe(low="mxint8", shared_scale="tile", smooth_k=True, pv="fp8")
 
 @pytest.mark.parametrize("arch", [80, 90])
 def test_values_of_high_tiles_are_not_rounded(arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chip, "INTERPRETED_ARCH", arch)
+    monkeypatch.setattr(chip, "INTERPRETER", replace(chip.INTERPRETER, arch=arch))
     inputs = random_qkv(q_len=70, kv_len=650, dtype=torch.float16)
     all_high = replace(INT8, diagonal_tiles=650)
     # With a key range on the device, the host does not know that all tiles are high.

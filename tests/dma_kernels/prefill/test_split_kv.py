@@ -55,7 +55,7 @@ MANY_SPLITS = Case(q_len=1, kv_len=1_200, q_heads=1, kv_heads=1, head_dim=256)  
     ],
 )
 def test_any_number_of_ctas_gives_the_same_result(case: Case, sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chip, "INTERPRETED_SMS", sms)
+    monkeypatch.setattr(chip, "INTERPRETER", replace(chip.INTERPRETER, sms=sms))
     assert_matches_reference(case, BALANCED, torch.float16, "cpu")
 
 
@@ -214,7 +214,7 @@ class TestSDPA:
     def test_prompts_of_many_rows_run_on_ours_where_pytorchs_is_slow(
         self, arch: int, kernel: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(chip, "INTERPRETED_ARCH", arch)
+        monkeypatch.setattr(chip, "INTERPRETER", replace(chip.INTERPRETER, arch=arch))
         monkeypatch.setattr(plans, "FEW_ROWS", 2 * 4 * 130 - 1)
         inputs = random_qkv(batch=2, q_heads=4, kv_heads=2, q_len=130, kv_len=130, dtype=torch.float16)
         assert kernels_of(*inputs, EXACT_START) == [kernel]

@@ -108,7 +108,7 @@ def _quantize_q(inputs: AttentionInputs) -> QuantizedQueries:
     operands = inputs.operands
     # The quantizer of keys lets the next launch start early, and starts after all earlier work itself. So the caller's
     # tensors are ready. NVFP4's query scale is a launch in between.
-    use_pdl = operands.query_global_scale is None and chip.supports_pdl(inputs.query.device)
+    use_pdl = operands.query_global_scale is None and chip.of(inputs.query.device).supports_pdl
     return quantize_q(
         inputs.query, operands.key_mean, operands.query_global_scale, inputs.recipe, inputs.low.key_format,
         operands.high.key_format, logit_scale=inputs.logit_scale, use_pdl=use_pdl,
