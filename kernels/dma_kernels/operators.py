@@ -37,7 +37,7 @@ def _options_and_settings(call: AttentionCall) -> tuple[Any, ...]:
 
 
 def needs_operator(given: list[Any]) -> bool:
-    """Whether a compiler, autograd, a tensor mode or a subclass must see a call with these tensors as one operation.
+    """Whether a compiler, autograd, a tensor mode or a kind of tensor needs a call with these tensors as one operation.
 
     Otherwise the backend is called directly, which saves about 70 us of operator dispatch.
 
@@ -55,8 +55,8 @@ def needs_operator(given: list[Any]) -> bool:
         return True
     has_grad = torch.is_grad_enabled()
     for tensor in given:
-        if (type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter) or tensor.is_meta:
-            return True
+        if (type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter) or tensor.is_meta or tensor.is_neg():
+            return True  # PyTorch's dispatcher negates a tensor with the negative bit, which an address does not show
         if has_grad and tensor.requires_grad:
             return True
     return False

@@ -180,6 +180,15 @@ def test_a_nan_key_reaches_only_the_rows_that_attend_to_it(bad: float) -> None:
     assert not out[0, :, :128].isnan().any()
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_a_lazily_negated_tensor_is_read_negated() -> None:
+    query, key, value = random_qkv(q_len=130, kv_len=130, head_dim=16, dtype=torch.float16)
+    negated = torch.view_as_complex(torch.stack((key, key), -1)).conj().imag
+    assert negated.is_neg()
+    expected = attention(query, -key, value, RECIPES["int8"], backend="triton")
+    assert_bits_equal(attention(query, negated, value, RECIPES["int8"], backend="triton"), expected)
+
+
 def test_triton_is_rejected_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     query, key, value = random_qkv(q_len=8, kv_len=8)
     with pytest.raises(RuntimeError, match=r"backend='triton' cannot run: it takes bf16 and fp16, got torch.float32"):
