@@ -39,6 +39,7 @@ class DMAManager(ContinuousBatchingManager):  # type: ignore[misc]
     """
 
     _batching: weakref.finalize[..., Any] | None = None
+    _refusal: ValueError | None = None  # of a request of ``generate_batch``
 
     def __init__(
         self, model: PreTrainedModel, settings: GenerationConfig, batching: ContinuousBatchingConfig, hints: Any
@@ -86,6 +87,26 @@ class DMAManager(ContinuousBatchingManager):  # type: ignore[misc]
             self._leave()
             raise
 
+    def add_request(self, input_ids: list[int], *arguments: Any, **options: Any) -> str | None:
+        """Add a request to the queue.
+
+        Raises:
+            ValueError: The prompt is empty. The generation thread would die, or return tokens of another prompt.
+        """
+        _refuse_empty([input_ids])
+        request_id: str | None = super().add_request(input_ids, *arguments, **options)
+        return request_id
+
+    def add_requests(self, inputs: list[list[int]], *arguments: Any, **options: Any) -> list[str]:
+        """Add the requests of ``generate_batch``. It logs an error, and :meth:`stop` or :meth:`destroy` raises it."""
+        try:
+            _refuse_empty(inputs)
+        except ValueError as error:
+            self._refusal = error
+            raise
+        request_ids: list[str] = super().add_requests(inputs, *arguments, **options)
+        return request_ids
+
     def stop(
         self,
         block: bool = True,
@@ -97,6 +118,7 @@ class DMAManager(ContinuousBatchingManager):  # type: ignore[misc]
 
         Raises:
             RuntimeError: The manager should be kept, but its thread has died.
+            ValueError: The manager should be kept, but ``generate_batch`` got an empty prompt.
         """
         error = self.background_thread_status.fatal_error
         is_kept = keep_for_next_session and error is None
@@ -104,19 +126,23 @@ class DMAManager(ContinuousBatchingManager):  # type: ignore[misc]
         if not self.is_running():  # it may still run after stop(block=False)
             self._leave()
         if keep_for_next_session:
-            self._raise_if_dead()
+            self._raise_errors()
 
     def destroy(self) -> None:
         """Release the cache of the manager. ``generate_batch`` calls it last.
 
         Raises:
             RuntimeError: The generation thread has died.
+            ValueError: ``generate_batch`` got an empty prompt.
         """
         super().destroy()
         self._leave()
-        self._raise_if_dead()
+        self._raise_errors()
 
-    def _raise_if_dead(self) -> None:
+    def _raise_errors(self) -> None:
+        refusal, self._refusal = self._refusal, None
+        if refusal is not None:
+            raise refusal
         error = self.background_thread_status.fatal_error
         if error is not None:
             raise RuntimeError(f"the generation thread has died: {type(error).__name__}: {error}") from error
@@ -157,6 +183,11 @@ class DMAManager(ContinuousBatchingManager):  # type: ignore[misc]
         )
         _pad_decoding_alone(processor.model_runner)
         return processor
+
+
+def _refuse_empty(prompts: list[list[int]]) -> None:
+    if any(len(prompt) == 0 for prompt in prompts):
+        raise ValueError("input_ids must have at least one token, such as the BOS token; got none")
 
 
 class PromptScheduler(FIFOScheduler):  # type: ignore[misc]

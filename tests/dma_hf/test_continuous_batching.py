@@ -131,6 +131,17 @@ def test_an_error_in_the_generation_thread_is_raised(llama, prompts, is_kept):
     assert getattr(llama, "_cached_continuous_batching_manager", None) is None
 
 
+@pytest.mark.parametrize("cache", [None, "int4"])
+@pytest.mark.parametrize("is_kept", [False, True], ids=["", "persistent"])
+def test_an_empty_prompt_is_refused(cache, is_kept, llama, prompts):
+    dma_hf.configure(llama, cache=cache)
+    for given in ([[]], [prompts[0], []]):
+        with pytest.raises(ValueError, match="input_ids must have at least one token"):
+            _generate_batch(llama, given, persistent_manager=is_kept)
+    assert len(_generate_batch(llama, prompts[:1], persistent_manager=is_kept)) == 1
+    llama.destroy_cached_continuous_batching_manager()
+
+
 def test_an_untested_version_is_rejected_before_anything_runs(llama, prompts, monkeypatch):
     monkeypatch.setattr(internals.transformers, "__version__", "5.99.0")
     message = r"Transformers 5\.99\.0 is installed, where continuous batching has not been tested; dma-hf supports "
