@@ -32,7 +32,7 @@ from dma_eval.show.pages import Columns, Table, make_table, of, share
 from dma_kernels.cache.api import cached_attention
 from dma_kernels.cache.storage import LayerStorage
 from dma_kernels.numerics.formats import TILE
-from kernel_bench.command import look, make_parser, parse_compared, parse_heads, run
+from kernel_bench.command import count, look, make_parser, parse_compared, parse_heads, run
 from kernel_bench.peers import STEPS, sdpa
 from kernel_bench.results import DecodeReport, DecodeResult
 from kernel_bench.timing import captured, copy_bandwidth
@@ -199,7 +199,7 @@ def make_options() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--size", nargs="+", default=[], metavar="BATCHxKEYS", help="sequences and keys of each")
     parser.add_argument("--heads", nargs="+", default=["32/8"], metavar="QUERY/KV")
-    parser.add_argument("--head-dim", nargs="+", type=int, default=[128])
+    parser.add_argument("--head-dim", nargs="+", type=count, default=[128])
     return parser
 
 

@@ -31,7 +31,7 @@ from dma_eval.names import DMA
 from dma_eval.show.pages import MISSING, Columns, Table, make_table, number, of
 from dma_kernels import attention, attention_with_lse
 from kernel_bench.capture import model_inputs
-from kernel_bench.command import look, make_parser, parse_compared, parse_heads, run
+from kernel_bench.command import count, look, make_parser, parse_compared, parse_heads, run
 from kernel_bench.inputs import Inputs, exact_rows, random_inputs, with_outlying_channels
 from kernel_bench.peers import CUDNN, PEERS, SDPA, Prepared
 from kernel_bench.results import PrefillReport, PrefillResult, PrefillShape
@@ -229,9 +229,9 @@ def make_options() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--inputs", metavar="MODEL", help="Hub name, folder or GGUF file of a model that reads --data")
     parser.add_argument("-d", "--data", metavar="FILE|DATASET", help="the text; each sequence is another window of it")
-    parser.add_argument("--length", nargs="+", type=int, default=[], metavar="TOKENS", help="tokens of a window")
-    parser.add_argument("--batch", type=int, default=1, help="windows of the text")
-    parser.add_argument("--layers", type=int, help="time so many of the model's layers, evenly spaced; default: all")
+    parser.add_argument("--length", nargs="+", type=count, default=[], metavar="TOKENS", help="tokens of a window")
+    parser.add_argument("--batch", type=count, default=1, help="windows of the text")
+    parser.add_argument("--layers", type=count, help="time so many of the model's layers, evenly spaced; default: all")
     parser.add_argument("--yarn", type=float, help="extend the model's positions by this factor")
     return parser
 

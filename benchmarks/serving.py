@@ -37,6 +37,7 @@ from http.client import HTTPException
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from dma_eval import console
@@ -44,7 +45,7 @@ from dma_eval.environment import portable
 from dma_eval.errors import UserError
 from dma_eval.files import write_json
 from dma_eval.results import here_and_now
-from kernel_bench.command import run
+from kernel_bench.command import duration, run
 
 LOADS = ["1024+128@1,8,32,128", "3072:256+128@32"]
 LIMITS = {"ttft_ms": 1000.0, "tpot_ms": 50.0}
@@ -108,12 +109,22 @@ def is_healthy(url: str) -> bool:
 
 
 def warm_up(url: str, model: str, load: Load) -> None:
-    """Send as many requests at once as the load does. The first calls of a server compile, capture and allocate."""
+    """Send as many requests at once as the load does. The first calls of a server compile, capture and allocate.
+
+    Raises:
+        UserError: The server refuses one, or is gone. The message has the server's.
+    """
 
     def ask(number: int) -> None:
         body = {"model": model, "prompt": f"{number}" + " word" * load.prompt, "max_tokens": UNTIMED_TOKENS}
         headers = {"Content-Type": "application/json"}
-        urlopen(Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)).read()
+        try:
+            urlopen(Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)).read()
+        except (OSError, HTTPException) as error:
+            said = error.read().decode(errors="replace") if isinstance(error, HTTPError) else ""
+            raise UserError(
+                f"the server answers no request of {load.prompt:,} tokens: {error}: {said[:2000]}"
+            ) from error
 
     for streams in load.streams:
         with ThreadPoolExecutor(streams) as pool:
@@ -173,7 +184,7 @@ def summarize(load: Load, benchmark: dict[str, Any]) -> dict[str, Any]:
 
 def main(args: argparse.Namespace) -> int:
     loads = [Load.parse(text) for text in args.load or LOADS]
-    if len(args.server) < 3 or args.server[1] != "serve":
+    if len(args.server) < 3 or args.server[1] != "serve" or args.server[2].startswith("-"):
         raise UserError(f"expected a server as PROGRAM serve MODEL, got {shlex.join(args.server)!r}")
     if shutil.which("guidellm") is None:
         raise UserError("it needs guidellm, not found on PATH: pip install guidellm")
@@ -205,7 +216,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results, after every load")
     parser.add_argument("--load", action="append", metavar="LOAD", help=f"default: {' and '.join(LOADS)}")
-    parser.add_argument("--seconds", type=float, default=15, help="how long each number of streams is measured")
+    parser.add_argument("--seconds", type=duration, default=15, help="how long each number of streams is measured")
     parser.add_argument("server", nargs=argparse.REMAINDER, metavar="PROGRAM serve MODEL ...")
     return parser
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -31,8 +32,22 @@ def make_parser(description: str, seconds: float) -> argparse.ArgumentParser:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--dtype", default=DTYPES[0], choices=DTYPES, help="data type of what is not quantized")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=seconds, help="about how long one shape is measured")
+    parser.add_argument("--seconds", type=duration, default=seconds, help="about how long one shape is measured")
     return parser
+
+
+def count(text: str) -> int:
+    """Parse the value of an option that is at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
+    return int(text)
+
+
+def duration(text: str) -> float:
+    """Parse seconds: a finite number that is not negative."""
+    if not 0 <= float(text) < math.inf:  # a text that is no number is an error of argparse
+        raise argparse.ArgumentTypeError(f"expected a finite number of at least 0, got {text!r}")
+    return float(text)
 
 
 def run(main: Callable[[argparse.Namespace], int], parser: argparse.ArgumentParser) -> None:

@@ -26,7 +26,7 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with open("requests", "a") as file:
             file.write(json.dumps(body | {"path": self.path, "port": self.server.server_port}) + "\\n")
-        self.do_GET()
+        self.send_error(400) if "--full" in sys.argv else self.do_GET()
     def log_message(self, *_):
         pass
 port = int(sys.argv[sys.argv.index("--port") + 1])
@@ -134,6 +134,15 @@ def test_failed_requests_of_a_load_with_a_shared_prefix_are_told(programs, monke
         ),
         (["dma-hf", "bench"], "expected a server as PROGRAM serve MODEL, got 'dma-hf bench'"),
         (["dma-hf", "serve", "m", "--broken"], "dma-hf serve m --broken did not start: no such model"),
+        (
+            ["dma-hf", "serve", "--port", "8000", "m"],
+            "expected a server as PROGRAM serve MODEL, got 'dma-hf serve --port",
+        ),
+        (["--seconds", "inf", "dma-hf", "serve", "m"], "--seconds: expected a finite number of at least 0, got 'inf'"),
+        (
+            ["dma-hf", "serve", "m", "--full"],
+            "the server answers no request of 1,024 tokens: HTTP Error 400: Bad Reque",
+        ),
         (["nobody", "serve", "m"], "cannot start 'nobody': No such file"),
     ],
 )
