@@ -7,6 +7,7 @@ seconds.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -85,7 +86,8 @@ def check_runs(names: Sequence[str]) -> None:
         if cache not in GENERATE_CACHES:
             valid = ", ".join(GENERATE_CACHES)
             raise UserError(f"--run: expected ATTENTION+CACHE with a cache of {valid}, got {name!r}")
-        parse_name(attention, "--run")
+        if parse_name(attention, "--run")[2]:
+            raise UserError(f"--run: expected ATTENTION+CACHE with one cache, got {name!r}")
 
 
 def refuse_repeats(option: str, labels: Sequence[str]) -> None:
@@ -103,7 +105,7 @@ def check_device(name: str) -> None:
 
 def check_yarn(factor: float | None) -> None:
     """Check the factor by which YaRN extends positions."""
-    if factor is not None and factor <= 1:
+    if factor is not None and not 1 < factor < math.inf:
         raise UserError(f"--yarn: expected a factor above 1, got {factor:g}")
 
 

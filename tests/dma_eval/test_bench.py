@@ -185,6 +185,7 @@ class TestFp8Weights:
 
         assert "--weights fp8: torchao cannot quantize this model" in told()
         monkeypatch.setitem(sys.modules, "torchao.quantization", None)
+        monkeypatch.setattr(generate, "build_model", None)  # it is refused before a model is made
         assert "--weights fp8 needs torchao: pip install torchao" in told()
 
 
@@ -194,6 +195,8 @@ class TestFp8Weights:
         (["sdpa"], "expected ATTENTION.CACHE with a cache of dynamic, static, int8, int4, got 'sdpa'"),
         (["dma_mxfp:kv9+int8"], r"--run: unknown preset 'kv9'; .* or a TOML file \(dma_mxfp:FILE.toml\)"),
         (["sdpa+int4"], "unknown backend 'sdpa.int4'"),
+        (["dma_mxfp+int4+dynamic"], "expected ATTENTION.CACHE with one cache, got 'dma_mxfp.int4.dynamic'"),
+        (["sdpa+dynamic+static"], "with one cache, got 'sdpa.dynamic.static'"),
         (["sdpa+static", "sdpa+static"], "sdpa.static is given more than once"),
     ],
     ids=str,
@@ -201,6 +204,17 @@ class TestFp8Weights:
 def test_wrong_runs(names, message):
     with pytest.raises(UserError, match=message):
         parse_runs(names)
+
+
+def test_a_run_has_the_cache_of_its_name_and_not_that_of_its_file(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text('cache = "int4"\n')
+    runs = parse_runs([f"dma_mxfp:{file}+{cache}" for cache in ("dynamic", "int4", "int8")])
+    assert [(run.label, run.config.cache) for run in runs] == [
+        ("dma_mxfp:mine+dynamic", None),
+        ("dma_mxfp:mine+int4", "int4"),
+        ("dma_mxfp:mine+int8", "int8"),
+    ]
 
 
 def test_unknown_shape():

@@ -115,6 +115,7 @@ class TestCommand:
             (["--data", "absent.txt"], "--data: "),
             (["--inputs", "./absent"], "--inputs: no such folder: ./absent"),
             (["--yarn", 1], "--yarn: expected a factor above 1, got 1"),
+            (["--yarn", "nan"], "--yarn: expected a factor above 1, got nan"),
         ],
     )
     def test_invalid_input_is_refused(self, arguments, message, model_folder, text_file):

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -71,7 +72,10 @@ def parse_runs(names: Sequence[str]) -> list[Backend]:
         attention, _, cache = name.rpartition("+")
         packed = f"+{cache}" if cache in PACKED else ""
         (backend,) = parse_backends([f"{attention}{packed}"], "--run")
-        runs.append(replace(backend, label=f"{backend.label.removesuffix(packed)}+{cache}"))
+        label, config = backend.label, backend.config
+        if config is not None and config.cache is not None:  # of the run's name, or of a file
+            label, config = label.removesuffix(f"+{config.cache}"), replace(config, cache=cache if packed else None)
+        runs.append(replace(backend, label=f"{label}+{cache}", config=config))
     refuse_repeats("--run", [run.label for run in runs])
     return runs
 
@@ -178,15 +182,20 @@ def _timed(model: PreTrainedModel, generate: Callable[..., Any], batch: int) -> 
     }
 
 
+def torchao_quantization() -> ModuleType:
+    """Return torchao's module of that name, or raise a ``UserError``."""
+    try:
+        return importlib.import_module("torchao.quantization")
+    except ImportError as error:
+        raise UserError(f"--weights fp8 needs torchao: pip install torchao ({error})") from None
+
+
 def quantize_weights(model: PreTrainedModel) -> None:
     """Quantize the linear layers to FP8 with torchao, except the one that makes the logits.
 
     Weights have a scale for each output channel. Activations have one for each token, computed in every call.
     """
-    try:
-        quantization = importlib.import_module("torchao.quantization")
-    except ImportError as error:
-        raise UserError(f"--weights fp8 needs torchao: pip install torchao ({error})") from None
+    quantization = torchao_quantization()
     head = model.get_output_embeddings()
     try:
         quantization.quantize_(

@@ -92,6 +92,8 @@ def bench(args: BenchOptions) -> int:
 
     runs = generate.parse_runs(args.runs or generate.default_runs())
     device, dtype = parse_device(args.device), getattr(torch, args.dtype)
+    if args.weights is not None:
+        generate.torchao_quantization()  # refused before the model is loaded
     torch.manual_seed(args.seed)
     # In ascending order, because a static cache is at least as large as the largest before.
     contexts = sorted(set(args.context or ([8192] if device.type == "cuda" else [256])))
