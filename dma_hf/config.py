@@ -119,8 +119,10 @@ class DMAConfig(Recipe):
         if not isinstance(name, str):
             raise TypeError(f"name must be a preset ({', '.join(PRESETS)}), got {name!r}")
         if name not in PRESETS:
-            preset, _, cache = name.partition("+")
-            hint = f"; dma_hf.configure(model, {preset!r}, cache={cache!r}) sets both" if cache else ""
+            implementation, preset, cache = split_name(name)
+            known = preset or implementation
+            arguments = f"{known!r}, cache={cache!r}" if cache else repr(known)
+            hint = f"; dma_hf.configure(model, {arguments}) sets it" if known in PRESETS else ""
             raise ValueError(f"unknown preset {name!r}; expected one of {', '.join(PRESETS)}{hint}")
         return _changed(PRESETS[name], changes)
 

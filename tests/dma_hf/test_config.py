@@ -86,6 +86,8 @@ def test_valid_settings_are_accepted(tmp_path):
     [
         ("fast", ValueError, "unknown preset 'fast'; expected one of balanced, fp4, paper"),
         ("fp4+int8", ValueError, r"unknown preset 'fp4\+int8'; .*; dma_hf.configure\(model, 'fp4', cache='int8'\)"),
+        ("dma_mxfp:fp4", ValueError, r"; dma_hf.configure\(model, 'fp4'\)"),
+        ("dma_mxfp:fp4+int8", ValueError, r"; dma_hf.configure\(model, 'fp4', cache='int8'\)"),
         (4, TypeError, r"setting must be a preset \(balanced, fp4, paper\), .* got 4"),
         ({"lo": "mxfp4"}, ValueError, "unknown key 'lo'; valid keys: low, low_q, .*on_unsupported"),
         ({"lo": "mxfp4", "hi": 1}, ValueError, "unknown keys 'lo', 'hi'"),
