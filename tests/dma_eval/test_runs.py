@@ -274,6 +274,8 @@ class TestCard:
         [
             ({}, "--base-model: .* was measured from local files; give the model's Hub name"),
             ({"base_model": "a/b/c"}, "--base-model: 'a/b/c' is not a Hub name"),
+            ({"base_model": "../tiny"}, "--base-model: '../tiny' is not a Hub name"),
+            ({"base_model": "me/tiny.gguf"}, "--base-model: 'me/tiny.gguf' is not a Hub name"),
             ({"base_model": "me/tiny", "backend": "dma_mxfp:fp4"}, "has no 'dma_mxfp:fp4'; it has: dma_mxfp:paper"),
         ],
     )

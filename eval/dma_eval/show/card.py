@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from dma_eval.errors import UserError
 from dma_eval.files import parse
@@ -66,7 +67,12 @@ def _base_model(model: ModelInfo, base_model: str | None) -> str:
     name = base_model or model.name
     if base_model is None and model.commit is None:
         raise UserError(f"--base-model: {name} was measured from local files; give the model's Hub name, OWNER/NAME")
-    if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is None or name.endswith(".gguf"):
+    try:
+        validate_repo_id(name)
+        is_valid = not name.endswith(".gguf")
+    except HFValidationError:
+        is_valid = False
+    if not is_valid:
         raise UserError(f"--base-model: {name!r} is not a Hub name; give the model's Hub name, OWNER/NAME")
     return name
 
