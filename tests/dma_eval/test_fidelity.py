@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from dma_eval.results import FidelitySection, read_report
 from dma_eval.session import Session
 from dma_eval.show.pages import fidelity_page, perplexity_page
 from tiny_models import SIZES
-from transformers import DeepseekV32Config, DeepseekV32ForCausalLM, HrmTextConfig, HrmTextForCausalLM
+from transformers import DeepseekV32Config, DeepseekV32ForCausalLM, HrmTextConfig, HrmTextForCausalLM, LlamaForCausalLM
 
 from dma_hf import DMAConfig
 
@@ -149,6 +150,12 @@ class TestComparison:
         monkeypatch.setattr(fidelity_module, "continued", lambda *_, **__: next(tokens))
         (divergence,) = fidelity("sdpa", new_tokens=4).divergence
         assert (divergence.same_tokens, divergence.equal_share) == ([1, 3], {"2": 0.75, "4": 0.75})
+
+    def test_a_model_that_cannot_generate_is_refused_by_name(self, fidelity, monkeypatch):
+        monkeypatch.setattr(LlamaForCausalLM, "generate", Mock(side_effect=ValueError("no such cache")))
+        message = "LlamaForCausalLM cannot generate with sdpa, fp32: no such cache; --prompts 0 leaves out the conti"
+        with pytest.raises(UserError, match=message):
+            fidelity("sdpa", max_windows=1)
 
     @pytest.mark.usefixtures("broken_kernels")
     def test_failed_backend(self, fidelity):

@@ -113,11 +113,19 @@ def _divergence(
     backends: Sequence[Backend],
     new_tokens: int,
 ) -> list[Divergence]:
-    """Find where the greedy continuations of prompts, each ``[T]``, diverge from those of the reference."""
+    """Find where the greedy continuations of prompts, each ``[T]``, diverge from those of the reference.
+
+    Raises:
+        UserError: The model or a backend cannot generate.
+    """
 
     def tokens_of(model: PreTrainedModel, backend: Backend) -> Tensor:
         activate(model, backend)
-        return continued(model, backend, torch.stack(list(prompts)), new_tokens, min_new_tokens=new_tokens)
+        try:
+            return continued(model, backend, torch.stack(list(prompts)), new_tokens, min_new_tokens=new_tokens)
+        except (ValueError, TypeError, RuntimeError, ImportError) as error:
+            what = f"{type(model).__name__} cannot generate with {backend.label}: {one_line(error)}"
+            raise UserError(f"{what}; --prompts 0 leaves out the continuations") from error
 
     session.progress.begin("Generating", len(backends))
     expected = tokens_of(reference_model, REFERENCE)
