@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import torch
 import typer
 import update_docs
-from dma_eval.load.data import load_text, tokenize
+from dma_eval.load.data import load_text
 from dma_eval.load.models import load_model
 from dma_eval.show.plots import legend_below, line_styles, tidy
 from dma_kernels import BLOCK_FORMATS, Recipe, hadamard_rotate, key_mean, quantize
@@ -101,7 +101,7 @@ def draw_formats() -> Figure:
 def draw_transforms() -> Figure:
     """docs/figures/transforms.png: what smoothing and rotation do to the keys of a head of the demo model."""
     loaded = load_model(str(ASSETS / "demo_model"), dtype="float32", device="cpu")
-    ids = tokenize(loaded.tokenizer, load_text(str(ASSETS / "heldout.txt")).content)[:512]
+    ids = loaded.tokenize(load_text(str(ASSETS / "heldout.txt")).content).ids[:512]
     layer = capture_layers(loaded, ids[None], [1])[1]
     query, key = layer.query[:, :1], layer.key[:, :1]
     true = query @ key.mT

@@ -58,7 +58,7 @@ def main(
     loaded = load_model(model, dtype="float32")
     sdpa, packed = parse_backends(["sdpa", "dma_mxfp:balanced+int4"])
     reading = cut(loaded, load_text(data), PerplexityPart(max_windows=max_windows), context)
-    ids = torch.stack([window.of(reading.input_ids) for window in reading.windows]).to(loaded.model.device)
+    ids = torch.stack([window.of(reading.tokens.ids) for window in reading.windows]).to(loaded.model.device)
     activate(loaded.model, sdpa)
     expected = torch.cat([read(loaded.model, sdpa, row[None]).float().log_softmax(-1) for row in ids])
     activate(loaded.model, packed)

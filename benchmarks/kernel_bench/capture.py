@@ -12,7 +12,7 @@ from dma_eval import console
 from dma_eval.bench.generate import text_windows
 from dma_eval.environment import portable
 from dma_eval.errors import UserError, one_line
-from dma_eval.load.data import leading_tokens, load_text, tokenize
+from dma_eval.load.data import load_text
 from dma_eval.load.models import LoadedModel, load_model
 from dma_eval.load.reading import probed
 from dma_eval.names import check_yarn
@@ -50,7 +50,7 @@ def model_inputs(args: argparse.Namespace) -> Iterator[tuple[PrefillShape, list[
     info, layers = loaded.info, choose_layers(loaded.model, args.layers)
     assert info.head_dim is not None
     assert info.layers is not None
-    leading = leading_tokens(loaded.tokenizer)
+    tokens, windows = loaded.tokenize(text.content), {}
     origin = ModelInputs(
         model=portable(loaded.name),
         data=portable(args.data),
@@ -58,12 +58,11 @@ def model_inputs(args: argparse.Namespace) -> Iterator[tuple[PrefillShape, list[
         model_layers=info.layers,
         model_head_dim=info.head_dim,
         yarn=loaded.yarn,
-        begins_with=tuple(loaded.tokenizer.convert_ids_to_tokens(leading)),
+        begins_with=tuple(tokens.begins_with),
     )
-    tokens, windows = tokenize(loaded.tokenizer, text.content), {}
     for length in sorted(set(args.length)):
         loaded.check_positions(length, "--length")
-        windows[length] = text_windows(tokens, args.batch, length, "--length", len(leading))
+        windows[length] = text_windows(tokens, args.batch, length, "--length")
     for length, ids in windows.items():
         with console.working(f"Capturing {len(layers)} layers at {length:,} tokens"):
             inputs = list(capture_layers(loaded, ids, layers).values())

@@ -108,7 +108,7 @@ class TestModel:
         timed = run("bench", *common, "--context", 64, "--run", "sdpa+dynamic")
         equalized = run("equalize", *common, "--out", tmp_path / "out")
         for text in map(refused, (ppl("--model", copy), equalized, timed)):
-            assert "--model: the tokenizer gives token 2" in text
+            assert f"{copy}: the tokenizer gives token 2" in text
             assert "but the model's vocabulary has 200 entries" in text
 
 

@@ -9,7 +9,6 @@ import torch
 from dma_eval.errors import UserError
 from dma_eval.load.backends import activate, parse_backends
 from dma_eval.load.baselines import SCHEMES, Scheme, e4m3, int8
-from dma_eval.load.data import tokenize
 from dma_eval.load.reading import read
 from torch import nn
 from torch.nn import functional as F
@@ -98,7 +97,7 @@ def test_roundings():
 class TestModels:
     @pytest.fixture
     def ids(self, loaded, prose):
-        return tokenize(loaded.tokenizer, prose)[:900].view(2, 450)
+        return loaded.tokenize(prose).ids[:900].view(2, 450)
 
     def logits(self, loaded, name, ids):
         (backend,) = parse_backends([name])

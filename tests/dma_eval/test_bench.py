@@ -13,7 +13,6 @@ from dma_eval.bench import attention, generate
 from dma_eval.bench.generate import build_model, measure, parse_runs
 from dma_eval.bench.results import BenchReport, Shape
 from dma_eval.errors import UserError
-from dma_eval.load.data import tokenize
 from dma_eval.load.models import load_model
 from tiny_models import FAMILIES, OTHERS
 
@@ -290,7 +289,7 @@ def test_a_real_model_reads_windows_of_a_text(tmp_path, run, model_folder, text_
     assert result.exit_code == 0, result.output
     report = json.loads((tmp_path / "g.json").read_text())
     assert (report["model"], report["data"], report["yarn"]) == (model_folder.name, text_file.name, 2.0)
-    tokens = tokenize(load_model(str(model_folder), device="cpu").tokenizer, text_file.read_text())
+    tokens = load_model(str(model_folder), device="cpu").tokenize(text_file.read_text()).ids
     assert torch.equal(prompts[0], tokens[:1040].view(2, 520))
     assert torch.equal(prompts[1], prompts[0])
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
+
 import prefill
 import pytest
 import torch
 from dma_eval.bench.generate import text_windows
 from dma_eval.errors import UserError
+from dma_eval.load.data import Tokens
 from dma_eval.load.models import LoadedModel, load_model
 from kernel_bench.capture import capture_layers, choose_layers
 from kernel_bench.command import parse_compared
 from tiny_models import FAMILIES
 from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
 
 
 def _attention(inputs):
@@ -81,10 +85,10 @@ class TestCapture:
         assert list(capture_layers(_loaded("mistral"), torch.zeros(1, 20, dtype=torch.int64), [0])) == [0]
 
     def test_every_sequence_reads_another_window(self):
-        windows = text_windows(torch.arange(20), 3, 5, "--length")
+        windows = text_windows(Tokens(torch.arange(20), []), 3, 5, "--length")
         assert windows.tolist() == [list(range(begin, begin + 5)) for begin in (0, 5, 10)]
         with pytest.raises(UserError, match="--data: the text has 20 tokens, too few for 3 x 7"):
-            text_windows(torch.arange(20), 3, 7, "--length")
+            text_windows(Tokens(torch.arange(20), []), 3, 7, "--length")
 
 
 def layers_of(model, text, *arguments):
@@ -103,6 +107,14 @@ class TestCommand:
         assert shape.family == "head_dim 32, 2/1 heads, causal, inputs of tiny-llama, 2 of 2 layers, prose.txt"
         flops = 4 * 2 * 256 * 256 // 2 * 32
         assert results[0].tflops == pytest.approx(2 * flops / results[0].milliseconds / 1e9)
+
+    def test_a_tokenizer_of_another_model_is_refused(self, model_folder, text_file, tmp_path):
+        folder = shutil.copytree(model_folder, tmp_path / "model")
+        config = LlamaConfig.from_pretrained(folder)
+        config.vocab_size = 200
+        LlamaForCausalLM(config).save_pretrained(folder)
+        with pytest.raises(UserError, match=r"tokenizer gives token 2.*, but the model's vocabulary has 200 entries"):
+            layers_of(folder, text_file)
 
     def test_a_batch_is_of_several_windows(self, model_folder, text_file):
         found = layers_of(model_folder, text_file, "--batch", 3, "--length", 256, 64, "--layers", 1)

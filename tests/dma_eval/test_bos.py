@@ -10,7 +10,6 @@ from typing import Any
 import prefill
 import pytest
 import torch
-from dma_eval.load.data import tokenize
 from dma_eval.load.models import load_model
 from dma_eval.results import read_report
 from dma_eval.show.render import section_pages
@@ -43,7 +42,7 @@ def test_perplexity(measured, bos_folder, prose, stride):
     (page,) = section_pages(report)
     assert f"windows of 128 tokens ({how}, each beginning with `<s>`)" in page.notes[1]
     loaded = load_model(str(bos_folder), dtype="float32", device="cpu")
-    ids, losses, step = tokenize(loaded.tokenizer, prose), [], min(stride or 127, 127)
+    ids, losses, step = loaded.tokenize(prose).ids, [], min(stride or 127, 127)
     for begin in range(1, len(ids), step):
         window = torch.cat([ids[:1], ids[begin : begin + 127]])
         with torch.no_grad():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from dma_eval.config import PerplexityPart
 from dma_eval.errors import UserError
-from dma_eval.load.data import Window, full_windows, leading_tokens, load_text, make_windows, tokenize
+from dma_eval.load.data import Tokens, Window, leading_tokens, load_text, make_windows
 from dma_eval.load.models import load_model
 from hypothesis import given
 from hypothesis import strategies as st
@@ -72,12 +72,12 @@ class TestLoadText:
 
 
 def test_full_windows_begin_with_bos():
-    assert full_windows(torch.arange(10), 3, 4, 1).tolist() == [[0, 1, 2, 3], [0, 4, 5, 6], [0, 7, 8, 9]]
-    assert full_windows(torch.arange(10), 2, 4, 0).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert Tokens(torch.arange(10), ["<s>"]).windows(3, 4).tolist() == [[0, 1, 2, 3], [0, 4, 5, 6], [0, 7, 8, 9]]
+    assert Tokens(torch.arange(10), []).windows(2, 4).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_tokens_that_the_tokenizer_adds(loaded, bos_model):
-    ids = tokenize(loaded.tokenizer, "the sea")
+    ids = loaded.tokenize("the sea").ids
     assert ids.tolist() == loaded.tokenizer("the sea").input_ids
     assert leading_tokens(loaded.tokenizer) == []
     assert leading_tokens(load_model(str(bos_model), device="cpu").tokenizer) == [0]

@@ -11,7 +11,6 @@ from dma_eval import console
 from dma_eval.commands import quality
 from dma_eval.config import PerplexityPart
 from dma_eval.load.backends import default_names, parse_backends
-from dma_eval.load.data import tokenize
 from dma_eval.load.models import load_model
 from dma_eval.load.reading import continued
 from dma_eval.results import read_report
@@ -59,7 +58,7 @@ def test_a_continuation_is_what_a_model_without_a_cache_would_add(loaded):
 def test_far_keys_matter_to_the_demo_model():
     """A passage of 256 tokens is copied from more than 1,024 tokens back, and not when those keys are hidden."""
     loaded = load_model(str(ASSETS / "demo_model"), dtype="float32", device="cpu")
-    tokens = tokenize(loaded.tokenizer, (ASSETS / "heldout.txt").read_text(encoding="utf-8"))
+    tokens = loaded.tokenize((ASSETS / "heldout.txt").read_text(encoding="utf-8")).ids
     window = tokens[None, 9000 : 9000 + 2048].clone()
     window[:, -256:] = window[:, 300:556]
     query, key = torch.arange(2048)[:, None], torch.arange(2048)

@@ -12,7 +12,7 @@ import torch
 from dma_eval.config import FidelityPart
 from dma_eval.errors import UserError
 from dma_eval.load.backends import parse_backends
-from dma_eval.load.data import load_text, tokenize
+from dma_eval.load.data import load_text
 from dma_eval.load.models import LoadedModel, load_model
 from dma_eval.measures import fidelity as fidelity_module
 from dma_eval.measures.fidelity import head_errors, in_fp32, measure_fidelity
@@ -29,7 +29,7 @@ Fidelity = Callable[..., FidelitySection]
 
 @pytest.fixture
 def windows(loaded, text_file):
-    ids = tokenize(loaded.tokenizer, load_text(str(text_file)).content)
+    ids = loaded.tokenize(load_text(str(text_file)).content).ids
     return [ids[:512], ids[512:1024]]
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from dma_eval.config import PerplexityPart
 from dma_eval.load.backends import activate, needs_chunks, parse_backends, with_references
-from dma_eval.load.data import load_text, tokenize
+from dma_eval.load.data import load_text
 from dma_eval.load.models import load_model
 from dma_eval.load.reading import read
 from dma_eval.measures import perplexity
@@ -120,7 +120,7 @@ def test_tasks_are_paired_with_it(measured, tiny_tasks):
 
 
 def test_logits_of_the_reference_are_those_of_the_dynamic_cache(hybrid, prose):
-    ids = tokenize(hybrid.tokenizer, prose)[None, :300]
+    ids = hybrid.tokenize(prose).ids[None, :300]
     (backend,) = parse_backends(["sdpa+dynamic"])
     activate(hybrid.model, backend)
     cache, expected = DynamicCache(config=hybrid.model.config), []

@@ -11,7 +11,7 @@ import pytest
 import torch
 from dma_eval.errors import UserError
 from dma_eval.load.backends import Backend
-from dma_eval.load.data import Window, tokenize
+from dma_eval.load.data import Window
 from dma_eval.measures import perplexity
 from dma_eval.measures.perplexity import (
     NonFiniteLogitsError,
@@ -44,7 +44,7 @@ class TestPerplexity:
     def test_against_the_loop_of_the_guide(self, loaded, prose, compared, context, stride):
         """The loop of Transformers' perplexity guide, but each token counts the same, whatever window it is in."""
         section = compared("sdpa", context=context, stride=stride)
-        ids = tokenize(loaded.tokenizer, prose)
+        ids = loaded.tokenize(prose).ids
         losses = []
         scored_to = 0
         for begin in range(0, len(ids), stride or context):
@@ -62,7 +62,7 @@ class TestPerplexity:
 
     def test_divergence_and_agreement(self, loaded, prose, compared):
         section = compared("sdpa", "dma_mxfp:paper", context=128, max_windows=3)
-        ids = tokenize(loaded.tokenizer, prose)[: 3 * 128].view(3, 128)
+        ids = loaded.tokenize(prose).ids[: 3 * 128].view(3, 128)
         ours = torch.cat([logits_of(loaded, row, "dma_mxfp")[:-1] for row in ids])
         theirs = torch.cat([logits_of(loaded, row)[:-1] for row in ids])
         p, q = (torch.distributions.Categorical(logits=logits) for logits in (theirs, ours))

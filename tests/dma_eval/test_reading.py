@@ -10,7 +10,6 @@ from cache_oracle import expected_logits
 from dma_eval.errors import UserError
 from dma_eval.load import reading
 from dma_eval.load.backends import activate, parse_backends
-from dma_eval.load.data import tokenize
 from dma_eval.load.reading import continued, log_likelihood, read
 from dma_kernels.cache.storage import LayerStorage
 from transformers import MambaConfig, MambaForCausalLM
@@ -28,7 +27,7 @@ def double(loaded):
 
 @pytest.fixture
 def ids(loaded, prose):
-    return tokenize(loaded.tokenizer, prose)[: 2 * LENGTH].view(2, LENGTH)
+    return loaded.tokenize(prose).ids[: 2 * LENGTH].view(2, LENGTH)
 
 
 def backend(name):

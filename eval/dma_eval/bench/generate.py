@@ -27,7 +27,7 @@ import dma_hf
 from dma_eval import console
 from dma_eval.errors import UserError, one_line
 from dma_eval.load.backends import Backend, activate, parse_backends
-from dma_eval.load.data import full_windows
+from dma_eval.load.data import Tokens
 from dma_eval.names import DMA, FORMAT_SUFFIXES, check_runs, refuse_repeats
 from dma_hf.cache_layers import DMALayer
 from dma_hf.integrations.internals import CACHE_ARGUMENT
@@ -99,17 +99,15 @@ def never_stopping(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def text_windows(tokens: Tensor, batch: int, length: int, option: str, prefix: int = 0) -> Tensor:
-    """Return the first windows of a text, ``[batch, length]``, each after its ``prefix`` special tokens.
-
-    ``option`` is the one that gives the length.
-    """
-    if len(tokens) < prefix + batch * (length - prefix):
+def text_windows(tokens: Tokens, batch: int, length: int, option: str) -> Tensor:
+    """Return the first windows of a text, ``[batch, length]``. ``option`` is the one that gives the length."""
+    prefix = len(tokens.begins_with)
+    if len(tokens.ids) < prefix + batch * (length - prefix):
         raise UserError(
-            f"--data: the text has {len(tokens):,} tokens, too few for {batch} x {length:,}; give a longer text, or a "
-            f"smaller {option} or --batch"
+            f"--data: the text has {len(tokens.ids):,} tokens, too few for {batch} x {length:,}; give a longer text, "
+            f"or a smaller {option} or --batch"
         )
-    return full_windows(tokens, batch, length, prefix)
+    return tokens.windows(batch, length)
 
 
 def measure(

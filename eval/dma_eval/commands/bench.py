@@ -87,7 +87,7 @@ def bench(args: BenchOptions) -> int:
         from dma_eval.bench import attention, generate
         from dma_eval.bench.results import BenchReport, finish, record, tables
         from dma_eval.bench.timing import look_at
-        from dma_eval.load.data import leading_tokens, load_text, tokenize
+        from dma_eval.load.data import load_text
         from dma_eval.load.models import load_model, parse_device
 
     runs = generate.parse_runs(args.runs or generate.default_runs())
@@ -108,14 +108,11 @@ def bench(args: BenchOptions) -> int:
         with console.working(f"Loading {name}"):
             text = load_text(args.data)
             loaded = load_model(name, dtype=args.dtype, device=args.device, yarn=args.yarn)
-            tokens = tokenize(loaded.tokenizer, text.content)
-        loaded.check_vocabulary(tokens)
+            tokens = loaded.tokenize(text.content)
         for context in contexts:
             loaded.check_positions(context + args.new_tokens, "--context with --new-tokens")
-        leading = leading_tokens(loaded.tokenizer)
-        prompts = [generate.text_windows(tokens, args.batch, n, "--context", len(leading)) for n in contexts]
-        model = generate.never_stopping(loaded.model)
-        begins_with = loaded.tokenizer.convert_ids_to_tokens(leading)
+        prompts = [generate.text_windows(tokens, args.batch, n, "--context") for n in contexts]
+        model, begins_with = generate.never_stopping(loaded.model), tokens.begins_with
     parameters = model.num_parameters()
     if args.weights is not None:
         with console.working("Quantizing the weights"):

@@ -41,16 +41,16 @@ def equalize(args: EqualizeOptions) -> int:
     with console.starting():
         from dma_eval.equalization import equalize as balance
         from dma_eval.equalization.balance import MIN_TOKENS, WINDOW
-        from dma_eval.load.data import full_windows, leading_tokens, load_text, tokenize
+        from dma_eval.load.data import load_text
         from dma_eval.measures.stress import channel_ranges
         from dma_eval.session import load
     text = load_text(args.data, column=args.column)
     loaded = load(args)
-    ids = tokenize(loaded.tokenizer, text.content)[: args.tokens]
+    tokens = loaded.tokenize(text.content)
+    ids = tokens.ids[: args.tokens]
     if len(ids) < MIN_TOKENS:
         raise UserError(f"--data: the text has {len(ids):,} tokens, too few to equalize; at least {MIN_TOKENS:,}")
-    loaded.check_vocabulary(ids)
-    if prefix := len(leading_tokens(loaded.tokenizer)):  # every window must begin with them
+    if tokens.begins_with:  # so must every window
         length = min(WINDOW, loaded.max_context or WINDOW)
         count = len(ids) // length
         if count * length < MIN_TOKENS:
@@ -58,7 +58,7 @@ def equalize(args: EqualizeOptions) -> int:
                 f"--data: {len(ids):,} tokens fill {count:,} windows of {length:,}, too few to equalize; at least "
                 f"{-(-MIN_TOKENS // length):,}: give a longer text, or larger --tokens"
             )
-        ids = full_windows(ids, count, length, prefix)
+        ids = tokens.windows(count, length)
     with console.working("Equalizing"):
         try:
             before = channel_ranges(loaded.model, ids)

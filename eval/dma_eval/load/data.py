@@ -61,6 +61,20 @@ class Window:
         return torch.cat([tokens[: self.prefix], tokens[self.begin : self.end]])
 
 
+@dataclass(frozen=True)
+class Tokens:
+    """A text as a model reads it."""
+
+    ids: Tensor  # int64 ``[N]``, special tokens that the tokenizer adds by default included
+    begins_with: list[str]  # the special tokens that it begins with, as every window must
+
+    def windows(self, count: int, length: int) -> Tensor:
+        """Return the first windows of the text, ``[count, length]``."""
+        prefix = len(self.begins_with)
+        rows = self.ids[prefix : prefix + count * (length - prefix)].view(count, length - prefix)
+        return torch.cat([self.ids[:prefix].expand(count, -1), rows], 1)
+
+
 def load_text(data: str, *, column: str = "text") -> Text:
     """Read a text.
 
@@ -117,22 +131,11 @@ def _load_dataset(data: str, name: str, config: str | None, split: str, column: 
     return Text(content=PARAGRAPH_BREAK.join(values), name=name, config=config, split=split, column=column)
 
 
-def tokenize(tokenizer: Any, text: str) -> Tensor:
-    """Return token ids of the whole text, int64 ``[N]``, with the special tokens that the tokenizer adds by default."""
-    return torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
-
-
 def leading_tokens(tokenizer: Any) -> list[int]:
     """Return the special tokens that the tokenizer puts before a text: BOS, or none."""
     plain: list[int] = tokenizer("x", add_special_tokens=False)["input_ids"]
     whole: list[int] = tokenizer("x")["input_ids"]
     return whole[: whole.index(plain[0])] if plain else whole
-
-
-def full_windows(tokens: Tensor, count: int, length: int, prefix: int) -> Tensor:
-    """Return the first windows of a text, ``[count, length]``, each after the ``prefix`` special tokens of the text."""
-    rows = tokens[prefix : prefix + count * (length - prefix)].view(count, length - prefix)
-    return torch.cat([tokens[:prefix].expand(count, -1), rows], 1)
 
 
 def make_windows(tokens: int, context: int, part: PerplexityPart, prefix: int = 0) -> list[Window]:

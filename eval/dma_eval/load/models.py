@@ -17,7 +17,6 @@ import torch
 from gguf import GGUFReader
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -34,6 +33,8 @@ from dma_eval.errors import UserError, one_line
 from dma_eval.names import ModelSource, check_device, parse_source
 from dma_eval.results import ModelInfo
 from dma_hf.integrations.internals import commit_of
+
+from .data import Tokens, leading_tokens
 
 GIB = 1 << 30
 UNLOADABLE = (
@@ -68,13 +69,16 @@ class LoadedModel:
                 message += f", or extend the positions with --yarn {math.ceil(count * (self.yarn or 1) / limit)}"
             raise UserError(message)
 
-    def check_vocabulary(self, tokens: Tensor) -> None:
-        """Check that the model has all tokens of a text. The tokenizer may be that of another model."""
-        vocabulary, largest = self.model.get_input_embeddings().num_embeddings, int(tokens.max())
+    def tokenize(self, text: str) -> Tokens:
+        """Return the tokens of a text. The model must have all of them: the tokenizer may be that of another model."""
+        ids = torch.tensor(self.tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
+        vocabulary, largest = self.model.get_input_embeddings().num_embeddings, int(ids.max())
         if largest >= vocabulary:
             raise UserError(
-                f"--model: the tokenizer gives token {largest:,}, but the model's vocabulary has {vocabulary:,} entries"
+                f"{self.name}: the tokenizer gives token {largest:,}, but the model's vocabulary has "
+                f"{vocabulary:,} entries"
             )
+        return Tokens(ids, self.tokenizer.convert_ids_to_tokens(leading_tokens(self.tokenizer)))
 
     @property
     def folder(self) -> str | None:

@@ -53,7 +53,7 @@ def measure_fidelity(session: Session, text: Text, part: FidelityPart) -> Fideli
     working = [run for run, result in zip(session.backends, results, strict=True) if not result.failure]
     full = [window for window in windows if window.length == context]
     measured = full[: part.head_windows] if working else []
-    room = prompt_tokens - len(reading.begins_with)
+    room = prompt_tokens - len(reading.tokens.begins_with)
     halves = [
         replace(window, begin=window.begin + skipped, end=window.begin + skipped + room)
         for skipped in (0, room)
@@ -65,7 +65,7 @@ def measure_fidelity(session: Session, text: Text, part: FidelityPart) -> Fideli
         """Measure something over some windows, or take it from the run's folder."""
 
         def made() -> Any:
-            tokens = [each.of(reading.input_ids) for each in chosen]
+            tokens = [each.of(reading.tokens.ids) for each in chosen]
             return make(session, reference_model(), tokens, working, **settings)
 
         if not chosen:

@@ -28,7 +28,7 @@ from dma_eval.config import DEFAULT_CONTEXT, PerplexityPart
 from dma_eval.console import Progress
 from dma_eval.errors import one_line
 from dma_eval.load.backends import Backend, activate
-from dma_eval.load.data import Text, Window, leading_tokens, make_windows, tokenize
+from dma_eval.load.data import Text, Tokens, Window, make_windows
 from dma_eval.load.models import LoadedModel
 from dma_eval.load.reading import NonFiniteLogitsError, origin, read
 from dma_eval.results import BackendResult, PerplexitySection
@@ -73,8 +73,7 @@ class Reading:
     """The part of a text that the model reads."""
 
     text: Text
-    input_ids: Tensor  # tokens of the whole text, int64 ``[N]``, special ones that the tokenizer adds included
-    begins_with: list[str]  # the special tokens that it and every window begin with
+    tokens: Tokens  # of the whole text
     context: int  # tokens of a full window
     windows: list[Window]  # which tokens to read and to score
     part: PerplexityPart  # how windows were chosen, and the batch size
@@ -96,10 +95,9 @@ def cut(loaded: LoadedModel, text: Text, part: PerplexityPart, context: int | No
     """Cut a text into windows of ``context`` tokens, by default :func:`default_context`."""
     context = default_context(loaded) if context is None else context
     loaded.check_positions(context, "--context")
-    input_ids, leading = tokenize(loaded.tokenizer, text.content), leading_tokens(loaded.tokenizer)
-    windows = make_windows(len(input_ids), context, part, len(leading))
-    loaded.check_vocabulary(input_ids)
-    return Reading(text, input_ids, loaded.tokenizer.convert_ids_to_tokens(leading), context, windows, part)
+    tokens = loaded.tokenize(text.content)
+    windows = make_windows(len(tokens.ids), context, part, len(tokens.begins_with))
+    return Reading(text, tokens, context, windows, part)
 
 
 def compare(
@@ -137,7 +135,7 @@ def compare(
         nonlocal failed
         is_first = running.cache_info().currsize == 0
         models, loaded_bytes = running()
-        ids = torch.stack([window.of(reading.input_ids) for window in batch]).to(model.device)
+        ids = torch.stack([window.of(reading.tokens.ids) for window in batch]).to(model.device)
         runs = list(zip(models, backends, failed, strict=True))
         passes = _read_batch(runs, ids, batch, loaded_bytes, session.progress)
         failed = [each.failure is not None for each in passes]
@@ -169,10 +167,10 @@ def compare(
         session.progress.kept(f"{reused:,} of {len(windows):,} windows")
     read = list(itertools.chain.from_iterable(batches[: len(done)]))
     return PerplexitySection(
-        data=reading.text.info(len(reading.input_ids)),
+        data=reading.text.info(len(reading.tokens.ids)),
         context=context,
-        begins_with=reading.begins_with,
-        stride=min(part.stride or context, context - len(reading.begins_with)),
+        begins_with=reading.tokens.begins_with,
+        stride=min(part.stride or context, context - len(reading.tokens.begins_with)),
         batch_size=part.batch_size,
         windows=len(read),
         windows_left=len(windows) - len(read),

@@ -74,7 +74,7 @@ def measure_stress(session: Session, text: Text, part: StressPart) -> StressSect
     loaded = session.loaded
     how = PerplexityPart(max_windows=part.max_windows, batch_size=part.batch_size)
     reading = cut(loaded, text, how, part.context)
-    sample = reading.input_ids[: min(RANGE_TOKENS, loaded.max_context or RANGE_TOKENS)]
+    sample = reading.tokens.ids[: min(RANGE_TOKENS, loaded.max_context or RANGE_TOKENS)]
 
     def ranges(twin: Twin) -> Ranges:
         """Measure the ranges of a twin, which the model is now."""
@@ -132,7 +132,7 @@ def study_thresholds(session: Session, reading: Reading, backend: Backend) -> Th
     working = [each for each, result in zip(backends, tokens.backends[1:], strict=True) if not result.failure]
 
     def shares() -> dict[str, float]:
-        ids, found = first.of(reading.input_ids)[None].to(model.device), {}
+        ids, found = first.of(reading.tokens.ids)[None].to(model.device), {}
         for each in working:
             activate(model, each)
             dma_hf.reset_stats(model)
