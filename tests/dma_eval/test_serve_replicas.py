@@ -384,6 +384,29 @@ def test_a_cluster_that_is_missing_is_named(run, refused):
 
 
 @pytest.mark.usefixtures("ray")
+def test_a_gpu_that_is_missing_is_named(run, refused, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    message = refused(run("serve", DEMO_MODEL, "--replicas", 2, "--device", "cuda"))
+    assert "--device: 'cuda' does not exist: 0 CUDA devices found" in message
+
+
+@pytest.mark.usefixtures("ray")
+@pytest.mark.parametrize("options", [(), ("--device", "cpu"), ("--device-map", "auto")], ids=str)
+def test_replicas_on_a_machine_without_gpus_ask_for_none(run, monkeypatch, options):
+    def note(application, **_):
+        model = application._bound_deployment.init_args[0]._bound_deployment
+        asked.append(model.ray_actor_options["num_gpus"])
+        raise OSError("enough")
+
+    asked = []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("dma_hf.serving.replicas.running", note)
+    assert "enough" in run("serve", DEMO_MODEL, "--replicas", 2, "--port", 0, *options).output
+    assert asked == [0]
+
+
+@pytest.mark.usefixtures("ray")
 def test_a_local_ray_that_does_not_start_is_not_blamed_on_the_address(run, refused, monkeypatch):
     def fail(*_, **options):
         raise OSError("no processes left")

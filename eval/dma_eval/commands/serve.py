@@ -273,12 +273,12 @@ def _serve_replicas(args: ServeOptions) -> int:
     elif port == 0:
         raise UserError("--port: expected a port that is free on every machine of --ray-address, got 0")
     with console.starting():
-        import torch
         from ray.exceptions import RayError
 
+        from dma_eval.load.models import parse_device
         from dma_hf.serving import replicas
-    if args.ray_address is None and not torch.cuda.is_available():
-        args = replace(args, device="cpu")
+    if args.ray_address is None and args.gpus_per_replica is None and parse_device(args.device).type == "cpu":
+        args = replace(args, gpus_per_replica=0.0)
     application = _make_application(_absolute(args), args.model)
     with ExitStack() as stack:
         try:
