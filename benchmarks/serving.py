@@ -139,7 +139,7 @@ def client_command(url: str, server: list[str], load: Load, seconds: float, out:
     body: dict[str, Any] = {"temperature": 0}
     backend: dict[str, Any] = {"kind": "openai_http", "target": url, "model": model, "extras": {"body": body}}
     backend["request_format"] = "/v1/completions"
-    if program == "transformers":  # refuses ignore_eos
+    if Path(program).name == "transformers":  # refuses ignore_eos
         body["generation_config"] = '{"eos_token_id": -1}'
         backend["max_tokens"] = load.new
     else:

@@ -108,11 +108,14 @@ def test_a_server_is_started_measured_and_stopped(programs, monkeypatch):
     ("program", "data", "limit", "body"),
     [
         ("dma-hf", {"output_tokens": 4}, None, {"temperature": 0}),
-        ("transformers", {}, 4, {"temperature": 0, "generation_config": '{"eos_token_id": -1}'}),
+        *(
+            (program, {}, 4, {"temperature": 0, "generation_config": '{"eos_token_id": -1}'})
+            for program in ("transformers", "{}/transformers")
+        ),
     ],
 )
 def test_answers_have_their_whole_length(programs, monkeypatch, program, data, limit, body):
-    assert invoke(monkeypatch, "--load", "64+4@1", program, "serve", "model") == 0
+    assert invoke(monkeypatch, "--load", "64+4@1", program.format(programs), "serve", "model") == 0
     (given,) = noted(programs / "given")
     assert given["data"] == {"kind": "synthetic_text", "prompt_tokens": 64} | data
     assert (given["backend"].get("max_tokens"), given["backend"]["extras"]["body"]) == (limit, body)
