@@ -177,8 +177,10 @@ class TestCard:
         with pytest.raises(UserError, match=r"has sections of several models \(.*Q4_1.*; measure one in a folder"):
             card_of(replace(report, perplexity=[section, other]))
         low = [replace(each, config=each.config and each.config | {"sink_tiles": 7}) for each in section.backends]
-        with pytest.raises(UserError, match="has several configurations named 'dma_mxfp:paper'"):
-            card_of(replace(report, perplexity=[section, replace(section, backends=low)]))
+        both = replace(report, perplexity=[section, replace(section, backends=low)])
+        for backend in (None, "dma_mxfp:paper (2)"):
+            with pytest.raises(UserError, match="has several configurations named 'dma_mxfp:paper'"):
+                card_of(both, backend=backend)
 
     def test_names_every_measurement(self, report):
         """A card of two commands gives machine, date and command of both."""
@@ -240,6 +242,7 @@ class TestCard:
                 ['attn_implementation="dma_mxfp:paper+int4")', "Cache: DMACache, int4.", "read through a `DMACache`"],
                 "dma_hf.configure",
             ),
+            ("dma_mxfp:paper+int4 #2", "int4", ['attn_implementation="dma_mxfp:paper+int4")'], "dma_hf.configure"),
             (
                 "dma_mxfp:mine",
                 None,

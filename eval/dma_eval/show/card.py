@@ -40,8 +40,9 @@ def make_card(
     label = next(iter(configs)) if backend is None else backend
     if label not in configs:
         raise UserError(f"--backend: the report has no {backend!r}; it has: {', '.join(configs)}")
-    if f"{label} (2)" in configs:
-        raise UserError(f"the report has several configurations named {label!r}; measure one in a folder of its own")
+    name = re.sub(r" \(\d+\)$", "", label)
+    if f"{name} (2)" in configs:
+        raise UserError(f"the report has several configurations named {name!r}; measure one in a folder of its own")
     models = [each.model for each in distinct_origins(report)]
     if len({(each.name, each.commit, each.dtype, each.quantization, each.yarn) for each in models}) > 1:
         which = ", ".join(dict.fromkeys(map(measured, models)))
@@ -134,13 +135,14 @@ def _reduced(report: Report, label: str) -> Report:
 def _text(report: Report, label: str, base: str, name: str) -> str:
     config = backend_configs(report)[label]
     section = {key: value for key, value in config.items() if key not in RUNTIME}
-    is_named = label.removeprefix(DMA).removeprefix(":").partition("+")[0] in ("", *PRESETS)
+    attention = label.partition(" #")[0]  # of a name that was given twice
+    is_named = attention.removeprefix(DMA).removeprefix(":").partition("+")[0] in ("", *PRESETS)
     origins = distinct_origins(report)
     content = {
         "name": name,
         "base": base,
         "config": config,
-        "attention": label if is_named else DMA,
+        "attention": attention if is_named else DMA,
         "arguments": "" if is_named else repr(section),
         "json": json.dumps({DMA: section}, indent=2),
         "model": origins[0].model,
