@@ -23,7 +23,7 @@ import torch
 from dma_eval import console
 from dma_eval.bench.attention import ROOM, filled_storage
 from dma_eval.bench.results import Shape, finish, record
-from dma_eval.bench.timing import FAILURES, Run, stored_bytes, time_interleaved
+from dma_eval.bench.timing import FAILURES, Run, look, stored_bytes, time_interleaved
 from dma_eval.errors import UserError, one_line
 from dma_eval.load.backends import DEFAULT_PRESET, Backend
 from dma_eval.load.baselines import quantized_cache
@@ -32,7 +32,7 @@ from dma_eval.show.pages import Columns, Table, make_table, of, share
 from dma_kernels.cache.api import cached_attention
 from dma_kernels.cache.storage import LayerStorage
 from dma_kernels.numerics.formats import TILE
-from kernel_bench.command import count, look, make_parser, parse_compared, parse_heads, run
+from kernel_bench.command import count, make_parser, parse_compared, parse_heads, run
 from kernel_bench.peers import STEPS, sdpa
 from kernel_bench.results import DecodeReport, DecodeResult
 from kernel_bench.timing import captured, copy_bandwidth

@@ -24,14 +24,14 @@ from typing import Any
 import torch
 from dma_eval import console
 from dma_eval.bench.results import finish, record
-from dma_eval.bench.timing import FAILURES, time_interleaved
+from dma_eval.bench.timing import FAILURES, look, time_interleaved
 from dma_eval.errors import UserError, one_line
 from dma_eval.load.backends import Backend
 from dma_eval.names import DMA
 from dma_eval.show.pages import MISSING, Columns, Table, make_table, number, of
 from dma_kernels import attention, attention_with_lse
 from kernel_bench.capture import model_inputs
-from kernel_bench.command import count, look, make_parser, parse_compared, parse_heads, run
+from kernel_bench.command import count, make_parser, parse_compared, parse_heads, run
 from kernel_bench.inputs import Inputs, exact_rows, random_inputs, with_outlying_channels
 from kernel_bench.peers import CUDNN, PEERS, SDPA, Prepared
 from kernel_bench.results import PrefillReport, PrefillResult, PrefillShape

@@ -8,17 +8,12 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
 from dma_eval import console
-from dma_eval.bench.timing import look_at
 from dma_eval.errors import UserError
 from dma_eval.files import check_file
 from dma_eval.load.backends import Backend, parse_backends
-from dma_eval.load.models import parse_device
 from dma_eval.names import DMA, PRESETS, refuse_repeats
-from dma_eval.results import here_and_now
 
 DTYPES = ("bfloat16", "float16")
 
@@ -62,14 +57,6 @@ def run(main: Callable[[argparse.Namespace], int], parser: argparse.ArgumentPars
     except KeyboardInterrupt:
         console.print_error("interrupted")
         sys.exit(console.INTERRUPTED)
-
-
-def look(args: argparse.Namespace) -> tuple[torch.device, torch.dtype, dict[str, Any]]:
-    """Seed PyTorch, and return the device, the dtype, and the first fields of the report."""
-    device = parse_device(args.device)
-    torch.manual_seed(args.seed)
-    facts = {"dtype": args.dtype, "device": look_at(device), "seed": args.seed}
-    return device, getattr(torch, args.dtype), facts | here_and_now()
 
 
 def parse_compared(names: Sequence[str], option: str, peers: Sequence[str], *, caches: bool) -> list[Backend]:

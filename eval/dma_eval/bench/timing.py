@@ -12,13 +12,15 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dma_eval.errors import UserError
+from dma_eval.load.models import parse_device
+from dma_eval.results import here_and_now
 
 from .results import DeviceFacts
 
@@ -90,6 +92,14 @@ def stored_bytes(held: object) -> int:
     if isinstance(held, Mapping):
         return sum(map(stored_bytes, held.values()))
     return sum(map(stored_bytes, held)) if isinstance(held, tuple | list) else 0
+
+
+def look(args: Any) -> tuple[torch.device, torch.dtype, dict[str, Any]]:
+    """Seed PyTorch, and return the device, the dtype and the first fields of a report, as ``args`` say."""
+    device = parse_device(args.device)
+    torch.manual_seed(args.seed)
+    facts = {"dtype": args.dtype, "device": look_at(device), "seed": args.seed}
+    return device, getattr(torch, args.dtype), facts | here_and_now()
 
 
 def look_at(device: torch.device) -> DeviceFacts:

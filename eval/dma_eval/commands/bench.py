@@ -16,7 +16,6 @@ from dma_eval.errors import UserError
 from dma_eval.files import check_file
 from dma_eval.load.hub import check_inputs
 from dma_eval.names import check_runs, check_yarn
-from dma_eval.results import here_and_now
 
 DEFAULT_MODEL, CPU_MODEL = "llama-3.1-8b", "tiny"
 
@@ -86,15 +85,14 @@ def bench(args: BenchOptions) -> int:
 
         from dma_eval.bench import attention, generate
         from dma_eval.bench.results import BenchReport, finish, record, tables
-        from dma_eval.bench.timing import look_at
+        from dma_eval.bench.timing import look
         from dma_eval.load.data import load_text
-        from dma_eval.load.models import load_model, parse_device
+        from dma_eval.load.models import load_model
 
     runs = generate.parse_runs(args.runs or generate.default_runs())
-    device, dtype = parse_device(args.device), getattr(torch, args.dtype)
+    device, dtype, facts = look(args)
     if args.weights is not None:
         generate.torchao_quantization()  # refused before the model is loaded
-    torch.manual_seed(args.seed)
     # In ascending order, because a static cache is at least as large as the largest before.
     contexts = sorted(set(args.context or ([8192] if device.type == "cuda" else [256])))
     begins_with: list[str] = []
@@ -118,10 +116,7 @@ def bench(args: BenchOptions) -> int:
         with console.working("Quantizing the weights"):
             generate.quantize_weights(model)
     report = BenchReport(
-        **here_and_now(),
-        seed=args.seed,
-        dtype=args.dtype,
-        device=look_at(device),
+        **facts,
         model=portable(name),
         data=None if args.data is None else portable(args.data),
         begins_with=begins_with,
