@@ -279,6 +279,7 @@ def test_the_application_takes_options_as_texts():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"attn": "sdpa+hqq4"}, r"--attn: a server cannot keep the cache \+hqq4"),
         ({"api_key": ""}, "--api-key: "),
         ({"cache_gib": "1"}, "--cache-gib is for --continuous-batching"),
         ({"replicas": "2", "max_replicas": "1"}, "--max-replicas: "),

@@ -22,7 +22,7 @@ from dma_eval import config, console
 from dma_eval.config import argument, option
 from dma_eval.errors import UserError, one_line
 from dma_eval.load.hub import check_inputs
-from dma_eval.names import API_KEY_VARIABLE, DMA, FORMAT_SUFFIXES, is_file, parse_name
+from dma_eval.names import API_KEY_VARIABLE, DMA, FORMAT_SUFFIXES, PEER_SUFFIXES, is_file, parse_name, split_suffix
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -152,7 +152,9 @@ def serve(args: ServeOptions) -> int:
 
 
 def _check(args: ServeOptions) -> None:
-    """Check options that exclude each other, and the key."""
+    """Check options that exclude each other, the cache, and the key."""
+    if (cache := split_suffix(args.attn)[1]) in PEER_SUFFIXES:
+        raise UserError(f"--attn: a server cannot keep the cache {cache}; of {DMA} it has {', '.join(FORMAT_SUFFIXES)}")
     if args.api_key == "":
         raise UserError(f"--api-key: expected a key, got ''; leave out --api-key and {API_KEY_VARIABLE} to need none")
     if args.api_key is not None and args.api_key != args.api_key.strip():

@@ -123,6 +123,7 @@ def test_an_answer_is_cancelled_when_its_request_ends():
     [
         (["--cache-gib", "1"], "--cache-gib is for --continuous-batching"),
         (["--compile"], "--compile is for --continuous-batching"),
+        (["--attn", "sdpa+fp8"], "--attn: a server cannot keep the cache +fp8"),
         (["--api-key", ""], "--api-key: expected a key"),
         (["--api-key", "secret\n"], "--api-key: expected no spaces"),
         (["--host", ""], "--host: "),
