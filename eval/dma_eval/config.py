@@ -63,7 +63,7 @@ class Command(typer.core.TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Repeat the name of a list option before each of its values, and add the given value to errors."""
-        known = {name: vars(each) for each in self.params for name in each.opts if name.startswith("-")}
+        known = {name: vars(each) for each in self.get_params(ctx) for name in each.opts if name.startswith("-")}
         lists = {name for name, each in known.items() if each["multiple"]}
         spread: list[str] = []
         name = ""  # of the list option that further values belong to

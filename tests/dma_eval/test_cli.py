@@ -143,6 +143,7 @@ WRONG = {
     "ppl -d book.txt": "Missing option '--model' / '-m' (try: dma-hf ppl --help)",
     "ppl --attm sdpa": "No such option: --attm",
     "ppl --attn": "Option '--attn' requires an argument (try: dma-hf ppl --help)",
+    "ppl --attn --help": "Option '--attn' requires an argument (try: dma-hf ppl --help)",
     "ppl --spread=1": "Option '--spread' does not take a value (try: dma-hf ppl --help)",
     "ppl -m m -d none.txt -c many": "Invalid value for '--context' / '-c': Input should be a valid integer, unable ",
     "ppl -m m -d none.txt -c 1": "Invalid value for '--context' / '-c': Input should be greater than or equal to 2",
