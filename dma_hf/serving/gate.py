@@ -72,8 +72,8 @@ class Gate:
     def _admitted(self, scope: Scope) -> Iterator[None]:
         is_health = scope["path"] == "/health" and scope["method"] in ("GET", "HEAD")
         if self._api_key is not None and not is_health:
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, f"Bearer {self._api_key}".encode()):
+            scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+            if scheme.lower() != b"bearer" or not hmac.compare_digest(given, self._api_key.encode()):
                 message = "wrong or missing API key; send it as 'Authorization: Bearer KEY'"
                 raise ApiError(message, code="invalid_api_key", status=401)
         generates = scope["method"] == "POST" and scope["path"].startswith("/v1/")

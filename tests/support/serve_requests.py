@@ -128,7 +128,7 @@ def running_engine(model=DEMO_MODEL, **options):
             engine.close()
 
 
-async def status_of(gate, path, method="GET", key=None, *, body=b"", sent=None):
+async def status_of(gate, path, method="GET", key=None, *, scheme="Bearer", body=b"", sent=None):
     """Send a request, wait for the answer, and return its status. With the body ``None`` the client keeps it back."""
     messages = [] if body is None else [{"type": "http.request", "body": body}]
     status = None
@@ -142,7 +142,7 @@ async def status_of(gate, path, method="GET", key=None, *, body=b"", sent=None):
         if sent is not None:
             sent.append(message)
 
-    headers = [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
+    headers = [] if key is None else [(b"authorization", f"{scheme} {key}".encode())]
     scope = {"type": "http", "method": method, "path": path, "headers": headers, "query_string": b""}
     await gate(scope, receive, send)
     return status

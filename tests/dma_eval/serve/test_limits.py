@@ -67,6 +67,14 @@ def test_all_but_reading_health_needs_the_key_and_requests_that_generate_are_lim
     assert asyncio.run(asyncio.wait_for(ask(), TIMEOUT)) == [status, status_of_next, 200, 200]
 
 
+@pytest.mark.parametrize(("scheme", "status"), [("bearer", 200), ("BEARER", 200), ("Basic", 401), ("", 401)])
+def test_the_scheme_of_a_key_has_no_case(scheme, status):
+    """RFC 9110, section 11.1."""
+    assert (
+        asyncio.run(status_of(Gate(answer_all, api_key="secret"), "/v1/models", key="secret", scheme=scheme)) == status
+    )
+
+
 @pytest.mark.parametrize("key", ["", " ", "secret\n"])
 def test_a_key_that_no_header_can_carry_is_refused(key):
     """Such as that of a file with a line end: every request would be refused."""
