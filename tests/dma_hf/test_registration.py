@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import os
 import re
 import subprocess
 import sys
-from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -108,21 +106,3 @@ def test_a_preset_is_accepted_at_load_time(setting, tmp_path, token_ids, familie
 def test_a_typo_in_the_name_is_an_error(name, families):
     with pytest.raises(ValueError, match=f'attn_implementation="{re.escape(name)}"` is not supported'):
         families["llama"].build(name)
-
-
-def test_the_plugin_has_no_circular_imports():
-    """Not even for annotations. It depends on Triton only through ``dma_kernels``."""
-    package = ROOT / "dma_hf"
-    files = {path.relative_to(package).with_suffix("").parts: path for path in package.rglob("*.py")}
-    files = {parts: path for parts, path in files.items() if parts[-1] != "__init__"}
-    imports = {".".join(parts): set() for parts in files}
-    for parts, path in files.items():
-        source = path.read_text(encoding="utf-8")
-        assert not re.search(r"^\s*(import|from) triton", source, re.MULTILINE)
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.ImportFrom) and node.level:
-                base = [*parts[: len(parts) - node.level], *(node.module.split(".") if node.module else [])]
-                named = [".".join([*base, alias.name]) for alias in node.names]
-                imports[".".join(parts)] |= {".".join(base)} & imports.keys() or set(named) & imports.keys()
-    assert any(imports.values())
-    assert len(list(TopologicalSorter(imports).static_order())) == len(imports)

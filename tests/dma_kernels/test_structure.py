@@ -1,7 +1,4 @@
-"""The folders of ``dma_kernels`` are layers: each imports only what a table allows. The reference needs no Triton.
-
-Kernels have signatures that every version of Triton takes.
-"""
+"""The reference needs no Triton, and kernels have signatures that every version of Triton takes."""
 
 from __future__ import annotations
 
@@ -22,46 +19,6 @@ import torch
 from dma_kernels.prefill import constants
 
 PACKAGE = Path(dma_kernels.__file__).parent
-ROOMS = {
-    "numerics": set(),
-    "reference": {"numerics"},
-    "runtime": {"numerics"},
-    "device": {"numerics"},
-    "prefill": {"numerics", "reference", "runtime", "device"},
-    "cache": {"numerics", "reference", "runtime", "device", "prefill"},
-}
-"""Which folders a folder may import from, besides itself. ``api.py`` may import all except the cache."""
-
-
-def imported(path: Path) -> Iterator[str]:
-    """Yield the folders, or top-level modules, that a file imports from."""
-    room = path.relative_to(PACKAGE).parts[:-1]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and node.level > 0:
-            module = (node.module or "").split(".")
-            parts = [*room[: len(room) - node.level + 1], *filter(None, module)]
-            yield from [parts[0]] if parts else (alias.name for alias in node.names)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
-            assert not any(name.split(".")[0] in ("dma_kernels", "dma_hf", "transformers") for name in names), (
-                f"{path}:{node.lineno} imports {', '.join(names)}"
-            )
-
-
-def test_every_folder_has_a_row_in_the_table() -> None:
-    assert {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()} == set(ROOMS)
-
-
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_folder_imports_only_what_its_row_allows(room: str) -> None:
-    for path in (PACKAGE / room).rglob("*.py"):
-        assert set(imported(path)) <= ROOMS[room] | {room}, path
-
-
-def test_the_attention_api_does_not_import_the_cache() -> None:
-    for path in (PACKAGE / "__init__.py", PACKAGE / "api.py", PACKAGE / "testing.py"):
-        assert "cache" not in set(imported(path))
-
 
 REFERENCE = """
 import torch
