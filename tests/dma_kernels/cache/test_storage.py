@@ -322,13 +322,6 @@ class TestErrors:
             cached_attention(**given, storage=storage)
         assert_storages_equal(storage, before)
 
-    def test_a_full_cache_is_an_error(self, storage):
-        before = storage.mapped(torch.clone)
-        query, key, value = sequence(200)
-        with pytest.raises(ValueError, match=r"room for 0 tiles.*220 tokens fill 1; call reserve\(1\) first"):
-            cached_attention(query, key, value, storage)
-        assert_storages_equal(storage, before)
-
     def test_a_wider_window_than_that_of_the_cache_is_an_error(self):
         query, key, value = sequence(3)
         with pytest.raises(ValueError, match="window must be at most 100, what the cache keeps; got 200"):

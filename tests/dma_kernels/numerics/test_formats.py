@@ -9,7 +9,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from dma_kernels import BlockFormat, Recipe, attention
 from dma_kernels.numerics import formats
+from dma_kernels.numerics import quantize as quantization
+from dma_kernels.numerics import recipe as recipes
 from dma_kernels.numerics.formats import E2M1, E4M3, INT8, ElementFormat, ScaleFormat
 from dma_kernels.numerics.quantize import (
     e2m1_decode,
@@ -21,7 +24,7 @@ from dma_kernels.numerics.quantize import (
     to_e4m3,
     unpack_e2m1,
 )
-from dma_kernels.testing import assert_bits_equal
+from dma_kernels.testing import assert_bits_equal, random_qkv
 
 ELEMENT_DTYPES = {"E2M1": ml_dtypes.float4_e2m1fn, "E4M3": ml_dtypes.float8_e4m3fn}
 
@@ -151,3 +154,25 @@ class TestE8M0:
         negative = torch.tensor([-1], dtype=torch.int32).view(torch.float32)
         amax = torch.cat([torch.tensor([math.inf, math.nan]), negative])
         assert e8m0_scale(amax, E4M3, rounding).tolist() == [255, 255, 255]
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Add 4-bit integers, one per byte, in blocks of 16."""
+    element = ElementFormat("INT4", emax=2, max_value=7.0, bits=4)
+    codec = (lambda x: x.round().clamp(-7, 7).nan_to_num().to(torch.int8), torch.Tensor.float)
+    monkeypatch.setitem(quantization._ELEMENT_CODECS, element, codec)
+    monkeypatch.setitem(formats.BLOCK_FORMATS, "mxint4", BlockFormat("mxint4", element, 16, ScaleFormat.E8M0))
+    monkeypatch.setattr(recipes, "FORMAT_NAMES", (*recipes.FORMAT_NAMES, "mxint4"))
+
+
+@pytest.mark.usefixtures("toy")
+def test_a_new_format_needs_only_an_element_its_codec_and_a_block_format() -> None:
+    """As ``docs/extending.md`` says."""
+    query, key, value = random_qkv(q_len=400, kv_len=400)
+    exact = attention(query, key, value, Recipe(low="bf16"))
+    low = attention(query, key, value, Recipe(low="mxint4", rotate=True))
+    # All earlier tiles are high, and are computed in another block of products.
+    torch.testing.assert_close(low[:, :, :256], exact[:, :, :256], rtol=1e-4, atol=1e-5)
+    error = (low - exact)[:, :, 256:].norm() / exact[:, :, 256:].norm()
+    assert 0.001 < error < 0.3

@@ -294,10 +294,10 @@ TILES = {"format": "mxfp8", "shared_scale": "tile"}
     [
         (torch.zeros(2, 32, dtype=torch.int32), {"format": "mxfp8"}, TypeError, "x must be floating point"),
         ([[1.0]], {"format": "mxfp8"}, TypeError, "x must be a torch.Tensor, got list"),
-        *((torch.zeros(2, 32), {"format": x}, ValueError, "unknown block format") for x in (3, None, ["mxfp8"])),
+        *((torch.zeros(2, 32), {"format": x}, ValueError, "unknown block format") for x in ("bf16", ["mxfp8"])),
         *(
             (torch.zeros(2, 8, 32), {**TILES, "tile_offset": x}, TypeError, "tile_offset must be an int or an integer")
-            for x in (1.5, "3", torch.tensor([1.5, 2.0]))
+            for x in (1.5, torch.tensor([1.5, 2.0]))
         ),
         *(
             (torch.zeros(3, 8, 32), {"format": "nvfp4", "global_scale": x}, error, f"global_scale must be {message}")
@@ -307,11 +307,9 @@ TILES = {"format": "mxfp8", "shared_scale": "tile"}
                 (torch.ones((), device="meta"), ValueError, "on the device of x, cpu, got meta"),
                 (torch.ones(2, 1, 1), ValueError, r"broadcastable to \[3, 1, 1\], got shape \[2, 1, 1\]"),
                 (torch.ones(3, 8, 1), ValueError, r"broadcastable to \[3, 1, 1\], got shape \[3, 8, 1\]"),
-                (torch.ones(1, 3, 1, 1), ValueError, r"broadcastable to \[3, 1, 1\], got shape \[1, 3, 1, 1\]"),
             )
         ),
         (torch.zeros(32), {"format": "mxfp8"}, ValueError, r"x must be \[\.\.\., tokens, head_dim\]"),
-        (torch.zeros(2, 32), {"format": "bf16"}, ValueError, "unknown block format 'bf16'; expected one of mxfp4"),
         *(
             (torch.zeros(2, 32), {"format": format, **options}, ValueError, message)
             for format, options, message in (

@@ -100,14 +100,6 @@ def test_offsets_of_any_integer_dtype_and_shape_are_read(dtype: torch.dtype, sha
     assert_bits_equal(out, expected)
 
 
-def test_offsets_beyond_32_bits_are_clamped() -> None:
-    query, key, value = random_qkv(batch=2, q_len=3, kv_len=100, dtype=torch.float16)
-    out = attention(query, key, value, BALANCED, q_offset=torch.tensor([2**40, -(2**40)]), backend="triton")
-    expected = attention(query, key, value, BALANCED, q_offset=1000, backend="triton")
-    assert_bits_equal(out[0], expected[0])
-    assert_bits_equal(out[1], torch.zeros_like(out[1]))
-
-
 def test_a_growing_cache_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """With padding, a mask, a window that hides keys, and the default of ``q_offset`` as an int."""
     used: list[Any] = []

@@ -20,6 +20,7 @@ import pytest
 import torch
 from dma_kernels import Recipe, attention, attention_with_lse, quantize
 from dma_kernels.testing import RECIPES, assert_as_accurate, assert_bits_equal, random_qkv, relative_error
+from plain_attention import plain_attention
 from torch import Tensor
 
 recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -130,6 +131,29 @@ def test_a_call_equals_the_oracle(oracle: Any, recipe: Recipe, call: str) -> Non
     tensors = {"sinks": torch.tensor(options["sinks"], dtype=torch.float64)} if "sinks" in options else {}
     out = attention(query, key, value, recipe, scale=SCALE, q_offset=first, **(options | tensors))
     assert relative_error(out[0][:, [p - first for p in positions]], torch.from_numpy(expected)) < 1e-11
+
+
+class TestShortCalls:
+    """A few queries that continue a sequence attend exactly, whatever the low tiles of the recipe are."""
+
+    @staticmethod
+    def inputs(q_len: int) -> tuple[Tensor, Tensor, Tensor]:
+        return random_qkv(batch=2, q_heads=6, kv_heads=2, q_len=q_len, kv_len=700, dtype=torch.float64)
+
+    def test_a_prompt_of_a_few_tokens_in_a_static_cache_is_exact(self) -> None:
+        query, key, value = self.inputs(10)
+        key[:, :, 10:] = value[:, :, 10:] = math.nan
+        kv_range = torch.tensor([[0, 10], [0, 10]])
+        out = attention(query, key, value, RECIPES["mxint8-tile"], q_offset=torch.tensor(0), kv_range=kv_range)
+        expected = plain_attention(query, key[:, :, :10], value[:, :, :10], {})[0]
+        torch.testing.assert_close(out, expected, rtol=1e-11, atol=1e-12)
+
+    def test_tile_counts_stay_zero(self) -> None:
+        counts = torch.zeros(6, 2, dtype=torch.int64)
+        inputs = self.inputs(63)
+        out = attention(*inputs, Recipe(low="mxint8", skip_threshold=1e-9), tile_counts=counts)
+        assert counts.eq(0).all()
+        assert relative_error(out, plain_attention(*inputs, {})[0]) < 1e-12
 
 
 class TestBand:

@@ -202,16 +202,6 @@ def test_an_infinite_threshold_equals_none_bit_for_bit(recipe: Recipe) -> None:
     assert_bits_equal(infinite, off)
 
 
-def test_an_infinite_threshold_counts_and_skips_nothing() -> None:
-    case = CASES["left-padding"]
-    counts = torch.zeros(4, 2, dtype=torch.int64)
-    out = attention(*case.tensors(), replace(EXACT, skip_threshold=math.inf), **case.options(), tile_counts=counts)
-    plain = attention(*case.tensors(), replace(EXACT, skip_threshold=None), **case.options())
-    torch.testing.assert_close(out, plain, rtol=1e-10, atol=1e-11)
-    assert counts[:, 0].eq(0).all()
-    assert counts[:, 1].gt(0).all()
-
-
 def test_a_row_without_a_visible_high_key_keeps_its_tiles_unskipped() -> None:
     case = Case(q_len=512)
     mask = torch.ones(512, 512, dtype=torch.bool)
