@@ -200,13 +200,15 @@ def compared(loaded, text_file):
 
 @pytest.fixture
 def run():
-    """Run ``dma-hf`` with these arguments, in this process."""
+    """Run ``dma-hf`` with these arguments, in this process. If it must end with a code, check it."""
 
-    def invoke(*arguments):
+    def invoke(*arguments, code=None):
         shown, told = io.StringIO(), io.StringIO()
         with redirect_stdout(shown), redirect_stderr(told), pytest.raises(SystemExit) as stopped:
             main([str(argument) for argument in arguments])
-        return Result(stopped.value.code, shown.getvalue(), told.getvalue())
+        result = Result(stopped.value.code, shown.getvalue(), told.getvalue())
+        assert code in (None, result.exit_code), result.output
+        return result
 
     return invoke
 
@@ -230,9 +232,9 @@ def python():
 def ppl(run, model_folder, text_file):
     """Run ``dma-hf ppl`` on the tiny model with two windows of 128 tokens; later options take precedence."""
 
-    def invoke(*arguments):
+    def invoke(*arguments, code=None):
         common = ("-m", model_folder, "-d", text_file, "--device", "cpu", "-c", 128, "--max-windows", 2)
-        return run("ppl", *common, *arguments)
+        return run("ppl", *common, *arguments, code=code)
 
     return invoke
 

@@ -223,8 +223,7 @@ def test_unknown_shape():
 
 def test_command(tmp_path, run):
     arguments = ["--device", "cpu", "--shape", "tiny", "--context", 40, 20, 40, "--new-tokens", 10]
-    result = run("bench", *arguments, "--run", *RUNS[:3], "--json", tmp_path / "g.json")
-    assert result.exit_code == 0, result.output
+    result = run("bench", *arguments, "--run", *RUNS[:3], "--json", tmp_path / "g.json", code=0)
     assert "One layer, batch 1, head_dim 16, 4/2 heads, random inputs" in result.stdout
     assert "ran in the PyTorch reference, not in the kernels" in " ".join(result.stderr.split())
     report = json.loads((tmp_path / "g.json").read_text())
@@ -285,8 +284,7 @@ def test_a_real_model_reads_windows_of_a_text(tmp_path, run, model_folder, text_
     monkeypatch.setattr(generate, "_timed", recorded)
     arguments = ["--model", model_folder, "--data", text_file, "--context", 520, "--yarn", 2, "--batch", 2]
     common = ["--device", "cpu", "--dtype", "float32", "--new-tokens", 10, "--run", "sdpa+dynamic", "dma_mxfp+dynamic"]
-    result = run("bench", *arguments, *common, "--json", tmp_path / "g.json")
-    assert result.exit_code == 0, result.output
+    run("bench", *arguments, *common, "--json", tmp_path / "g.json", code=0)
     report = json.loads((tmp_path / "g.json").read_text())
     assert (report["model"], report["data"], report["yarn"]) == (model_folder.name, text_file.name, 2.0)
     tokens = load_model(str(model_folder), device="cpu").tokenize(text_file.read_text()).ids

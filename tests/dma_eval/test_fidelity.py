@@ -235,8 +235,7 @@ def test_command(run, model_folder, text_file, tmp_path):
     """In bf16 SDPA has a loss of its own, against the same weights in fp32."""
     arguments = ["-m", model_folder, "-d", text_file, "--device", "cpu", "--dtype", "bfloat16", "-c", 256]
     arguments += ["--max-windows", 2, "--new-tokens", 4, "--attn", "sdpa", "dma_mxfp:fp4", "--out", tmp_path / "run"]
-    result = run("fidelity", *arguments)
-    assert result.exit_code == 0, result.output
+    result = run("fidelity", *arguments, code=0)
     assert "worst heads" in result.stdout
     assert "2 windows of 256 tokens (non-overlapping), 510 tokens predicted by every backend" in result.stdout
     assert "Greedy continuations of 4 tokens after prompts of 128" in result.stdout
@@ -253,8 +252,7 @@ def test_skipped_tiles_are_shown(run, model_folder, text_file, tmp_path):
     DMAConfig(skip_threshold=0.01, exact_until=0).to_toml(tmp_path / "skipping.toml")
     arguments = ["-m", model_folder, "-d", text_file, "--device", "cpu", "-c", 512, "--max-windows", 2, "--prompts", 0]
     arguments += ["--attn", "dma_mxfp:paper", f"dma_mxfp:{tmp_path}/skipping.toml", "--out", tmp_path / "run"]
-    result = run("fidelity", *arguments)
-    assert result.exit_code == 0, result.output
+    result = run("fidelity", *arguments, code=0)
     paper, skipping = read_report(tmp_path / "run/results.json").fidelity[0].heads
     assert paper.skipped is None
     shares = np.array(skipping.skipped)

@@ -62,8 +62,7 @@ def test_layers_may_differ_in_their_heads(changes, expected, ppl, model_folder, 
     model.save_pretrained(tmp_path / "model")
     AutoTokenizer.from_pretrained(model_folder).save_pretrained(tmp_path / "model")
     options = ("-m", tmp_path / "model", "--attn", "sdpa", "dma_mxfp", "dma_mxfp+int8", "--out", tmp_path / "run")
-    result = ppl(*options)
-    assert result.exit_code == 0, result.output
+    ppl(*options, code=0)
     info = read_report(tmp_path / "run").model
     assert (info.query_heads, info.kv_heads, info.head_dim) == expected
     assert "None" not in (tmp_path / "run" / "report.md").read_text(encoding="utf-8")

@@ -134,15 +134,13 @@ class TestInterruption:
         assert (result.exit_code, result.stderr) == (130, "Error: interrupted; use --out FOLDER to resume\n")
 
     def test_resumes_after_finished_windows(self, ppl, passes, tmp_path):
-        whole = ppl("--max-windows", 4, "--seed", 1, "--attn", "sdpa", "--json", tmp_path / "sdpa.json")
-        assert whole.exit_code == 0
+        ppl("--max-windows", 4, "--seed", 1, "--attn", "sdpa", "--json", tmp_path / "sdpa.json", code=0)
         passes.clear()
         out = ("--max-windows", 4, "--out", tmp_path / "run")
         assert ppl(*out).exit_code == 130
         passes.clear()
         passes += [""] * 6  # no interruption
-        result = ppl(*out)
-        assert result.exit_code == 0, result.output
+        result = ppl(*out, code=0)
         assert passes[6:] == ["sdpa", "dma_mxfp:balanced"] * 2
         assert "2 of 4 windows: taken from the folder" in result.stderr
         section = read_report(tmp_path / "run/results.json").perplexity[0]
@@ -178,8 +176,7 @@ def test_progress_is_shown_without_a_terminal(ppl, monkeypatch):
 
 class TestChoiceOfWindows:
     def test_skip_and_spread(self, ppl, tmp_path):
-        result = ppl("--attn", "sdpa", "--skip-windows", 3, "--spread", "--json", tmp_path / "r.json")
-        assert result.exit_code == 0, result.output
+        result = ppl("--attn", "sdpa", "--skip-windows", 3, "--spread", "--json", tmp_path / "r.json", code=0)
         assert "2 windows of 128 tokens (non-overlapping, the first 3 skipped, spread over the text)" in result.stdout
         section = read_report(tmp_path / "r.json").perplexity[0]
         assert (section.skip_windows, section.spread, section.windows) == (3, True, 2)
@@ -283,20 +280,6 @@ class TestFailure:
         assert len(eager.window_nll) == 2
         assert eager.kl_mean == pytest.approx(0, abs=1e-6)
 
-    def test_of_the_reference(self, compared):
-        nan, sdpa = compared("nan_attention", "sdpa", context=128, max_windows=2).backends
-        assert (nan.perplexity, sdpa.failure, sdpa.perplexity is None) == (None, None, False)
-        assert (sdpa.change_percent, sdpa.kl_mean, sdpa.top1_agreement, sdpa.position_kl) == (None, None, None, [])
-
-    def test_on_the_command_line(self, ppl, tmp_path):
-        result = ppl("--attn", "sdpa", "nan_attention", "--out", tmp_path)
-        assert result.exit_code == 1, result.output
-        assert f"Warning: nan_attention failed: {self.NAN}" in result.stderr
-        sdpa, nan = read_report(tmp_path).perplexity[0].backends
-        assert sdpa.perplexity is not None
-        assert str(nan.failure).startswith(self.NAN)
-        assert "| nan_attention | failed | – |" in (tmp_path / "report.md").read_text(encoding="utf-8")
-
 
 class TestFallbacks:
     """A head_dim above 256 is beyond the backend; SDPA takes its place where the configuration allows."""
@@ -362,12 +345,6 @@ class TestSummary:
         section = passes_of("sdpa", [[float(position) for position in range(1, 130)]])
         (result,) = results(section, windows=[Window(0, 130, 1)], context=130)
         assert result.position_nll == [2.0, *(first + 1.5 for first in range(4, 128, 4)), 128.5]
-
-    def test_failed_backend(self, reference, other):
-        other[1][0].failure = "it broke"
-        first, second = results(reference, other)
-        assert first.perplexity is not None
-        assert (second.failure, second.perplexity, second.kl_mean, second.position_nll) == ("it broke", None, None, [])
 
     def test_failed_reference(self, reference, other):
         reference[1][1].failure = "it broke"

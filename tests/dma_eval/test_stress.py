@@ -100,8 +100,7 @@ def wild_folder(model_folder, tmp_path):
 
 def test_command_stress(run, wild_folder, text_file, tmp_path, monkeypatch):
     arguments = ["-m", wild_folder, "-d", text_file, "--device", "cpu", "--context", 256, "--max-windows", 1]
-    result = run("stress", *arguments, "--attn", "sdpa", "dma_mxfp:balanced", "--out", tmp_path / "run")
-    assert result.exit_code == 0, result.output
+    result = run("stress", *arguments, "--attn", "sdpa", "dma_mxfp:balanced", "--out", tmp_path / "run", code=0)
     (section,) = read_report(tmp_path / "run/results.json").stress
     assert [twin.name for twin in section.twins] == [twin.name for twin in TWINS]
     assert all(twin.tokens is not None and twin.refused is None for twin in section.twins)
@@ -117,8 +116,7 @@ def test_command_stress(run, wild_folder, text_file, tmp_path, monkeypatch):
     assert "largest query channel" not in output
     assert "1 window of 256 tokens (non-overlapping), 255 tokens predicted by every backend" in output
     monkeypatch.setattr("dma_eval.measures.perplexity._read_batch", None)  # nothing is read again
-    again = run("stress", *arguments, "--attn", "sdpa", "dma_mxfp:balanced", "--out", tmp_path / "run")
-    assert again.exit_code == 0, again.output
+    again = run("stress", *arguments, "--attn", "sdpa", "dma_mxfp:balanced", "--out", tmp_path / "run", code=0)
     assert again.stderr.count("1 of 1 windows: taken from the folder") == len(TWINS)
     (resumed,) = read_report(tmp_path / "run/results.json").stress
     assert resumed == section
@@ -136,8 +134,7 @@ def test_thresholds_are_tried_where_a_backend_skips(run, model_folder, text_file
     monkeypatch.setattr("dma_eval.measures.stress.THRESHOLDS", (0.01, 0.5))
     arguments = ["-m", model_folder, "-d", text_file, "--device", "cpu", "--context", 512, "--max-windows", 1]
     names = ["sdpa", f"dma_mxfp:{skipping}/plain.toml", f"dma_mxfp:{skipping}/skipping.toml"]
-    result = run("stress", *arguments, "--attn", *names, "--out", tmp_path / "run")
-    assert result.exit_code == 0, result.output
+    result = run("stress", *arguments, "--attn", *names, "--out", tmp_path / "run", code=0)
     (section,) = read_report(tmp_path / "run/results.json").stress
     (study,) = section.thresholds
     assert (study.label, study.own, study.thresholds) == ("dma_mxfp:skipping", 0.05, [None, 0.5, 0.05, 0.01])
@@ -238,8 +235,7 @@ def test_outlying_queries_and_a_gate_are_warned_of(loaded, text_file):
 
 def test_command_equalize(run, wild_folder, text_file, tmp_path):
     arguments = ["equalize", "-m", wild_folder, "-d", text_file, "--device", "cpu", "--out", tmp_path / "folder"]
-    result = run(*arguments)
-    assert result.exit_code == 0, result.output
+    result = run(*arguments, code=0)
     assert "Largest key channel over the median one" in result.stdout
     assert "Ranges are measured over " in result.stdout
     tokens = _tokens(200)[None]

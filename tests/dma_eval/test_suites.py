@@ -80,8 +80,7 @@ def test_a_suite_that_no_context_fits(run, model_folder, text_file, tiny_tasks, 
     (tmp_path / "long.toml").write_text(content, encoding="utf-8")
     common = ("-m", model_folder, "--device", "cpu", "-d", text_file, "--attn", "sdpa", "--out", tmp_path / "run")
     options = ("--suite", tmp_path / "long.toml", "--include-path", tiny_tasks)
-    result = run("suite", *options, *common)
-    assert result.exit_code == 0, result.output
+    result = run("suite", *options, *common, code=0)
     for part in ("perplexity", "fidelity", "tasks", "stress"):
         assert f"{part} at 4,096 is skipped: the model has 512 positions" in result.stderr
     assert read_report(tmp_path / "run").sections == []
@@ -108,9 +107,9 @@ class TestRun:
     def suite(self, run, model_folder, text_file, tiny_tasks, tmp_path):
         (tmp_path / "mine.toml").write_text(EVERYTHING, encoding="utf-8")
 
-        def invoke(*arguments):
+        def invoke(*arguments, code=None):
             common = ("-m", model_folder, "--device", "cpu", "--include-path", tiny_tasks, "--out", tmp_path / "run")
-            return run("suite", "--suite", tmp_path / "mine.toml", *common, "-d", text_file, *arguments)
+            return run("suite", "--suite", tmp_path / "mine.toml", *common, "-d", text_file, *arguments, code=code)
 
         return invoke
 
@@ -161,8 +160,7 @@ class TestRun:
         Path("gsm8k_test.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
         model = ("-m", ROOT / "eval/dma_eval/assets/demo_model", "--device", "cpu", "--dtype", "float32")
         options = ("--include-path", ROOT / "configs/suites/tasks", "--limit", 2, "--attn", "sdpa", "--out", "run")
-        result = run("suite", "--suite", "gsm8k-local", *model, *options)
-        assert result.exit_code == 0, result.output
+        run("suite", "--suite", "gsm8k-local", *model, *options, code=0)
         (task,) = read_report(Path("run")).tasks[0].tasks
         assert (task.name, task.samples, task.num_fewshot) == ("gsm8k_local", 2, 8)
         assert [metric.of("sdpa").value for metric in task.metrics] == [0.5, 0.5]
