@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,6 +38,7 @@ if not torch.cuda.is_available():
 
     make_quick()
 
+ROOT = Path(__file__).parents[1]
 KEPT_TOGETHER = (
     *(f"tests/dma_eval/test_{name}.py" for name in ("serve", "serve_replicas", "runs", "hybrids", "bench")),
     *("tests/dma_hf/test_parallel.py", "tests/test_hub_kernel.py", "tests/test_packaging.py"),
@@ -108,6 +112,27 @@ def one_thread() -> Iterator[None]:
         patch.setenv("OMP_NUM_THREADS", "1")  # for the processes that tests start
         yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def no_gradients() -> Iterator[None]:
+    """Disable gradients; tests that need them enable them."""
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(scope="session")
+def python() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run Python with these arguments and this project; options are those of ``subprocess.run``, and ``env`` adds."""
+
+    def invoke(*arguments: object, env: dict[str, str] | None = None, **options: Any) -> Any:
+        path = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "eval")))
+        variables = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | (env or {})
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "timeout": 400} | options
+        command = [sys.executable, *map(str, arguments)]
+        return subprocess.run(command, env=os.environ | variables, check=False, **options)
+
+    return invoke
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ from dma_hf.integrations.internals import CACHE_ARGUMENT
 from dma_hf.masks import dma_mask
 
 kernels = pytest.importorskip("kernels", minversion="0.16")
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 ROOT = Path(__file__).parents[1]
 REPO = "acme/dma"
@@ -58,13 +59,6 @@ def hub(folder, monkeypatch):
     if not hub_kernels.is_kernels_available():
         monkeypatch.setattr(hub_kernels, "is_kernels_available", lambda: True)
         monkeypatch.setattr(hub_kernels, "get_kernel_hub", kernels.get_kernel, raising=False)
-
-
-@pytest.fixture(autouse=True)
-def no_gradients():
-    """No test here trains."""
-    with torch.no_grad():
-        yield
 
 
 def _ids(batch, length):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import itertools
-import os
 import subprocess
 import sys
 import tomllib
@@ -116,14 +115,12 @@ print(*implementations())
 
 
 @pytest.fixture(scope="module")
-def imported():
+def imported(python):
     """What a new process finds: modules that the plugin imports, and Transformers' implementations of attention.
 
     It runs in the root of the repository, as a user in a checkout would.
     """
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, "-c", SCRIPT]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    done = python("-c", SCRIPT, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
     return [set(line.split()) for line in done.stdout.splitlines()]
 

@@ -25,15 +25,12 @@ from transformers import Cache, EncoderDecoderCache
 import dma_hf
 from dma_hf.integrations.internals import CACHE_ARGUMENT, SUPPORTED
 
-pytestmark = [pytest.mark.filterwarnings("error::FutureWarning"), pytest.mark.filterwarnings("error::UserWarning")]
+pytestmark = [
+    *(pytest.mark.filterwarnings(f"error::{kind}") for kind in ("FutureWarning", "UserWarning")),
+    pytest.mark.usefixtures("no_gradients"),
+]
 NEW_TOKENS = 6
 FAMILIES_TESTED = ("llama", "gemma3", "gpt_oss")
-
-
-@pytest.fixture(autouse=True)
-def no_gradients():
-    with torch.no_grad():
-        yield
 
 
 def _ids(length, rows=1):

@@ -5,11 +5,8 @@ from __future__ import annotations
 import inspect
 import io
 import logging
-import os
 import random
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -209,21 +206,6 @@ def run():
         result = Result(stopped.value.code, shown.getvalue(), told.getvalue())
         assert code in (None, result.exit_code), result.output
         return result
-
-    return invoke
-
-
-@pytest.fixture(scope="session")
-def python():
-    """Run Python with these arguments and this project; options are those of ``subprocess.run``, and ``env`` adds."""
-
-    def invoke(*arguments, env=None, **options):
-        root = Path(__file__).parents[2]
-        path = os.pathsep.join(map(str, (root, root / "kernels", root / "eval")))
-        variables = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | (env or {})
-        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "timeout": 400} | options
-        command = [sys.executable, *map(str, arguments)]
-        return subprocess.run(command, env=os.environ | variables, check=False, **options)
 
     return invoke
 

@@ -45,10 +45,7 @@ QK = re.compile(
 )
 
 
-@pytest.fixture(autouse=True)
-def no_gradients():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
 def _tokens(length=1200):

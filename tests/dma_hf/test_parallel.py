@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import parallel_worker
 import pytest
 import torch
 from parallel_worker import batched, compute, token_ids
@@ -17,19 +15,15 @@ from tiny_models import FAMILIES
 
 import dma_hf
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.mark.slow
-def test_two_processes_compute_the_same_as_one(tmp_path):
+def test_two_processes_compute_the_same_as_one(tmp_path, python):
     model = FAMILIES["llama"].build("dma_mxfp")
     dma_hf.configure(model, "balanced")
     model.save_pretrained(tmp_path)
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "tests" / "support")))
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    worker = [ROOT / "tests" / "support" / "parallel_worker.py", tmp_path, tmp_path, "tensor", "batch", "data"]
-    done = subprocess.run([*launcher, *map(str, worker)], env=environment, capture_output=True, text=True, timeout=300)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    worker = [Path(parallel_worker.__file__), tmp_path, tmp_path, "tensor", "batch", "data"]
+    done = python(*launcher, *worker)
     assert done.returncode == 0, done.stderr[-3000:]
     tensor, batch, data = ([torch.load(tmp_path / f"{mode}{i}.pt") for i in range(2)] for mode in worker[3:])
     expected = compute(model, token_ids())

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,8 +14,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import dma_hf
 from dma_hf.attention import dma_attention_forward
 from dma_hf.masks import dma_mask
-
-ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
 import logging, os, random, sys, warnings
@@ -64,10 +58,9 @@ for old, new in zip(functions, registered()):
 """
 
 
-def test_importing_registers_and_changes_nothing_else():
+def test_importing_registers_and_changes_nothing_else(python):
     """Without the import the name is unknown."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, cwd=ROOT, env=environment)
+    done = python("-c", SCRIPT)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib
-import os
 import pkgutil
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,23 +34,25 @@ for backend in BACKENDS:
 """
 
 
-def loaded(program: str, prefix: str) -> list[str]:
-    """Return the modules with names in ``prefix`` that a program imports in a new process."""
-    program += f"\nimport sys\nprint(*(name for name in sys.modules if name.startswith({prefix!r})))"
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(PACKAGE.parent)
-    result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment
-    )
-    return result.stdout.split()
+@pytest.fixture
+def loaded(python: Any) -> Callable[[str, str], list[str]]:
+    """Return the modules with names in ``prefix`` that a program imports in a new process without the interpreter."""
+
+    def find(program: str, prefix: str) -> list[str]:
+        program += f"\nimport sys\nprint(*(name for name in sys.modules if name.startswith({prefix!r})))"
+        result = python("-c", program, env={"TRITON_INTERPRET": "0"})
+        assert result.returncode == 0, result.stderr
+        return result.stdout.split()
+
+    return find
 
 
-def test_the_reference_imports_no_triton() -> None:
+def test_the_reference_imports_no_triton(loaded: Callable[[str, str], list[str]]) -> None:
     backends = ["reference"] if torch.cuda.is_available() else ["reference", "auto"]
     assert not loaded(REFERENCE.replace("BACKENDS", repr(backends)), "triton")
 
 
-def test_portable_kernels_import_no_gluon() -> None:
+def test_portable_kernels_import_no_gluon(loaded: Callable[[str, str], list[str]]) -> None:
     """Nothing is launched, because Triton imports Gluon at its first launch."""
     assert not loaded("from dma_kernels.cache import append, chunked_prefill, restore", "triton.experimental")
 

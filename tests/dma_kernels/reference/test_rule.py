@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
-import subprocess
 import sys
 import textwrap
 from typing import Any
@@ -256,7 +254,7 @@ def test_every_recipe_follows_the_same_rule_in_every_dtype(recipe: Recipe, dtype
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak memory as Linux reports it")
-def test_memory_is_linear_in_the_prompt_length() -> None:
+def test_memory_is_linear_in_the_prompt_length(python: Any) -> None:
     """A causal prompt of 16K tokens and one head takes less than 512 MiB; its scores would take 1 GiB."""
     script = """
         import re, torch
@@ -273,8 +271,6 @@ def test_memory_is_linear_in_the_prompt_length() -> None:
         assert attention(*qkv, RECIPES["mxfp8-row"]).isfinite().all()
         print(memory("VmHWM") - before)
     """
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    result = subprocess.run(command, env=env, capture_output=True, text=True)
+    result = python("-c", textwrap.dedent(script))
     assert result.returncode == 0, result.stderr
     assert 0 < int(result.stdout) < 1 << 19  # kB
