@@ -42,19 +42,6 @@ def test_an_encoder_equals_the_reference(encoder, side, model_pair, token_ids, a
     assert_same(model(ids, attention_mask=mask).logits, reference(ids, attention_mask=mask).logits, mask)
 
 
-def test_packed_sequences_equal_the_reference(decoder, model_pair, token_ids, assert_same):
-    if decoder.model.startswith("BigBird"):
-        pytest.skip("takes no position_ids")
-    reference, model = model_pair(decoder)
-    ids = token_ids(1, LENGTH)
-    position_ids = torch.cat((torch.arange(17), torch.arange(33), torch.arange(10)))[None]
-    arguments = {"position_ids": position_ids, "use_cache": False}
-    packed = model(ids, **arguments).logits
-    assert_same(packed[:, 17:50], model(ids[:, 17:50], use_cache=False).logits)
-    if decoder.model != "GptOssForCausalLM":  # whose masks upstream do not separate packed sequences
-        assert_same(packed, reference(ids, **arguments).logits)
-
-
 @pytest.mark.parametrize(("cache_class", "options", "prompt"), [
     (DynamicCache, {}, [1, 25, 7]),
     (StaticCache, {"max_cache_len": LENGTH + 9}, [20, 11]),

@@ -161,7 +161,6 @@ def test_config_json_may_name_a_preset(llama, token_ids, tmp_path):
     ("section", "error", "message"),
     [
         ("fast", ValueError, "unknown preset 'fast'; expected one of balanced, fp4, paper"),
-        ("fp4+int8", ValueError, r"unknown preset .*; dma_hf.configure\(model, 'fp4', cache='int8'\) sets both"),
         ({"lo": "mxfp4"}, ValueError, "unknown key 'lo'; valid keys: low, "),
         ({"low": ["mxfp4"]}, ValueError, r"low must be one of .* got \['mxfp4'\]"),
         ([1], TypeError, r"expected a preset .* or a mapping of fields, got \[1\]"),
