@@ -125,15 +125,11 @@ def flashinfer_attend(
     separate = (qkv[0], *qkv[1].unbind(1)) if is_fp8 else qkv
     outs = []
     for query, key, value in zip(*(x.tensor_split(cum_seq_lens_q.tolist()[1:-1]) for x in separate), strict=True):
-        wide = [
-            x.float().transpose(0, 1).repeat_interleave(query.shape[1] // x.shape[1], 0) for x in (query, key, value)
-        ]
-        scores = bmm1_scale * wide[0] @ wide[1].mT
-        if mask_mode == "causal":
-            scores += torch.full_like(scores[0], -math.inf).triu(1)
-        ratio = (scores - scores.amax(-1, keepdim=True)).exp()
-        scores.masked_fill_(ratio < skip_softmax_threshold_scale_factor / max_kv_len, -math.inf)
-        outs.append((bmm2_scale * scores.softmax(-1) @ wide[2]).transpose(0, 1))
+        states = (x.float().transpose(0, 1)[None] for x in (query, key, value))
+        factor = skip_softmax_threshold_scale_factor
+        threshold = math.log(max_kv_len / factor) if factor else None
+        out = skipping(Inputs(*states, bmm1_scale, mask_mode == "causal"), threshold)[0]
+        outs.append((bmm2_scale * out).transpose(0, 1))
     assert cum_seq_lens_q.tolist() == cum_seq_lens_kv.tolist()
     assert max(map(len, outs)) == max_q_len
     return torch.cat(outs).to(out_dtype or qkv[0].dtype)

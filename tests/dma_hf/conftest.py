@@ -1,6 +1,6 @@
 """Pairs of tiny random models of many architectures: Transformers' own attention and ``dma_mxfp``.
 
-A test with the argument ``decoder``, ``encoder`` or ``seq2seq`` runs once for each such family.
+A test with the argument ``decoder`` or ``seq2seq`` runs once for each such family.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import DECODERS, ENCODERS, FAMILIES, IDENTITY, SEQ2SEQ, VOCABULARY, Family
+from tiny_models import DECODERS, FAMILIES, IDENTITY, SEQ2SEQ, VOCABULARY, Family
 from torch import Tensor
 from transformers import LlavaConfig, LlavaForConditionalGeneration, PreTrainedModel
 
 import dma_hf
 
-KINDS = {"decoder": DECODERS, "encoder": ENCODERS, "seq2seq": SEQ2SEQ}
+KINDS = {"decoder": DECODERS, "seq2seq": SEQ2SEQ}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
