@@ -42,3 +42,11 @@ def test_commands_have_examples_and_options_a_meaning(script):
         assert f"```sh\n{name}" in section or name in ("dma-hf env", "dma-hf demo"), name
     assert "* `-m, --model NAME|FOLDER|FILE.gguf`: Hub name, local folder, or GGUF file." in text
     assert all(": " in line for line in text.splitlines() if line.startswith("* `-"))
+
+
+def test_schemas_are_the_source(script):
+    firsts = {"quality": "class ModelInfo:", "speed": "class DeviceFacts:", "kernel_speed": "class ModelInputs:"}
+    for name, first in firsts.items():
+        text = script.GENERATORS[name]()
+        assert text.startswith(f"```python\n@dataclass(frozen=True, kw_only=True)\n{first}")
+        assert text.endswith("\n```")
