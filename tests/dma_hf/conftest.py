@@ -67,6 +67,12 @@ def families() -> dict[str, Family]:
 
 
 @pytest.fixture
+def llama() -> PreTrainedModel:
+    """A decoder that runs ``dma_mxfp`` in two layers."""
+    return FAMILIES["llama"].build("dma_mxfp")
+
+
+@pytest.fixture
 def llava() -> PreTrainedModel:
     """A model with a language model and a vision tower, which run SDPA. Token 96 stands for an image."""
     vision = {"model_type": "clip_vision_model", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}

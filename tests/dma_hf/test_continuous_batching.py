@@ -21,11 +21,6 @@ def prompts():
     return random_prompts(LENGTHS)
 
 
-@pytest.fixture
-def llama(families):
-    return families["llama"].build("dma_mxfp")
-
-
 def _generate_batch(model, prompts, persistent_manager=False, **options):
     """Return the tokens of continuous batching and their log-probabilities."""
     options |= {"page_size": 32, "num_blocks": 64, "return_logprobs": True, "use_cuda_graph": False}

@@ -17,11 +17,6 @@ LAYERS = (0, 1)
 HIGH_0 = {"low": "mxfp4", "shared_scale": "block", "exact_until": 0, "high_layers": (0,)}
 
 
-@pytest.fixture
-def llama(families):
-    return families["llama"].build("dma_mxfp")
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
 def test_a_model_of_high_layers_alone_equals_ordinary_attention(name, families, token_ids, assert_same):
     reference, model = (families[name].build(each) for each in (families[name].reference, "dma_mxfp"))

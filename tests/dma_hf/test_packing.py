@@ -49,11 +49,6 @@ ROUTES = {
 
 
 @pytest.fixture
-def llama():
-    return DECODERS["llama"].build("dma_mxfp")
-
-
-@pytest.fixture
 def reads(monkeypatch):
     """The results of reading positions."""
     found = []

@@ -22,11 +22,6 @@ import dma_hf
 from dma_hf import PRESETS, DMAConfig
 
 
-@pytest.fixture
-def llama(families):
-    return families["llama"].build("dma_mxfp")
-
-
 def test_runtime_settings_are_not_saved(llama, token_ids, tmp_path):
     """They depend on the machine: a CPU could not load a model saved on a GPU."""
     dma_hf.configure(llama, "fp4", backend="reference", on_unsupported="sdpa", cache="int8")

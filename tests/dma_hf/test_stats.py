@@ -23,11 +23,6 @@ from dma_hf.stats import Use, counted_tiles
 stats_module = sys.modules["dma_hf.stats"]  # the function ``stats`` has its name
 
 
-@pytest.fixture
-def llama(families):
-    return families["llama"].build("dma_mxfp")
-
-
 def test_calls_are_counted_per_layer(llama, families, token_ids):
     dma_hf.configure(llama, "fp4", cache="int4")
     llama.generate(token_ids(1, 20), max_new_tokens=4, do_sample=False, pad_token_id=0)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from tiny_models import FAMILIES
@@ -11,15 +9,9 @@ from tiny_models import FAMILIES
 import dma_hf
 from dma_hf import DMACache
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_gradients")]
 
 PROMPT, STEPS = 380, 10
-
-
-@pytest.fixture(autouse=True)
-def no_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 @pytest.fixture(params=["int8", "int4"])
