@@ -2,9 +2,9 @@
 
 At each call of a device function the interpreter patches all members of the language's modules again, although the
 calling kernel has patched them. It also repeats integer arithmetic in 64 bits to find overflows that it reports only in
-debug mode. It compares the names of data types, and checks the size of each result's elements once more. Each operation
-builds its result's type and shape anew, although a kernel has a few dozen of them. Each operation on two operands
-derives the types that both are cast to and copies the smaller one to the shape of the other, although NumPy broadcasts.
+debug mode, and checks the size of each result's elements once more. Each operation builds its result's type and shape
+anew, although a kernel has a few dozen of them. Each operation on two operands derives the types that both are cast to
+and copies the smaller one to the shape of the other, although NumPy broadcasts.
 Checked with Triton 3.6 and 3.9.
 """
 
@@ -24,10 +24,7 @@ def make_quick() -> None:
     """Patch the language once per kernel, disable overflow checks, and build each type and promotion once."""
     _share_types()
     _share_promotions()
-    _compare_types_by_identity()
     interpreter.TensorHandle.__post_init__ = lambda self: None
-    interpreter._patch_attr = _patch_attr
-    language.core._unwrap_if_constexpr = _unwrap_if_constexpr
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
     patch = interpreter._patch_lang
@@ -100,14 +97,6 @@ def _share_types() -> None:
     interpreter._get_np_dtype = numpy_dtype_once
 
 
-def _compare_types_by_identity() -> None:
-    """Compare data types by name only if they are two objects."""
-    dtype = language.core.dtype
-    is_equal = dtype.__eq__
-    dtype.__eq__ = lambda self, other: self is other or is_equal(self, other)
-    dtype.__ne__ = lambda self, other: self is not other and not is_equal(self, other)
-
-
 def _share_promotions() -> None:
     """Derive the types of a binary operation's operands once, keep constants, and leave broadcasting to NumPy."""
     core, semantic = language.core, interpreter.TritonSemantic
@@ -153,22 +142,3 @@ def _share_promotions() -> None:
 
     interpreter_semantic = semantic(interpreter.interpreter_builder)
     semantic.binary_op_type_checking_impl = promote_once
-
-
-def _unwrap_if_constexpr(value: Any, unwrap: Callable[[Any], Any] = language.core._unwrap_if_constexpr) -> Any:
-    """Do as the language does, and ask about sequences only what can be one."""
-    return value if type(value) in _NEVER_CONSTEXPR else unwrap(value)
-
-
-_NEVER_CONSTEXPR = frozenset((int, bool, float, str, type(None), language.core.tensor))
-
-
-def _patch_attr(target: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
-    """Give a builtin the interpreter's semantic, without the wrapper that checks that it has one."""
-    function, semantic = getattr(member, "__wrapped__", member), interpreter.TritonSemantic(builder)
-
-    def call(*arguments: Any, **options: Any) -> Any:
-        options["_semantic"] = semantic
-        return function(*arguments, **options)
-
-    scope.set_attr(target, name, call)

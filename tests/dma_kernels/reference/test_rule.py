@@ -146,12 +146,12 @@ class TestShortCalls:
         expected = plain_attention(query, key[:, :, :10], value[:, :, :10], {})[0]
         torch.testing.assert_close(out, expected, rtol=1e-11, atol=1e-12)
 
-    def test_tile_counts_stay_zero(self) -> None:
+    def test_positions_may_be_on_the_device_and_tile_counts_stay_zero(self) -> None:
         counts = torch.zeros(6, 2, dtype=torch.int64)
-        inputs = self.inputs(63)
-        out = attention(*inputs, Recipe(low="mxint8", skip_threshold=1e-9), tile_counts=counts)
+        inputs, options = self.inputs(63), {"q_offset": torch.tensor([637, 400])}
+        out = attention(*inputs, Recipe(low="mxint8", skip_threshold=1e-9), **options, tile_counts=counts)
         assert counts.eq(0).all()
-        assert relative_error(out, plain_attention(*inputs, {})[0]) < 1e-12
+        assert relative_error(out, plain_attention(*inputs, options)[0]) < 1e-12
 
 
 class TestBand:
