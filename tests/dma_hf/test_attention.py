@@ -309,6 +309,10 @@ class TestRejected:
         with pytest.raises(error, match="attention_mask must be " + message):
             dma_attention_forward(layer, *_states(), mask)
 
+    def test_attention_weights_are_not_returned(self, layer):
+        with pytest.warns(UserWarning, match="no attention weights for output_attentions=True"):
+            assert dma_attention_forward(layer, *_states(), None, output_attentions=True)[1] is None
+
     def test_an_additive_bias_and_mixed_dtypes_are_rejected(self, layer):
         query, key, value = _states()
         with pytest.raises(ValueError, match=r"an additive bias as attention_mask: torch.float32 \[2, 1, 9, 9\]"):

@@ -242,6 +242,8 @@ REJECTED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"query": torch.zeros(1, 15, 4, 32)}, ValueError, r"query must be \[tokens, heads, head_dim\], got shape"),
     ({"key": None}, TypeError, r"key must be a torch\.Tensor, got NoneType"),
     ({"value": torch.zeros(14, 2, 32)}, ValueError, r"value must have the heads and tokens of key, \[2, 15\]"),
+    ({"window": 0}, ValueError, "window must be an integer of at least 1, got 0"),
+    ({"recipe": "balanced"}, TypeError, r"recipe must be a dma_kernels\.Recipe, got str"),
     ({"backend": "flash"}, ValueError, "backend must be one of auto, reference, triton; got 'flash'"),
     ({"tile_counts": torch.zeros(4, 2).long()}, ValueError, "tile_counts needs a recipe that skips tiles"),
     ({"cu_seqlens_q": [0, 6, 15]}, TypeError, r"cu_seqlens_q must be a torch\.Tensor, got list"),
