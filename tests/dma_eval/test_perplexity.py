@@ -346,6 +346,12 @@ class TestSummary:
         (result,) = results(section, windows=[Window(0, 130, 1)], context=130)
         assert result.position_nll == [2.0, *(first + 1.5 for first in range(4, 128, 4)), 128.5]
 
+    def test_failed_backend(self, reference, other):
+        other[1][0].failure = "it broke"
+        first, second = results(reference, other)
+        assert first.perplexity is not None
+        assert (second.failure, second.perplexity, second.kl_mean, second.position_nll) == ("it broke", None, None, [])
+
     def test_failed_reference(self, reference, other):
         reference[1][1].failure = "it broke"
         found = results(reference, other)[1]
