@@ -171,11 +171,8 @@ def _page_blocks(pages, page_table, tile, cache, sizes):
 
 
 @jit
-def _quantize_queries(
-    scale_words, zero_point_words, q, logit_scale, BITS: tl.constexpr, W: tl.constexpr, BLOCK_D: tl.constexpr,
-    IS_ROTATED: tl.constexpr,
-):  # fmt: skip
-    """Quantize queries for one tile of keys per warp.
+def _quantize_queries(scale_words, zero_point_words, q, logit_scale, BITS: tl.constexpr):
+    """Quantize queries for one tile of keys per warp. Rotated ones are in shared memory.
 
     One bf16 MMA multiplies the queries by the scales in 8 of its rows, and by the zero points in the others. fp16 lacks
     the range for scales, and bf16 the precision for fp16 and rotated queries. Those are split into two bf16 terms,
@@ -184,6 +181,8 @@ def _quantize_queries(
     Returns:
         The queries as an operand of bytes, and the descale and offset of the scores, ``[W, C]`` each.
     """
+    W: tl.constexpr = scale_words.shape[0]
+    BLOCK_D: tl.constexpr = 32 * scale_words.shape[1]
     MMA: tl.constexpr = mma_layout(W)
     SUMS: tl.constexpr = scores_layout(W)
     N: tl.constexpr = q.shape[-1]
@@ -192,9 +191,9 @@ def _quantize_queries(
     scale = gl.reshape(scale, [W, BLOCK_D // 32, 8, 4, 4, 2])
     zero_point = split_words(zero_point_words.to(gl.uint32, bitcast=True), gl.bfloat16)
     zero_point = gl.reshape(zero_point, [W, BLOCK_D // 32, 8, 4, 4, 2])
-    if IS_ROTATED:
+    if len(q.shape) == 2:
         q = read_rotated_queries(q, W)
-    coefficients = to_scale_operand(scale, zero_point, W, BLOCK_D)
+    coefficients = to_scale_operand(scale, zero_point)
     if q.dtype == gl.bfloat16:
         offset = mma(coefficients, q, zero)
     else:
@@ -211,7 +210,7 @@ def _quantize_queries(
     scale = gl.convert_layout(scale, operand_layout(W, 1), assert_trivial=True)
     scaled = q.to(gl.float32) * scale.to(gl.float32)
     largest = gl.maximum(gl.max(gl.abs(scaled), 1), _SMALLEST_SCALE)
-    operand = to_query_operand(scaled, 1.0 / largest * _MAX_INT16, BITS, W, BLOCK_D)
+    operand = to_query_operand(scaled, 1.0 / largest * _MAX_INT16, BITS)
     descale = gl.convert_layout(largest, gl.SliceLayout(1, MMA))
     descale, _ = gl.split(gl.reshape(descale, [W, N // 2, 2]))
     descale = gl.convert_layout(descale, gl.SliceLayout(1, SUMS), assert_trivial=True) * (
@@ -221,8 +220,10 @@ def _quantize_queries(
 
 
 @jit
-def _value_scales(words, G: tl.constexpr, W: tl.constexpr, C: tl.constexpr):
+def _value_scales(words, C: tl.constexpr):
     """Unpack words into scales and zero points of values, fp32 ``[G * W, 128, C]``."""
+    G: tl.constexpr = words.shape[0]
+    W: tl.constexpr = words.shape[1]
     words = words.to(gl.uint32, bitcast=True)
     words = rearrange(words, "GWNgiC -> GW Nig C", [G, W, TILE // 32, 4])
     if C == 8:
@@ -268,30 +269,28 @@ class AsyncCopies(NamedTuple):
 
 
 @jit
-def _load_keys_async(has_tile, block, keys, i_step: tl.constexpr):
-    """Copy one step of a tile's key codes asynchronously, with the first step also scales and zero points."""
-    if has_tile:
-        if i_step == 0:
-            CHANNELS: tl.constexpr = key_scales_layout(block.shape[0])
-            scales = gl.convert_layout(block, axis_layout(CHANNELS, 3, 0))[:, None, None] + keys.scale_offsets
-            for i in gl.static_range(2):
-                async_load(keys.scales[i], scales + i * keys.scale_words)
-        codes = keys.codes[i_step % len(keys.codes)]
-        async_load(codes, block[:, None, None] + (keys.code_offsets + i_step * keys.step_words))
-    commit_group()
+def _along_warps(block, KEYS_LAYOUT: tl.constexpr, VALUES_LAYOUT: tl.constexpr, ARE_KEYS: tl.constexpr):
+    """Expand pointers to page blocks, one per warp, to the dimensions of keys or of values."""
+    if ARE_KEYS:
+        expanded = gl.convert_layout(block, axis_layout(KEYS_LAYOUT, 3, 0))[:, None, None]
+    else:
+        expanded = gl.convert_layout(block, axis_layout(VALUES_LAYOUT, 4, 1))[None, :, None, None]
+    return expanded
 
 
 @jit
-def _load_values_async(has_tile, block, values, i_step: tl.constexpr):
-    """Copy one step of a tile's value codes asynchronously, with the first step also scales and zero points."""
+def _load_async(has_tile, block, copies, i_step: tl.constexpr):
+    """Copy one step of a tile's codes asynchronously, with the first step also scales and zero points."""
     W: tl.constexpr = block.shape[0]
+    ARE_KEYS: tl.constexpr = len(copies.scales) == 2
     if has_tile:
         if i_step == 0:
-            tokens = gl.convert_layout(block, axis_layout(value_scales_layout(W), 4, 1))[None, :, None, None]
-            async_load(values.scales[0], tokens + values.scale_offsets)
-        rows = gl.convert_layout(block, axis_layout(codes_layout(W, 4), 4, 1))[None, :, None, None]
-        codes = values.codes[i_step % len(values.codes)]
-        async_load(codes, rows + (values.code_offsets + i_step * values.step_words))
+            scales = _along_warps(block, key_scales_layout(W), value_scales_layout(W), ARE_KEYS) + copies.scale_offsets
+            for i in gl.static_range(len(copies.scales)):
+                async_load(copies.scales[i], scales + i * copies.scale_words)
+        blocks = _along_warps(block, codes_layout(W, 3), codes_layout(W, 4), ARE_KEYS)
+        codes = copies.codes[i_step % len(copies.codes)]
+        async_load(codes, blocks + (copies.code_offsets + i_step * copies.step_words))
     commit_group()
 
 
@@ -315,14 +314,11 @@ def _split_steps(x, STEPS: tl.constexpr, W: tl.constexpr):
 @jit
 def _load_ahead(i_load: tl.constexpr, block, has_next, next_block, keys, values, STEPS: tl.constexpr):
     """Start a load: those of a tile's ``STEPS`` steps of keys, then of values, then those of the next tile."""
-    if i_load < STEPS:
-        _load_keys_async(True, block, keys, i_load)
-    elif i_load < 2 * STEPS:
-        _load_values_async(True, block, values, i_load - STEPS)
-    elif i_load < 3 * STEPS:
-        _load_keys_async(has_next, next_block, keys, i_load - 2 * STEPS)
+    copies = keys if i_load // STEPS % 2 == 0 else values
+    if i_load < 2 * STEPS:
+        _load_async(True, block, copies, i_load % STEPS)
     else:
-        _load_values_async(has_next, next_block, values, i_load - 3 * STEPS)
+        _load_async(has_next, next_block, copies, i_load % STEPS)
 
 
 @jit
@@ -433,14 +429,13 @@ def attend_low(q, cache, page_table, i_kv, first, last, q_pos, sizes, softcap, l
             wait_group(STAGES - 1)
             if i_step == 0:
                 operand, descale, offset = _quantize_queries(
-                    load_key_scales(scale_buffers[0]), load_key_scales(scale_buffers[1]), q, logit_scale,
-                    BITS, W, BLOCK_D, CONFIG.LAYOUT.key_hadamard > 1,
-                )  # fmt: skip
+                    load_key_scales(scale_buffers[0]), load_key_scales(scale_buffers[1]), q, logit_scale, BITS
+                )
                 if not CONFIG.HAS_SOFTCAP:
                     offset = gl.where(is_tile, offset, float("-inf"))
                 offset = repeat_rows(offset, STEP, SUMS)
             words = k_buffers[i_step % len(k_buffers)].load(KEYS)
-            keys = to_key_operand(words.to(gl.uint32, bitcast=True), BITS, W, STEP, BLOCK_D)
+            keys = to_key_operand(words.to(gl.uint32, bitcast=True), BITS, STEP, BLOCK_D)
             s = mma(keys, operand, gl.full([W, STEP, N], 0, gl.int32, MMA))
             _load_ahead(i_step + STAGES, block, has_next, next_block, key_copies, value_copies, STEPS)
             s = combine_bytes(s, W) * descale[:, None, :] + offset
@@ -452,7 +447,7 @@ def attend_low(q, cache, page_table, i_kv, first, last, q_pos, sizes, softcap, l
             scores += (s,)  # type: ignore[assignment]
         # ---- probabilities, relative to the maximum of the tile
         wait_group(STAGES - 1)
-        scale, zero_point = _value_scales(load_value_scales(pair_buffers[0]), G, W, C)
+        scale, zero_point = _value_scales(load_value_scales(pair_buffers[0]), C)
         s = _concat_steps(scores, W)
         m_tile = gl.maximum(gl.max(s, 1), -1.0e30)
         p = gl.exp2(s - m_tile[:, None, :])
@@ -475,7 +470,7 @@ def attend_low(q, cache, page_table, i_kv, first, last, q_pos, sizes, softcap, l
             if i_step > 0:
                 wait_group(STAGES - 1)
             words = v_buffers[i_step % len(v_buffers)].load(VALUES)
-            values = to_value_operand(words.to(gl.uint32, bitcast=True), BITS, W, STEP, G)
+            values = to_value_operand(words.to(gl.uint32, bitcast=True), BITS, STEP)
             sums = mma(values, to_probability_operand(steps[i_step], rescale, BITS, W), sums)
             _load_ahead(STEPS + i_step + STAGES, block, has_next, next_block, key_copies, value_copies, STEPS)
         acc = acc * alpha + combine_bytes(sums, W) * (beta * largest * (1.0 / (_MAX_INT16 * (1 << (8 - BITS)))))

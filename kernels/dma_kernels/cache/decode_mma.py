@@ -82,9 +82,7 @@ def scores_layout(warps):
 def codes_layout(warps, rank):
     """Layout of ``[..., W, R, 128]`` words: a lane holds four consecutive words, a warp its own matrix."""
     ones = [1] * (rank - 1)
-    return gl.BlockedLayout(
-        [*ones, 4], [*ones, 32], [*ones[:-2], warps, 1, 1], list(reversed(range(rank)))
-    )  # fmt: skip
+    return gl.BlockedLayout([*ones, 4], [*ones, 32], [*ones[:-2], warps, 1, 1], list(reversed(range(rank))))
 
 
 @constexpr_function
@@ -199,16 +197,19 @@ def _unpack_codes(words, BITS: tl.constexpr):
 
 
 @jit
-def to_key_operand(words, BITS: tl.constexpr, W: tl.constexpr, STEP: tl.constexpr, BLOCK_D: tl.constexpr):
+def to_key_operand(words, BITS: tl.constexpr, STEP: tl.constexpr, BLOCK_D: tl.constexpr):
     """Return the codes of keys ``[W, STEP, D]`` as a first operand."""
+    W: tl.constexpr = words.shape[0]
     SPEC: tl.constexpr = "WNKcgtiex -> W Nig Kctex" if BITS == 8 else "WNKgticex -> W Nig Kctex"
     x = rearrange(_unpack_codes(words, BITS), SPEC, [W, STEP // 32, BLOCK_D // 32])
     return gl.convert_layout(x, operand_layout(W, 0, 8), assert_trivial=True)
 
 
 @jit
-def to_value_operand(words, BITS: tl.constexpr, W: tl.constexpr, STEP: tl.constexpr, G: tl.constexpr):
+def to_value_operand(words, BITS: tl.constexpr, STEP: tl.constexpr):
     """Return the codes of values ``[G * W, 64, STEP]`` as a first operand."""
+    G: tl.constexpr = words.shape[0]
+    W: tl.constexpr = words.shape[1]
     SPEC: tl.constexpr = "GWKcNgtiex -> GW Nig Kctex" if BITS == 8 else "GWKNgticex -> GW Nig Kctex"
     x = rearrange(_unpack_codes(words, BITS), SPEC, [G, W, STEP // 32, 2])
     return gl.convert_layout(x, operand_layout(W, 0, 8), assert_trivial=True)
@@ -224,9 +225,7 @@ def _permute_bytes(x, y, selector):
             out |= ((both >> ((selector >> (4 * i) & 7) * 8).to(gl.uint64)) & 0xFF) << (8 * i)
         out = out.to(gl.uint32)
     else:
-        out = gl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [x, y, selector], gl.uint32, True, 1
-        )  # fmt: skip
+        out = gl.inline_asm_elementwise("prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [x, y, selector], gl.uint32, True, 1)
     return out
 
 
@@ -237,28 +236,30 @@ def _round_to_int16(x, scale):
 
 
 @jit
-def _byte_order(x, BITS: tl.constexpr, W: tl.constexpr, BLOCK_D: tl.constexpr):
+def _byte_order(x, BITS: tl.constexpr):
     """Return bytes 0 to 3 of words ``[W, K, c, t, N]``, from one number per channel ``[W, D, N]``."""
     SPEC: tl.constexpr = "WKcxteN -> W K c t N e x" if BITS == 8 else "WKxcteN -> W K c t N e x"
-    first, second = gl.split(rearrange(x, SPEC, [W, BLOCK_D // 32, x.shape[2]]))
+    first, second = gl.split(rearrange(x, SPEC, [x.shape[0], x.shape[1] // 32, x.shape[2]]))
     byte_0, byte_2 = gl.split(first)
     byte_1, byte_3 = gl.split(second)
     return byte_0, byte_1, byte_2, byte_3
 
 
 @jit
-def to_query_operand(x, scale, BITS: tl.constexpr, W: tl.constexpr, BLOCK_D: tl.constexpr):
+def to_query_operand(x, scale, BITS: tl.constexpr):
     """Quantize queries, fp32 ``[W, D, N]`` times ``scale`` ``[W, N]``, to 16-bit integers: a second operand of bytes.
 
     Each query is in two columns of ``x``, which is in the layout of a 16-bit second operand.
     """
+    W: tl.constexpr = x.shape[0]
+    BLOCK_D: tl.constexpr = x.shape[1]
     N: tl.constexpr = x.shape[2]
     # Even columns hold the upper byte, odd columns the lower one.
     column = gl.arange(0, N, layout=axis_layout(operand_layout(W, 1), 3, 2))[None, None, :]
     x = _round_to_int16(x, scale[:, None, :])
     is_low = (x & 0) + column % 2
-    byte_0, byte_1, byte_2, byte_3 = _byte_order(x, BITS, W, BLOCK_D)
-    is_low = _byte_order(is_low, BITS, W, BLOCK_D)[0] == 1
+    byte_0, byte_1, byte_2, byte_3 = _byte_order(x, BITS)
+    is_low = _byte_order(is_low, BITS)[0] == 1
     selector = gl.where(is_low, 0x40, 0x51).to(gl.uint32)
     words = _permute_bytes(
         _permute_bytes(byte_0, byte_1, selector), _permute_bytes(byte_2, byte_3, selector), (byte_0 & 0) + 0x5410
@@ -349,9 +350,10 @@ def reduce_lanes(x, LAYOUT: tl.constexpr):
 
 
 @jit
-def to_scale_operand(x, y, W: tl.constexpr, BLOCK_D: tl.constexpr):
+def to_scale_operand(x, y):
     """Return two numbers per channel, ``[W, K, g, t, j, e]``, as a first operand: 8 rows of ``x``, 8 of ``y``."""
-    x = rearrange(gl.join(x, y), "WKgtjeR -> W Rg Kjte", [W, BLOCK_D // 32, 2])
+    W: tl.constexpr = x.shape[0]
+    x = rearrange(gl.join(x, y), "WKgtjeR -> W Rg Kjte", [W, x.shape[1], 2])
     return gl.convert_layout(x, operand_layout(W, 0), assert_trivial=True)
 
 
