@@ -38,7 +38,7 @@ class HighTiles:
     full_start: Any  # position of the first key that all queries attend to
     full_stop: Any  # position after the last one
     MASKS_LOW: Any  # whether keys before the band may be masked
-    P_LAYOUT: Any  # layout of probabilities as an operand
+    O_LAYOUT: Any  # layout of the output
 
     @gluon.jit
     def attend(self, k, k_start, words, softmax, V_DTYPE: gl.constexpr):
@@ -62,7 +62,7 @@ class HighTiles:
         )
         p, alpha, softmax = softmax.update(s, scale, self.bias)
         softmax = softmax.update_row_sum(p, alpha)
-        return to_mma_operand(p, V_DTYPE, self.P_LAYOUT), alpha, softmax
+        return to_mma_operand(p, V_DTYPE, self.O_LAYOUT), alpha, softmax
 
 
 @gluon.jit

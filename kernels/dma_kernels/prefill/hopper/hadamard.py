@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
+from .attend import product_layout
 from .mma import join_columns
 from .tile_range import ROWS
 
@@ -38,13 +39,14 @@ def hadamard_matrix(dtype: gl.constexpr, SIZE: gl.constexpr, LAYOUT: gl.constexp
 
 
 @gluon.jit
-def rotate_by_mma(q, matrix, HADAMARD_SIZE: gl.constexpr, H_LAYOUT: gl.constexpr, X_LAYOUT: gl.constexpr):
+def rotate_by_mma(q, matrix, HADAMARD_SIZE: gl.constexpr):
     """Return queries ``[64, D]`` in shared memory times unnormalized Hadamard matrices; unchanged for a size of 0."""
+    D: gl.constexpr = q.shape[1]
+    X_LAYOUT: gl.constexpr = product_layout(D, 16)
     if HADAMARD_SIZE == 0:
         x = q.load(X_LAYOUT).to(gl.float32)
     else:
-        D: gl.constexpr = q.shape[1]
-        zero = gl.zeros([ROWS, ORDER], gl.float32, H_LAYOUT)
+        zero = gl.zeros([ROWS, ORDER], gl.float32, product_layout(ORDER, 16))
         x = warpgroup_mma(q.slice(0, ORDER, 1), matrix, zero, use_acc=False, is_async=True)
         if D == ORDER:
             x = gl.convert_layout(warpgroup_mma_wait(0, deps=[x]), X_LAYOUT, assert_trivial=True)

@@ -37,31 +37,35 @@ def inverse_power_of_two(x):
 
 
 @gluon.jit
-def to_mma_operand(p, dtype: gl.constexpr, P_LAYOUT: gl.constexpr):
-    """Return probabilities ``[64, N]`` as the left operand of a product with values of ``dtype``."""
+def to_mma_operand(p, dtype: gl.constexpr, O_LAYOUT: gl.constexpr):
+    """Return probabilities ``[64, N]`` as the left operand of a product with values of ``dtype``.
+
+    ``O_LAYOUT`` is the layout of the product.
+    """
     if dtype == gl.float8e4nv:
         p = _permute_keys(p)
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 4 if dtype == gl.float8e4nv else 2)
     return gl.convert_layout(p.to(dtype), P_LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
-def issue_pv_mma(acc, p, alpha, v, O_LAYOUT: gl.constexpr):
+def issue_pv_mma(acc, p, alpha, v):
     """Issue ``p @ v``, added to ``acc * alpha`` unless ``v`` is FP8; after the wait, :func:`add_pv` finishes it."""
     if v.dtype == gl.float8e4nv:
         # A fresh accumulator per tile: Hopper's FP8 MMAs accumulate in fewer bits than fp32.
-        zero = gl.zeros(acc.shape, gl.float32, O_LAYOUT)
+        zero = gl.zeros_like(acc)
         product = warpgroup_mma(p, v, zero, use_acc=False, is_async=True)
     else:
-        alpha = gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)[:, None]
+        alpha = gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout), assert_trivial=True)[:, None]
         product = warpgroup_mma(p, v, acc * alpha, is_async=True)
     return product
 
 
 @gluon.jit
-def add_pv(acc, product, alpha, IS_FP8: gl.constexpr, O_LAYOUT: gl.constexpr):
+def add_pv(acc, product, alpha, IS_FP8: gl.constexpr):
     """Return ``acc * alpha`` plus the finished product."""
     if IS_FP8:
-        alpha = gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)[:, None]
+        alpha = gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout), assert_trivial=True)[:, None]
         product = acc * alpha + product
     return product
 
@@ -88,7 +92,7 @@ def value_chunk(v, chunk: gl.constexpr, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def finish_pv(accs, product, p, alpha, v, WIDTH: gl.constexpr, O_LAYOUT: gl.constexpr):
+def finish_pv(accs, product, p, alpha, v):
     """Wait for the product with the first chunk of values, issue the one with the second, and add both.
 
     The second runs while the first is added.
@@ -96,11 +100,11 @@ def finish_pv(accs, product, p, alpha, v, WIDTH: gl.constexpr, O_LAYOUT: gl.cons
     IS_FP8: gl.constexpr = v.dtype == gl.float8e4nv
     product = warpgroup_mma_wait(0, deps=[product])
     if len(accs) == 1:
-        added = (add_pv(accs[0], product, alpha, IS_FP8, O_LAYOUT),)
+        added = (add_pv(accs[0], product, alpha, IS_FP8),)
     else:
-        second = issue_pv_mma(accs[1], p, alpha, value_chunk(v, 1, WIDTH), O_LAYOUT)
-        first = add_pv(accs[0], product, alpha, IS_FP8, O_LAYOUT)
+        second = issue_pv_mma(accs[1], p, alpha, value_chunk(v, 1, accs[1].shape[1]))
+        first = add_pv(accs[0], product, alpha, IS_FP8)
         # Depending on the sum keeps the compiler from adding after the next products, when registers are short.
         second, first = warpgroup_mma_wait(0, deps=[second, first])
-        added = (first, add_pv(accs[1], second, alpha, IS_FP8, O_LAYOUT))  # type: ignore[assignment]
+        added = (first, add_pv(accs[1], second, alpha, IS_FP8))  # type: ignore[assignment]
     return added

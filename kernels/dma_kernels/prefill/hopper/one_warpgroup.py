@@ -133,7 +133,6 @@ def _attend_to_high(loads, high, softmax, acc, CHECKS_VALUES: gl.constexpr, IS_F
     """Attend to the high tiles; ``IS_FRESH``: add to the output outside the MMA."""
     source = loads.source
     D: gl.constexpr = loads.D
-    O_LAYOUT: gl.constexpr = acc.type.layout
     for i in range(loads.n_high):
         k_start = loads.blocks.at(i) * BLOCK
         words = None
@@ -148,11 +147,11 @@ def _attend_to_high(loads, high, softmax, acc, CHECKS_VALUES: gl.constexpr, IS_F
             zero_out_of_bounds(v, k_start, high.mask, D)
         if IS_FRESH:
             # A fresh accumulator: one that MMAs add to is tied to registers that the other loop has no room for.
-            fresh = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
-            product = warpgroup_mma_wait(0, deps=[warpgroup_mma(p, v, fresh, use_acc=False, is_async=True)])
-            acc = add_pv(acc, product, alpha, True, O_LAYOUT)
+            product = warpgroup_mma(p, v, gl.zeros_like(acc), use_acc=False, is_async=True)
+            product = warpgroup_mma_wait(0, deps=[product])
+            acc = add_pv(acc, product, alpha, True)
         else:
-            acc = warpgroup_mma_wait(0, deps=[issue_pv_mma(acc, p, alpha, v, O_LAYOUT)])
+            acc = warpgroup_mma_wait(0, deps=[issue_pv_mma(acc, p, alpha, v)])
         loads.issue_k(i + loads.k.smem.shape[0], True)
         loads.issue_block_v(i + loads.v.smem.shape[0])
     return softmax, acc
@@ -212,15 +211,13 @@ class _LowTiles:
         V_DTYPE: gl.constexpr = loads.v.smem.dtype
         IS_FP8: gl.constexpr = V_DTYPE == gl.float8e4nv  # noqa: SIM300 (a constexpr)
         V_STAGES: gl.constexpr = loads.v.smem.shape[0]
-        O_LAYOUT: gl.constexpr = acc.type.layout
-        P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 4 if IS_FP8 else 2)
         if IS_FP8:
             softmax = softmax.update_row_sum(p, alpha)
-            operand = to_mma_operand(p, V_DTYPE, P_LAYOUT)
+            operand = to_mma_operand(p, V_DTYPE, acc.type.layout)
             loads.v.wait(i_v)
             v = loads.v.stage(i_v).permute([1, 0])
-            product = warpgroup_mma_wait(0, deps=[issue_pv_mma(acc, operand, alpha, v, O_LAYOUT)])
-            acc = add_pv(acc, product, alpha, True, O_LAYOUT)
+            product = warpgroup_mma_wait(0, deps=[issue_pv_mma(acc, operand, alpha, v)])
+            acc = add_pv(acc, product, alpha, True)
             i_v = i_v + 1
         else:
             halves = split_columns(p)
@@ -228,12 +225,12 @@ class _LowTiles:
                 loads.issue_tile_v(i_v + 1, i_tile, 1, False)
             for half in gl.static_range(2):
                 softmax = softmax.update_row_sum(halves[half], alpha)
-                operand = to_mma_operand(halves[half], V_DTYPE, P_LAYOUT)
+                operand = to_mma_operand(halves[half], V_DTYPE, acc.type.layout)
                 loads.v.wait(i_v)
                 v = loads.v.stage(i_v).reshape([BLOCK, loads.D])
                 if self.CHECKS_VALUES:
                     zero_out_of_bounds(v, i_tile * TILE + half * BLOCK, self.mask, loads.D)
-                acc = warpgroup_mma_wait(0, deps=[issue_pv_mma(acc, operand, alpha, v, O_LAYOUT)])
+                acc = warpgroup_mma_wait(0, deps=[issue_pv_mma(acc, operand, alpha, v)])
                 alpha = gl.zeros_like(alpha) + 1.0
                 i_v = i_v + 1
                 if half == 0 and V_STAGES == 1:
@@ -323,12 +320,11 @@ def prefill_one_warpgroup_kernel(
     IS_Q_QUANTIZED: gl.constexpr = q_low_desc is not None
     IS_LOW_16BIT: gl.constexpr = is_16bit(k_low_desc.dtype)
     IS_FP8: gl.constexpr = v_low_desc is not None
-    H_LAYOUT: gl.constexpr = product_layout(BLOCK, 16)
     S_LAYOUT: gl.constexpr = product_layout(TILE, 16 if IS_LOW_16BIT else 8)
     O_LAYOUT: gl.constexpr = product_layout(D, 8 if IS_FP8 else 16)
     X_LAYOUT: gl.constexpr = product_layout(D, 16)  # all channels; also the output of high tiles
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    H_ROW: gl.constexpr = gl.SliceLayout(1, H_LAYOUT)
+    H_ROW: gl.constexpr = gl.SliceLayout(1, product_layout(BLOCK, 16))
     X_ROW: gl.constexpr = gl.SliceLayout(1, X_LAYOUT)
 
     i_row, i_group, i_block = schedule_grid(blocks, swizzle_group, GROUP, IS_CAUSAL)
@@ -464,7 +460,7 @@ def prefill_one_warpgroup_kernel(
         if D < 128:
             q_low = q_low.slice(0, ROWS)
         if n_low > 0:
-            x = rotate_by_mma(q, matrix, CONFIG.hadamard_size, H_LAYOUT, X_LAYOUT)
+            x = rotate_by_mma(q, matrix, CONFIG.hadamard_size)
             # Maximum of bits, which sort like magnitudes, with NaN above all.
             amax = gl.max(gl.abs(x).to(gl.int32, bitcast=True), 1).to(gl.float32, bitcast=True) * CONFIG.norm
             reciprocal, descale = _row_scale(amax.to(gl.int32, bitcast=True), Q_FORM, Q_FORMAT, CONFIG.is_ceil)
@@ -497,7 +493,7 @@ def prefill_one_warpgroup_kernel(
         q=q, q_start=start, logit_scale=logit_scale,
         bias=bias if CONFIG.is_high_unquantized else gl.zeros_like(bias),
         qk_bias=None if CONFIG.is_high_unquantized else qk_bias, softcap=softcap, mask=mask,
-        full_start=full_start, full_stop=full_stop, MASKS_LOW=MASKS_LOW, P_LAYOUT=gl.DotOperandLayout(0, X_LAYOUT, 2),
+        full_start=full_start, full_stop=full_stop, MASKS_LOW=MASKS_LOW, O_LAYOUT=X_LAYOUT,
     )  # fmt: skip
     acc = gl.zeros([ROWS, D], gl.float32, X_LAYOUT)
     softmax, acc = _attend_to_high(loads, high, softmax, acc, CHECKS_VALUES, IS_FP8 and skip_threshold is not None)

@@ -148,8 +148,6 @@ class _LowTiles:
     qk_bias: Any  # added to logits before a softcap, fp32 ``[64]``
     mask: Mask  # masks of the warpgroup's rows
     vote: SkipVote  # the predicate of tile skipping
-    S_LAYOUT: Any  # layout of scores
-    O_LAYOUT: Any  # layout of a chunk of the output
 
     @gluon.jit
     def attend(self, i_tile, stage, softmax, accs, n_kept, IS_MASKED: gl.constexpr):
@@ -160,7 +158,7 @@ class _LowTiles:
         IS_FP8: gl.constexpr = gl.float8e4nv == V_DTYPE
         DV: gl.constexpr = pipe.v_smem.shape[1 if IS_FP8 else 4]
         WIDTH: gl.constexpr = accs[0].shape[1]
-        P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, self.O_LAYOUT, 4 if IS_FP8 else 2)
+        S_LAYOUT: gl.constexpr = product_layout(TILE, 16 if is_16bit(k_smem.dtype) else 8)
         S_DTYPE: gl.constexpr = gl.int32 if k_smem.dtype == gl.int8 else gl.float32
         # No registers are left to keep fp32 probabilities during the P·V product.
         SUM_FIRST: gl.constexpr = WIDTH < DV or (is_16bit(k_smem.dtype) and not IS_FP8)
@@ -172,7 +170,7 @@ class _LowTiles:
                     zero_out_of_bounds(rows, i_tile * TILE + half * BLOCK, self.mask, DV)
             if self.mask.bitmask_ptr is not None:
                 words = self.mask.load_bitmask(i_tile)
-        zero = gl.zeros([ROWS, TILE], S_DTYPE, self.S_LAYOUT)
+        zero = gl.zeros([ROWS, TILE], S_DTYPE, S_LAYOUT)
         s = warpgroup_mma(self.q, k_smem.permute([1, 0]), zero, use_acc=False, is_async=True)
         scale = self.row_scale
         if self.params.k_descale_ptr is not None:
@@ -189,14 +187,14 @@ class _LowTiles:
             p, alpha, softmax = softmax.update(s, scale, gl.zeros_like(scale))
             if SUM_FIRST:
                 softmax = softmax.update_row_sum(p, alpha)
-            operand = to_mma_operand(p, V_DTYPE, P_LAYOUT)
+            operand = to_mma_operand(p, V_DTYPE, accs[0].type.layout)
             v = pipe.v_smem.index(stage.index)
             if not IS_FP8:
                 v = v.reshape([TILE, DV])
-            product = issue_pv_mma(accs[0], operand, alpha, value_chunk(v, 0, WIDTH), self.O_LAYOUT)
+            product = issue_pv_mma(accs[0], operand, alpha, value_chunk(v, 0, WIDTH))
             if not SUM_FIRST:
                 softmax = softmax.update_row_sum(p, alpha)
-            accs = finish_pv(accs, product, operand, alpha, v, WIDTH, self.O_LAYOUT)
+            accs = finish_pv(accs, product, operand, alpha, v)
             n_kept = n_kept + 1
         return softmax, accs, n_kept
 
@@ -264,7 +262,6 @@ def _attend_to_high(params, queries, high, softmax, acc):
     D: gl.constexpr = pipe.k_smem.shape[2]
     DV: gl.constexpr = acc.shape[1]
     V_DTYPE: gl.constexpr = params.out_ptr.dtype.element_ty
-    O_LAYOUT: gl.constexpr = acc.type.layout
     blocks = block.high_precision_range()
     stage = first_stage()
     for t in range(blocks.count()):
@@ -287,7 +284,7 @@ def _attend_to_high(params, queries, high, softmax, acc):
                 words = mask.load_bitmask(i_tile) >> (i_block & 1) * 16
             k = block_view(pipe.k_smem.index(stage.index), params.source.k_desc).reshape([BLOCK, D])
             p, alpha, softmax = high.attend(k, k_start, words, softmax, V_DTYPE)
-            acc = warpgroup_mma_wait(0, deps=[issue_pv_mma(acc, p, alpha, v, O_LAYOUT)])
+            acc = warpgroup_mma_wait(0, deps=[issue_pv_mma(acc, p, alpha, v)])
         stage = pipe.release_and_advance(stage)
     return softmax, acc, stage
 
@@ -403,8 +400,7 @@ def _consume(params, G: gl.constexpr):
     high = HighTiles(
         q=q, q_start=start, logit_scale=params.logit_scale, bias=high_bias,
         qk_bias=None if params.CONFIG.is_high_unquantized else qk_bias, softcap=softcap, mask=mask,
-        full_start=full_start, full_stop=full_stop, MASKS_LOW=params.CONFIG.masks_low,
-        P_LAYOUT=gl.DotOperandLayout(0, O_HIGH_LAYOUT, 2),
+        full_start=full_start, full_stop=full_stop, MASKS_LOW=params.CONFIG.masks_low, O_LAYOUT=O_HIGH_LAYOUT,
     )  # fmt: skip
     softmax, acc, stage = _attend_to_high(params, queries, high, softmax, acc)
 
@@ -424,7 +420,7 @@ def _consume(params, G: gl.constexpr):
     vote = init_vote(start, seq, softmax.row_max, params.skip_threshold, G, vote_barrier(G, pipe.WARPGROUPS))
     low = _LowTiles(
         params=params, q=params.q_low_smem.index(G).reshape([ROWS, D]), start=start, row_scale=row_scale,
-        qk_bias=qk_bias, mask=mask, vote=vote, S_LAYOUT=S_LAYOUT, O_LAYOUT=O_LAYOUT,
+        qk_bias=qk_bias, mask=mask, vote=vote,
     )  # fmt: skip
     softmax, accs, n_kept = _attend_to_low(low, before, after, tiles, softmax, stage, accs)
 
