@@ -70,11 +70,11 @@ def _low_ranges(block, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def _any_of_block(x, BLOCK_M: tl.constexpr):
+def _any_of_block(x):
     """Return for each row the maximum of int32 ``[BLOCK_M]`` over its block of 64 query positions."""
-    BLOCKS: tl.constexpr = BLOCK_M // _SKIP_BLOCK
+    BLOCKS: tl.constexpr = x.shape[0] // _SKIP_BLOCK
     by_block = tl.max(tl.reshape(x, [BLOCKS, _SKIP_BLOCK]), 1, keep_dims=True)
-    return tl.reshape(tl.broadcast_to(by_block, [BLOCKS, _SKIP_BLOCK]), [BLOCK_M])
+    return tl.reshape(tl.broadcast_to(by_block, [BLOCKS, _SKIP_BLOCK]), x.shape)
 
 
 @triton.jit
@@ -246,10 +246,10 @@ def _attend_to_low(
                     )  # fmt: skip
                 if i_tile != tile:
                     # NaN keeps a tile.
-                    is_kept = _any_of_block(1 - (row_max < bound).to(tl.int32), BLOCK_M)
+                    is_kept = _any_of_block(1 - (row_max < bound).to(tl.int32))
                     if tile_counts_ptr is not None:
                         # A partly masked tile is counted in the masked loop.
-                        is_examined = _any_of_block(1 - (row_max == float("-inf")).to(tl.int32), BLOCK_M)
+                        is_examined = _any_of_block(1 - (row_max == float("-inf")).to(tl.int32))
                         if IS_FULL:
                             is_whole_tile = (i_tile * TILE >= block.full_start) & (
                                 i_tile * TILE + TILE <= block.full_end
@@ -477,7 +477,7 @@ def prefill_kernel(
         x = hadamard(q.to(tl.float32), CONFIG.hadamard_size, CONFIG.norm)
         q, q_scale, row_scale = prepare_queries(x, global_scale, HIGH_FORM, HIGH_FORMAT, "block", ROUNDING, tl.bfloat16)
     row_scale *= logit_scale
-    k_rows = Rows(key.ptr + (i_b * key.stride_b + i_kv * key.stride_h), key.stride_t, key.stride_d)
+    k_rows = head_rows(key, i_b, i_kv)
     v_rows = head_rows(value, i_b, i_kv)
     head_tile = i_head * (storage_len >> TILE_SHIFT)  # tile 0 of the head, among all tiles of tile-padded storage
     if k_descale_ptr is not None:
