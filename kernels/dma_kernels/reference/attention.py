@@ -303,10 +303,7 @@ def _narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _product(q: Tensor, k: Tensor) -> Tensor:
     """Return ``q k^T`` for grouped heads, ``[B, Hq, R, D] x [B, Hkv, C, D] -> [B, Hkv, G, R, C]``."""
-    batch, q_heads, rows, head_dim = q.shape
-    kv_heads = k.shape[1]
-    grouped = q.reshape(batch, kv_heads, (q_heads // kv_heads) * rows, head_dim)
-    return _matmul(grouped, k.transpose(-1, -2)).view(batch, kv_heads, q_heads // kv_heads, rows, k.shape[2])
+    return _weighted_sum(q.unflatten(1, (k.shape[1], q.shape[1] // k.shape[1])), k.mT)
 
 
 def _masked(problem: _Problem, block: slice, columns: slice, q_pos: Tensor, k_pos: Tensor) -> Tensor | None:
@@ -414,13 +411,10 @@ def _exponentials(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]
 
 def _transposed_sum(weights: Tensor, x: Tensor) -> Tensor:
     """Sum over the queries of a group, ``[B, Hkv, G, R, C] x [B, Hq, R, N] -> [B, Hkv, C, N]``."""
-    batch, kv_heads, group, rows, width = weights.shape
-    flat = weights.reshape(batch, kv_heads, group * rows, width)
-    return _matmul(flat.transpose(-1, -2), x.reshape(batch, kv_heads, group * rows, x.shape[-1]))
+    grouped = x.unflatten(1, weights.shape[1:3])
+    return _matmul(weights.flatten(2, 3).mT, grouped.flatten(2, 3))
 
 
 def _weighted_sum(weights: Tensor, value: Tensor) -> Tensor:
     """Return ``weights @ value`` for grouped heads, ``[B, Hkv, G, R, C] x [B, Hkv, C, Dv] -> [B, Hkv, G, R, Dv]``."""
-    batch, kv_heads, group, rows, width = weights.shape
-    flat = _matmul(weights.reshape(batch, kv_heads, group * rows, width), value)
-    return flat.view(batch, kv_heads, group, rows, value.shape[-1])
+    return _matmul(weights.flatten(2, 3), value).unflatten(2, weights.shape[2:4])
