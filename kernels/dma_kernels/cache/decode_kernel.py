@@ -22,16 +22,19 @@ import triton.language as tl
 
 from ..device.gluon import barrier, constexpr_function, gl, jit
 from ..device.tiles import TILE, TILE_SHIFT
-from .decode_mainloop import attend_high, attend_low
+from .decode_mainloop import attend_high, attend_low, band_start
 from .decode_mma import axis_layout, inverse_hadamard, load_queries, load_rotated_queries, mma_layout, scores_layout
 from .formats import VALUE_GROUP
 from .kernel_args import PageConfig
+from .page_kernel import unquantized_row as _unquantized_row_triton
 
 _LOW_ITEMS = tl.constexpr(2)
 """Work items of a step over low tiles (one tile per warp); a step over high tiles (16 keys per warp) has one. With 8
 bits a low step reads 4.2 times the bytes of a high one, but high tiles are loaded without pipelining."""
 _ROWS = tl.constexpr(32)
 """Batch rows whose work is computed at once."""
+
+_unquantized_row = jit(_unquantized_row_triton.fn)
 
 
 @dataclass(frozen=True)
@@ -87,12 +90,11 @@ def _head_work(stored, sizes, CONFIG: tl.constexpr, HAS_NEW: tl.constexpr):
     if CONFIG.HAS_WINDOW:
         visible_tile = gl.maximum(first_pos - sizes.window + 1, 0) >> TILE_SHIFT
     last_tile = (stored - 1) >> TILE_SHIFT
-    band_tile = gl.maximum((gl.maximum(first_pos, 0) >> TILE_SHIFT) - sizes.diagonal_tiles, visible_tile)
+    band_tile = gl.maximum(band_start(first_pos, sizes.diagonal_tiles), visible_tile)
     sinks = gl.maximum(gl.minimum(sizes.sink_tiles, band_tile) - visible_tile, 0)
     high_steps = (sinks + gl.maximum(last_tile + 1 - band_tile, 0)) * (TILE // (16 * W)) + (1 if HAS_NEW else 0)
     low_first = gl.maximum(visible_tile, sizes.sink_tiles)
-    last_band = (gl.maximum(first_pos + sizes.q_len - 1, 0) >> TILE_SHIFT) - sizes.diagonal_tiles
-    low_end = gl.maximum(last_band, low_first)
+    low_end = gl.maximum(band_start(first_pos + sizes.q_len - 1, sizes.diagonal_tiles), low_first)
     items = gl.maximum(high_steps + (low_end - low_first + W - 1) // W * _LOW_ITEMS, 1)
     return HeadWork(first_pos, visible_tile, band_tile, sinks, high_steps, low_first, low_end, items)
 
@@ -268,9 +270,7 @@ def decode_kernel(
             gl.store(head, split)
             gl.store(head + 1, _cta_of(head_start + work.items - 1, items_per_cta, extra_items) - i_cta + 1)
             gl.store(head + 2, stored)
-        unquantized_row = i_b
-        if cache.unquantized_rows is not None:
-            unquantized_row = gl.load(cache.unquantized_rows + i_b).to(gl.int64)
+        unquantized_row = _unquantized_row(cache, i_b)
         for i_block in range(blocks):
             column = i_block * 8 + gl.arange(0, 8, layout=axis_layout(MMA, 3, 2))
             high_pos = (work.first_pos + column // GROUP)[None, None, :]

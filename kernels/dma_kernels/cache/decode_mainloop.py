@@ -59,7 +59,7 @@ apply_softcap = jit(_apply_softcap_triton.fn)
 
 
 @jit
-def _band_start(q_pos, diagonal_tiles):
+def band_start(q_pos, diagonal_tiles):
     """Return the first tile of each query's band; negative if the band begins before the sequence."""
     return (gl.maximum(q_pos, 0) >> TILE_SHIFT) - diagonal_tiles
 
@@ -116,7 +116,7 @@ def attend_high(
     value_residual = cache.value.residual + (row * cache.value.stride_residual + residual * DV)
     key_sink = cache.key.sink + (row * cache.key.stride_sink + sink * D)
     value_sink = cache.value.sink + (row * cache.value.stride_sink + sink * DV)
-    q_band = _band_start(q_pos, sizes.diagonal_tiles) * TILE
+    q_band = band_start(q_pos, sizes.diagonal_tiles) * TILE
     for step in range(first, last):
         index = step // STEPS
         inside = (step - index * STEPS) * (16 * W)
@@ -399,7 +399,7 @@ def attend_low(q, cache, page_table, i_kv, first, last, q_pos, sizes, softcap, l
     o_w = gl.arange(0, W, layout=axis_layout(KEYS, 3, 0))
     s_warp = gl.arange(0, W, layout=axis_layout(SUMS, 3, 0))[:, None, None]
     s_row = gl.arange(0, STEP, layout=axis_layout(SUMS, 3, 1))[None, :, None]
-    q_end = gl.minimum(_band_start(q_pos, sizes.diagonal_tiles), last)  # end of each query's low tiles
+    q_end = gl.minimum(band_start(q_pos, sizes.diagonal_tiles), last)  # end of each query's low tiles
 
     # ---- async copies: keys, then values, in steps. A stage is reused ``STAGES`` steps later, by the next tile or, if
     # there are fewer stages than steps, alternately for keys and values.
