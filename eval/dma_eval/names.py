@@ -60,6 +60,7 @@ def parse_name(name: str, option: str = "--attn", valid: Sequence[str] = ()) -> 
     """
     rest, cache = split_suffix(name)
     implementation, colon, setting = rest.partition(":")
+    setting = os.path.expanduser(setting)
     if implementation.partition("+")[0] == DMA:
         if setting.endswith(".toml") and not Path(setting).is_file():
             raise UserError(f"{option}: no such file: {setting}")

@@ -15,9 +15,11 @@ from pathlib import Path
 import pytest
 import typer
 from dma_eval.cli import COMMANDS
-from dma_eval.config import add_command, option
+from dma_eval.config import add_command, load_suite, option
 from dma_eval.errors import UserError, one_line
 from dma_eval.files import check_file, write_text
+from dma_eval.measures.tasks import find_tasks
+from dma_eval.names import parse_name
 from dma_eval.results import read_report
 
 EVAL = Path(__file__).parents[2] / "eval"
@@ -59,6 +61,15 @@ class TestHome:
         monkeypatch.setenv("HOME", str(tmp_path))
         ppl("--attn", "sdpa", "--max-windows", 1, "--out=~/run", "--json=~/r.json", code=0)
         assert read_report(tmp_path / "run") == read_report(tmp_path / "r.json")
+
+    def test_holds_configurations_suites_and_tasks(self, monkeypatch, tmp_path):
+        monkeypatch.setenv("HOME", str(tmp_path))
+        (tmp_path / "mine.toml").write_text('low = "mxfp4"\n')
+        (tmp_path / "suite.toml").write_text("[perplexity]\n")
+        (tmp_path / "task.yaml").write_text("task: mine\n")
+        assert parse_name("dma_mxfp:~/mine.toml+int8") == ("dma_mxfp", f"{tmp_path}/mine.toml", "+int8")
+        assert load_suite("~/suite.toml").perplexity is not None
+        assert find_tasks(["~/task.yaml"]).names == (f"{tmp_path}/task.yaml",)
 
     @pytest.mark.parametrize("option", ["--model", "--data"])
     def test_of_nobody_is_no_file(self, ppl, refused, option):

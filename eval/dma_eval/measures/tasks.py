@@ -66,7 +66,7 @@ class TaskNames:
 
 def find_tasks(names: Sequence[str], include_paths: Sequence[Path] = ()) -> TaskNames:
     """Look up tasks, groups, tags and YAML files, in folders and in lm-eval itself. Commas separate names, too."""
-    asked = list(dict.fromkeys(part for name in names for part in name.split(",") if part))
+    asked = list(dict.fromkeys(os.path.expanduser(part) for name in names for part in name.split(",") if part))
     if not asked:
         raise UserError("--tasks needs at least one name, for example: --tasks lambada_openai,arc_easy")
     for path in include_paths:
