@@ -165,6 +165,9 @@ def _check(args: ServeOptions) -> None:
         raise UserError("--cache-gib is for --continuous-batching; without it a cache grows with its request")
     if args.compile and not args.continuous_batching:
         raise UserError("--compile is for --continuous-batching")
+    if (args.gpus_per_replica or 0) > 1 and args.device != "auto":
+        why = "with several GPUs the layers are spread over them"
+        raise UserError(f"--gpus-per-replica: {why}; leave out --device {args.device}")
     if args.max_replicas is not None and args.max_replicas < args.replicas:
         raise UserError(f"--max-replicas: expected at least --replicas {args.replicas}, got {args.max_replicas}")
 

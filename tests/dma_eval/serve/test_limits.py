@@ -124,6 +124,10 @@ def test_stopping_ends_open_requests_whether_they_have_begun_to_answer_or_not():
         (["--api-key", "secret\n"], "--api-key: expected no spaces"),
         (["--host", ""], "--host: "),
         (["--gpus-per-replica", "2"], "--gpus-per-replica is for --replicas"),
+        (
+            ["--replicas", "2", "--gpus-per-replica", "2", "--device", "cuda"],
+            "--gpus-per-replica: with several GPUs the layers are spread over them; leave out --device",
+        ),
         (["--max-queued", "5"], "--max-queued is for --replicas"),
         (["--replicas", "3", "--max-replicas", "2"], "--max-replicas: "),
     ],
