@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from compiled_calls import CompiledCalls
 from dma_kernels.prefill.plan import forget_plans
+from dma_kernels.runtime import chip
 
 # Largest exponent and magnitude of the element formats, from the specification.
 ELEMENTS = {"mxfp4": (2, 6.0), "mxfp8": (8, 448.0), "mxint8": (0, 127 / 64)}
@@ -127,6 +129,12 @@ def compiled_by(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[
     yield make
     for calls in made.values():
         calls.close()
+
+
+@pytest.fixture
+def on_chip(arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the interpreter emulate the chip that a test is parametrized with."""
+    monkeypatch.setattr(chip, "INTERPRETER", replace(chip.INTERPRETER, arch=arch))
 
 
 @pytest.fixture(autouse=True)

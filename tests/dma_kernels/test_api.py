@@ -8,7 +8,6 @@ import math
 import re
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -311,10 +310,7 @@ def test_positions_on_the_device_are_clipped_to_the_valid_range(position: Tensor
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("arch", [90, 80], ids=["e4m3", "dequantized"])
-def test_saturated_values_are_counted_and_trigger_one_warning(
-    arch: int, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(chip, "INTERPRETER", replace(chip.INTERPRETER, arch=arch))
+def test_saturated_values_are_counted_and_trigger_one_warning(backend: str, on_chip: None) -> None:
     query, key, value = random_qkv(q_len=520, kv_len=520, head_dim=32, dtype=torch.float16)
     saturation._warn.cache_clear()
     saturation.saturation_counter().zero_()

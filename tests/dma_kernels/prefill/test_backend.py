@@ -76,10 +76,7 @@ def test_an_infinite_value_spreads_by_tile(backend: str, monkeypatch: pytest.Mon
         *((*path, "left-padded") for path in PATHS if path[0] in ("fp4", "int8-pv16")),
     ],
 )
-def test_every_compute_path_matches_the_reference(
-    recipe: str, arch: int, case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(chip, "INTERPRETER", replace(chip.INTERPRETER, arch=arch))
+def test_every_compute_path_matches_the_reference(recipe: str, case: str, on_chip: None) -> None:
     assert_matches_reference(with_one_head(CASES[case]), RECIPES[recipe], torch.float16, "cpu")
 
 
@@ -87,12 +84,9 @@ def test_every_compute_path_matches_the_reference(
     ("recipe", "arch"),
     [*product(["paper"], (80, 89, 90, 100, 120)), ("int8", 80), ("int8", 90), ("fp4", 100), ("nvfp4-keys", 100)],
 )
-def test_head_dim_256_matches_the_reference_on_every_chip(
-    recipe: str, arch: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_head_dim_256_matches_the_reference_on_every_chip(recipe: str, arch: int, on_chip: None) -> None:
     if (recipe, arch) == ("paper", 120) and chip.triton_version() < (3, 9):
         pytest.skip("the interpreter fails in tl.dot_scaled before Triton 3.9")
-    monkeypatch.setattr(chip, "INTERPRETER", replace(chip.INTERPRETER, arch=arch))
     case = Case(q_len=150, kv_len=420, q_heads=1, head_dim=256, options={"q_offset": 270})
     assert_matches_reference(case, RECIPES[recipe], torch.float16, "cpu")
 
@@ -104,10 +98,7 @@ def test_head_dim_256_matches_the_reference_on_every_chip(
         *product(("paper", "nvfp4-keys"), [90], ("window", "softcap-and-sinks", "mask")),
     ],
 )
-def test_features_with_4_bit_operands_match_the_reference(
-    recipe: str, arch: int, case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(chip, "INTERPRETER", replace(chip.INTERPRETER, arch=arch))
+def test_features_with_4_bit_operands_match_the_reference(recipe: str, case: str, on_chip: None) -> None:
     assert_matches_reference(with_one_head(CASES[case]), RECIPES[recipe], torch.float16, "cpu")
 
 
@@ -207,10 +198,7 @@ def test_triton_is_rejected_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch)
         *((case, "nvfp4-keys", 80) for case in ("inside-a-tile", "left-padded")),  # blocks of 64 keys
     ],
 )
-def test_the_same_tiles_are_skipped_as_in_the_reference(
-    case: str, recipe: str, arch: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(chip, "INTERPRETER", replace(chip.INTERPRETER, arch=arch))
+def test_the_same_tiles_are_skipped_as_in_the_reference(case: str, recipe: str, on_chip: None) -> None:
     call = with_one_head(replace(SPARSE[case], head_dim=64))
     assert_skips_as_the_reference(call, RECIPES[recipe], torch.float16, "cpu")
 

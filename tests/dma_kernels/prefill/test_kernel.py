@@ -11,7 +11,6 @@ from dma_kernels import Recipe, attention
 from dma_kernels.numerics.layout import is_describable
 from dma_kernels.prefill.config import L2_BYTES, select_swizzle_group
 from dma_kernels.prefill.plan import plan
-from dma_kernels.runtime import chip
 from dma_kernels.testing import random_qkv, relative_error
 from prefill_cases import Case, assert_matches_reference
 
@@ -21,8 +20,7 @@ INT8 = Recipe(low="mxint8", shared_scale="tile", smooth_k=True, pv="fp8")
 
 
 @pytest.mark.parametrize("arch", [80, 90])
-def test_values_of_high_tiles_are_not_rounded(arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chip, "INTERPRETER", replace(chip.INTERPRETER, arch=arch))
+def test_values_of_high_tiles_are_not_rounded(on_chip: None) -> None:
     inputs = random_qkv(q_len=70, kv_len=650, dtype=torch.float16)
     all_high = replace(INT8, diagonal_tiles=650)
     # With a key range on the device, the host does not know that all tiles are high.

@@ -204,9 +204,8 @@ class TestSDPA:
 
     @pytest.mark.parametrize(("arch", "kernel"), [(80, "sdpa"), (90, "portable"), (100, "portable"), (120, "sdpa")])
     def test_prompts_of_many_rows_run_on_ours_where_pytorchs_is_slow(
-        self, arch: int, kernel: str, monkeypatch: pytest.MonkeyPatch
+        self, kernel: str, on_chip: None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(chip, "INTERPRETER", replace(chip.INTERPRETER, arch=arch))
         monkeypatch.setattr(plans, "FEW_ROWS", 2 * 4 * 130 - 1)
         inputs = random_qkv(batch=2, q_heads=4, kv_heads=2, q_len=130, kv_len=130, dtype=torch.float16)
         assert kernels_of(*inputs, EXACT_START) == [kernel]
