@@ -10,8 +10,9 @@ import torch
 from dma_eval import console
 from dma_eval.commands import quality
 from dma_eval.config import PerplexityPart
-from dma_eval.load.backends import default_names
+from dma_eval.load.backends import default_names, parse_backends
 from dma_eval.load.models import load_model
+from dma_eval.load.reading import continued
 from dma_eval.results import read_report
 
 ASSETS = Path(quality.__file__).parents[1] / "assets"
@@ -39,6 +40,18 @@ def test_writes_the_report(run, tmp_path, monkeypatch):
         assert f"| {label} |" in markdown
         assert label in result.stdout
     assert "](positions-512.png)" in markdown
+
+
+def test_a_continuation_is_what_a_model_without_a_cache_would_add(loaded):
+    prompt = torch.tensor(loaded.tokenizer("the white whale said").input_ids)[None]
+    (backend,) = parse_backends(["sdpa"])
+    (tokens,) = continued(loaded.model, backend, prompt, 8)
+    expected = prompt
+    for _ in range(8):
+        with torch.inference_mode():
+            token = loaded.model(input_ids=expected, use_cache=False).logits[:, -1:].argmax(-1)
+        expected = torch.cat([expected, token], dim=1)
+    assert tokens.equal(expected[0, prompt.shape[1] :])
 
 
 def test_far_keys_matter_to_the_demo_model():

@@ -162,14 +162,16 @@ class TestEnvironment:
         assert "commit first" not in two.partition("## Model and machine")[0]
 
     def test_of_a_section_is_that_of_its_newest_piece(self, measure, out, monkeypatch):
-        commands = []
+        commands, kept = [], []
         for windows in ("1", "2", "2"):
             monkeypatch.setattr("sys.argv", ["dma-hf", "ppl", "--max-windows", windows, f"--nth={len(commands)}"])
             day = datetime.datetime(2001, 1, 1 + len(commands), tzinfo=datetime.UTC)
             monkeypatch.setattr(results, "datetime", SimpleNamespace(now=lambda zone, day=day: day))
-            measure("--max-windows", windows)
+            told = measure("--max-windows", windows).stderr
+            kept.append(told.partition(" windows: taken from the folder")[0][-6:])
             *_, section = read_report(out).perplexity
             commands.append(section.origin.command.rpartition("=")[2])
+        assert kept[1:] == ["1 of 2", "2 of 2"]
         assert commands == ["0", "1", "1"]  # the third command only took what was there
 
     def test_of_tasks_too(self, run, machine, out, model_folder, tiny_tasks):
