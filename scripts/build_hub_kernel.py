@@ -135,12 +135,17 @@ def build(out: Path, repo: str, version: int) -> None:
     """Write the repository to ``out``, replacing an earlier build.
 
     Raises:
-        ValueError: ``repo`` is not a name that Transformers takes for a kernel, or would take for FlashAttention.
+        OSError: ``out`` cannot be written.
+        ValueError: ``repo`` is not a name that Transformers takes for a kernel, or would take for FlashAttention. Or
+            ``out`` has a README.md that is not the card of a kernel.
     """
     if not re.fullmatch(r"[^/:@\s]+/[^/:@\s]+", repo):
         raise ValueError(f"repo must be ORG/NAME, got {repo!r}")
     if "flash" in repo:
         raise ValueError(f"repo must not contain 'flash', by which Transformers knows FlashAttention; got {repo!r}")
+    readme = out / "README.md"
+    if readme.exists() and "library_name: kernels" not in readme.read_text(encoding="utf-8"):
+        raise ValueError(f"out must be the folder of a kernel, or a new one; {readme} would be replaced")
     sources = read_sources()
     shutil.rmtree(out / "build", ignore_errors=True)
     for backend in BACKENDS:
@@ -148,7 +153,7 @@ def build(out: Path, repo: str, version: int) -> None:
     card = (ROOT / "scripts" / "hub_kernel_card.md").read_text(encoding="utf-8")
     requires = ", ".join(f"{name} {wanted}" for name, wanted in read_requirements().items())
     card = card.replace("{repo}", repo).replace("{version}", str(version)).replace("{requires}", requires)
-    (out / "README.md").write_text(card, encoding="utf-8")
+    readme.write_text(card, encoding="utf-8")
     shutil.copyfile(ROOT / "LICENSE", out / "LICENSE")
 
 
@@ -160,7 +165,7 @@ def main(
     """Build the Hub kernel from the packages in this checkout."""
     try:
         build(out, repo, version)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise typer.BadParameter(str(error)) from None
     print(f"Wrote {out}")
 

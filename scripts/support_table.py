@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import transformers
+import typer
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests" / "support")]
@@ -42,4 +43,4 @@ def _examine(architecture: Architecture) -> Record:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)  # which refuses arguments

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import typer
 from dma_eval.results import read_report
 from dma_eval.show.pages import MISSING, divergence_table, format_kl, number
 from dma_eval.show.render import table
@@ -495,10 +496,11 @@ def pages() -> Iterable[Path]:
 
 
 def main() -> None:
+    """Write the tables of results into the pages."""
     for page in pages():
         text = page.read_text(encoding="utf-8")
         page.write_text(updated(text, page.name), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)  # which refuses arguments

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 from script_files import load_script
 from snippets import find_blocks
 from tiny_models import FAMILIES, VOCABULARY
@@ -231,6 +232,15 @@ def test_an_unknown_use_of_the_operators_namespace_is_an_error():
 def test_names_that_transformers_would_not_take_are_errors(repo, tmp_path):
     with pytest.raises(ValueError, match=r"repo must"):
         builder.build(tmp_path, repo, version=1)
+
+
+@pytest.mark.parametrize("name", ["README.md", ""])
+def test_other_files_are_not_replaced(name, tmp_path):
+    """Neither is a folder with another README.md, nor a file in place of the folder."""
+    (tmp_path / "README.md").write_text("# Mine")
+    with pytest.raises(typer.BadParameter, match=r"README\.md"):
+        builder.main(REPO, tmp_path / name)
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("README.md", "# Mine")]
 
 
 def test_another_release_of_transformers_is_an_error(folder, monkeypatch):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import shlex
+import sys
 from pathlib import Path
 
 import prefill
@@ -30,6 +32,12 @@ def test_pages_show_the_results(script):
         assert script.updated(text) == text, f"{page.name} is out of date: python scripts/update_docs.py"
         found |= {block[1] for block in script.BLOCK.findall(text)}
     assert {"results", "files", "prefill", "decode", "generate", "quality-runs", "quality-twins"} <= found
+
+
+def test_help_writes_no_page(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["update_docs.py", "--help"])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(ROOT / "scripts" / "update_docs.py"), run_name="__main__")
 
 
 @pytest.mark.parametrize(
