@@ -9,6 +9,7 @@ down, and the others in ``int4``.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +17,8 @@ from typing import Annotated, Any
 import torch
 import typer
 from dma_eval.config import PerplexityPart
-from dma_eval.files import write_json
+from dma_eval.errors import UserError
+from dma_eval.files import check_file, write_json
 from dma_eval.load.backends import activate, parse_backends
 from dma_eval.load.data import load_text
 from dma_eval.load.models import load_model
@@ -55,6 +57,7 @@ def main(
     max_windows: Annotated[int, typer.Option(help="Windows, read at the same time.")] = 4,
 ) -> None:
     """Measure every layer, then the worst ones together."""
+    check_file(out, "--out")
     loaded = load_model(model, dtype="float32")
     sdpa, packed = parse_backends(["sdpa", "dma_mxfp:balanced+int4"])
     reading = cut(loaded, load_text(data), PerplexityPart(max_windows=max_windows), context)
@@ -80,4 +83,7 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    try:
+        typer.run(main)
+    except UserError as error:
+        sys.exit(f"Error: {error}")

@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 import random
 import statistics
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -27,7 +28,8 @@ import torch
 import typer
 from dma_eval.bench.generate import build_model
 from dma_eval.bench.timing import FAILURES
-from dma_eval.files import write_json
+from dma_eval.errors import UserError
+from dma_eval.files import check_file, write_json
 from dma_eval.results import here_and_now
 from torch import Tensor
 from torch.profiler import ProfilerActivity
@@ -140,6 +142,11 @@ def main(
     profile: Annotated[bool, typer.Option(help="Add the kernels of a step.")] = False,
 ) -> None:
     """Measure every context."""
+    if unknown := [name for name in run or () if name not in RUNS]:
+        raise UserError(f"--run: unknown run {unknown[0]!r}; valid: {'; '.join(RUNS)}")
+    if not torch.cuda.is_available():
+        raise UserError("it needs a CUDA device, and PyTorch finds none")
+    check_file(out, "--out")
     model = build_model(shape, torch.device("cuda"), torch.bfloat16)
     runs = {name: Run(name, model) for name in run or DEFAULT_RUNS}
     results: list[dict[str, Any]] = []
@@ -155,4 +162,7 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    try:
+        typer.run(main)
+    except UserError as error:
+        sys.exit(f"Error: {error}")

@@ -14,6 +14,7 @@ from dma_eval.bench.generate import build_model, measure, parse_runs
 from dma_eval.bench.results import BenchReport, Shape
 from dma_eval.errors import UserError
 from dma_eval.load.models import load_model
+from script_files import load_script
 from tiny_models import FAMILIES, OTHERS
 
 import dma_hf
@@ -214,6 +215,14 @@ def test_a_run_has_the_cache_of_its_name_and_not_that_of_its_file(tmp_path):
         ("dma_mxfp:mine+int4", "int4"),
         ("dma_mxfp:mine+int8", "int8"),
     ]
+
+
+def test_the_script_of_typed_calls_refuses_unknown_runs_and_needs_a_gpu(tmp_path, monkeypatch):
+    script = load_script("measure_generate")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for runs, message in ((["int4"], "--run: unknown run 'int4'; valid: sdpa; "), (None, "it needs a CUDA device")):
+        with pytest.raises(UserError, match=message):
+            script.main(tmp_path / "out.json", run=runs)
 
 
 def test_unknown_shape():
