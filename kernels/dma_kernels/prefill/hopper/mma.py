@@ -106,5 +106,5 @@ def finish_pv(accs, product, p, alpha, v):
         first = add_pv(accs[0], product, alpha, IS_FP8)
         # Depending on the sum keeps the compiler from adding after the next products, when registers are short.
         second, first = warpgroup_mma_wait(0, deps=[second, first])
-        added = (first, add_pv(accs[1], second, alpha, IS_FP8))  # type: ignore[assignment]
+        added = (first, add_pv(accs[1], second, alpha, IS_FP8))
     return added
