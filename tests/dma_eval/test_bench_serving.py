@@ -131,7 +131,10 @@ def test_failed_requests_of_a_load_with_a_shared_prefix_are_told(programs, monke
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--load", "64@1", "dma-hf", "serve", "m"], "--load: expected PROMPT+NEW@STREAMS or PREFIX:PROMPT+NEW@"),
+        (
+            ["--load", "64@1", "dma-hf", "serve", "m"],
+            "--load: expected PROMPT+NEW@STREAMS or PREFIX:PROMPT+NEW@STREAMS",
+        ),
         (["dma-hf", "bench"], "expected a server as PROGRAM serve MODEL, got 'dma-hf bench'"),
         (["dma-hf", "serve", "m", "--broken"], "dma-hf serve m --broken did not start: no such model"),
         (

@@ -99,7 +99,9 @@ class TestYarn:
         config = GPT2Config(n_embd=8, n_layer=1, n_head=1, n_positions=32, vocab_size=8)
         with pytest.raises(UserError, match="got 4 and gpt2 with none"):
             rescale(config, 4)
-        with pytest.raises(UserError, match=r"--context: .*, got 33; lower it$"):  # nor is it advised
+        with pytest.raises(
+            UserError, match=r"--context: .* takes 32 positions, got 33; lower it$"
+        ):  # nor is it advised
             replace(loaded, model=GPT2LMHeadModel(config)).check_positions(33, "--context")
 
 

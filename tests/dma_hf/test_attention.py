@@ -269,12 +269,21 @@ class TestQuirks:
 
 
 ERRORS = {
-    "dropout": ({"dropout": 0.1}, r"dropout: got dropout=0\.1, .* with on_unsupported='sdpa'"),
-    "position_bias": ({"position_bias": torch.zeros(1, 4, TOKENS, TOKENS)}, r"position_bias: .* \[1, 4, 9, 9\]"),
+    "dropout": (
+        {"dropout": 0.1},
+        r"dropout: got dropout=0\.1, .* allow SDPA for such calls with on_unsupported='sdpa'",
+    ),
+    "position_bias": (
+        {"position_bias": torch.zeros(1, 4, TOKENS, TOKENS)},
+        r"position_bias: the model passed one of shape \[1, 4, 9, 9\]",
+    ),
     "head_mask": ({"head_mask": torch.ones(4)}, r"the argument 'head_mask': got head_mask=Tensor\[4\]"),
     "unknown": ({"temperature": 0.5}, "the argument 'temperature': got temperature=0.5, which may change the result"),
     "cache": ({"cache": object()}, "the argument 'cache': got cache=<object object"),
-    "packing": ({"cu_seq_lens_q": torch.tensor([0, 4, 9])}, "cu_seq_lens_q: it lacks the end of a row, .* 2 with 9"),
+    "packing": (
+        {"cu_seq_lens_q": torch.tensor([0, 4, 9])},
+        "cu_seq_lens_q: it lacks the end of a row, of which there are 2 with 9 tokens",
+    ),
 }
 LATER_QUERY = dma_mask(2, 1, TOKENS, q_offset=TOKENS - 1)
 BLOCK_MASK = create_block_mask(lambda b, h, q, k: q >= k, 2, None, TOKENS, TOKENS, device="cpu")

@@ -92,6 +92,7 @@ def test_valid_settings_are_accepted(tmp_path):
         ({"lo": "mxfp4"}, ValueError, "unknown key 'lo'; valid keys: low, low_q, .*on_unsupported"),
         ({"lo": "mxfp4", "hi": 1}, ValueError, "unknown keys 'lo', 'hi'"),
         ({"low": "fp4"}, ValueError, "low must be one of bf16, .*; got 'fp4'"),
+        ({"skip_threshold": 0.0}, ValueError, "skip_threshold must be a number above 0, or None; got 0.0"),
         ({"backend": "cuda"}, ValueError, "backend must be one of auto, reference, triton; got 'cuda'"),
         ({"on_unsupported": "eager"}, ValueError, "on_unsupported must be one of error, sdpa; got 'eager'"),
         *(

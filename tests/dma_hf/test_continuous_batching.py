@@ -161,7 +161,9 @@ class TestName:
         first, second = llama.init_continuous_batching(), llama.init_continuous_batching()
         first.destroy()
         assert llama.config._attn_implementation == PAGED_NAME
-        with pytest.raises(RuntimeError, match="is for generate_batch only; call generate and forward after"):
+        with pytest.raises(
+            RuntimeError, match="is for generate_batch only; call generate and forward after the manager"
+        ):
             llama(token_ids(1, 5))
         second.destroy()
         assert llama.config._attn_implementation == "dma_mxfp"

@@ -279,10 +279,22 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("arguments", "hidden", "message"),
         [
-            ({"position_ids": _positions(SHORT)}, slice(14, 17), "position_ids that restart: attention_mask hides"),
+            (
+                {"position_ids": _positions(SHORT)},
+                slice(14, 17),
+                "position_ids that restart: attention_mask hides tokens",
+            ),
             (_flash_arguments(SHORT), slice(7), "cu_seq_lens_q: attention_mask hides tokens; leave attention_mask out"),
-            (_flash_arguments(SHORT) | {"cu_seq_lens_k": _ends((20, 30, 10))}, slice(0), "cu_seq_lens_k: it differs"),
-            (_flash_arguments((17, 33, 9)), slice(0), "cu_seq_lens_q: it lacks the end of a row"),
+            (
+                _flash_arguments(SHORT) | {"cu_seq_lens_k": _ends((20, 30, 10))},
+                slice(0),
+                "cu_seq_lens_k: it differs from",
+            ),
+            (
+                _flash_arguments((17, 33, 9)),
+                slice(0),
+                "cu_seq_lens_q: it lacks the end of a row, of which there are 1 with",
+            ),
         ],
         ids=["a gap between documents", "padding", "other documents of keys", "too few tokens"],
     )
@@ -293,7 +305,9 @@ class TestRefused:
             llama(token_ids(1, 60), attention_mask=mask if hidden.stop else None, use_cache=False, **arguments)
 
     def test_each_row_begins_a_document(self, llama, token_ids):
-        with pytest.raises(ValueError, match="cu_seq_lens_q: it lacks the end of a row"):
+        with pytest.raises(
+            ValueError, match="cu_seq_lens_q: it lacks the end of a row, of which there are 2 with 61 to"
+        ):
             llama(token_ids(2, 61), use_cache=False, **_flash_arguments((17, 33, 72)))
 
 

@@ -81,5 +81,7 @@ def test_more_candidates_than_the_cache_can_remove_are_refused(name, families, t
         model.generate(token_ids(1, 20), **options)
 
     say(128)
-    with pytest.raises(ValueError, match=f"{name} must be at most 128 with a DMACache, .*; got 129"):
+    with pytest.raises(
+        ValueError, match=f"{name} must be at most 128 with a DMACache, which cannot remove more tokens; got 129"
+    ):
         say(129)

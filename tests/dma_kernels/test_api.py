@@ -115,7 +115,9 @@ def test_rocm_runs_only_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_auto_warns_once_if_a_cuda_device_runs_the_reference() -> None:
     chip._warn_of_reference.cache_clear()
     cuda = torch.device("cuda")
-    with pytest.warns(UserWarning, match=r"runs in torch on a CUDA device.* got torch\.float32"):
+    with pytest.warns(
+        UserWarning, match=r"runs in torch on a CUDA device.* it takes bf16 and fp16, got torch\.float32"
+    ):
         assert resolve_backend("auto", cuda, torch.float32) == "reference"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
