@@ -123,7 +123,7 @@ def test_auto_warns_once_if_a_cuda_device_runs_the_reference() -> None:
         warnings.simplefilter("error")
         assert resolve_backend("auto", cuda, torch.float32) == "reference"
         assert resolve_backend("reference", cuda, torch.float32) == "reference"
-        assert resolve_backend("auto", torch.device("cpu"), torch.float32) == "reference"
+        assert resolve_backend("auto", torch.device("cpu"), torch.bfloat16) == "reference"
 
 
 def test_both_entry_points_have_the_same_parameters() -> None:

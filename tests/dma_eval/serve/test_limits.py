@@ -66,6 +66,26 @@ def test_all_but_reading_health_needs_the_key_and_requests_that_generate_are_lim
     assert asyncio.run(asyncio.wait_for(ask(), TIMEOUT)) == [status, status_of_next, 200, 200]
 
 
+def test_a_server_that_stops_cancels_what_answers():
+    ended = []
+
+    async def answer_never(scope, receive, send):
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("answer")
+
+    async def ask():
+        gate = Gate(answer_never)
+        asking = asyncio.create_task(status_of(gate, "/v1/models"))
+        await asyncio.sleep(0.01)
+        gate.close()
+        status = await asking
+        return status, [*ended]
+
+    assert asyncio.run(asyncio.wait_for(ask(), TIMEOUT)) == (503, ["answer"])
+
+
 @pytest.mark.parametrize(("scheme", "status"), [("bearer", 200), ("BEARER", 200), ("Basic", 401), ("", 401)])
 def test_the_scheme_of_a_key_has_no_case(scheme, status):
     """RFC 9110, section 11.1."""
