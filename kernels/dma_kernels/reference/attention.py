@@ -303,13 +303,7 @@ def _narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _product(q: Tensor, k: Tensor) -> Tensor:
     """Return ``q k^T`` for grouped heads, ``[B, Hq, R, D] x [B, Hkv, C, D] -> [B, Hkv, G, R, C]``."""
-    return _weighted_sum(_grouped(q, k.shape[1]), k.mT)
-
-
-def _grouped(x: Tensor, kv_heads: int) -> Tensor:
-    """Return ``[B, Hq, R, N]`` as ``[B, Hkv, G, R, N]``."""
-    batch, heads, *others = x.shape
-    return x.reshape(batch, kv_heads, heads // kv_heads, *others)
+    return _weighted_sum(torch.unflatten(q, 1, (k.shape[1], q.shape[1] // k.shape[1])), k.mT)
 
 
 def _masked(problem: _Problem, block: slice, columns: slice, q_pos: Tensor, k_pos: Tensor) -> Tensor | None:
@@ -417,9 +411,10 @@ def _exponentials(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]
 
 def _transposed_sum(weights: Tensor, x: Tensor) -> Tensor:
     """Sum over the queries of a group, ``[B, Hkv, G, R, C] x [B, Hq, R, N] -> [B, Hkv, C, N]``."""
-    return _matmul(weights.flatten(2, 3).mT, _grouped(x, weights.shape[1]).flatten(2, 3))
+    grouped = torch.unflatten(x, 1, weights.shape[1:3])
+    return _matmul(weights.flatten(2, 3).mT, grouped.flatten(2, 3))
 
 
 def _weighted_sum(weights: Tensor, value: Tensor) -> Tensor:
     """Return ``weights @ value`` for grouped heads, ``[B, Hkv, G, R, C] x [B, Hkv, C, Dv] -> [B, Hkv, G, R, Dv]``."""
-    return _matmul(weights.flatten(2, 3), value).view(*weights.shape[:4], value.shape[-1])
+    return torch.unflatten(_matmul(weights.flatten(2, 3), value), 2, weights.shape[2:4])
