@@ -203,8 +203,7 @@ class _LowTiles:
 class _Queries:
     """The 64 queries of a consumer warpgroup, and their keys as positions."""
 
-    start: Any  # position of the first query
-    first: Any  # its index; may be negative
+    first: Any  # index of the first query; may be negative
     tile: Any  # its tile
     are_present: Any  # whether the call holds one of the queries
     reach: Any  # high tiles after a query's own
@@ -384,7 +383,7 @@ def _consume(params, G: gl.constexpr):
         WORDS: gl.constexpr = softmax.row_sum.type.layout
         mask = mask.with_bitmask(bitmask_pointers(mask.bitmask_ptr, first, seq.q_len, params.storage_tiles, WORDS))
     queries = _Queries(
-        start=start, first=first, tile=q_tile, are_present=are_present,
+        first=first, tile=q_tile, are_present=are_present,
         reach=0 if block.IS_CAUSAL else block.diagonal_tiles, mask=mask, kv_start=kv_start, kv_stop=kv_stop,
         full_start=full_start, full_stop=full_stop,
     )  # fmt: skip
