@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import triton.language as tl
-from dma_kernels.cache import decode_kernel
+from dma_kernels.cache import decode_kernel, decode_mainloop
 from dma_kernels.numerics.tile_ranges import (
     attended_start,
     attended_stop,
@@ -113,14 +113,14 @@ def test_blocks_are_unmasked_if_every_query_attends_to_all_their_keys() -> None:
             assert [*range(start, stop)] == inside, (block, shift)
 
 
-def head_work() -> Callable[..., Any]:
-    """Return the decode kernel's function of that name as plain Python."""
-    function = decode_kernel._head_work.fn
+def as_python(function: Any, **others: Any) -> Callable[..., Any]:
+    """Return a device function of decoding as plain Python, given the device functions that it calls."""
     scope = {
-        name: value.value if isinstance(value, tl.constexpr) else value for name, value in vars(decode_kernel).items()
+        name: value.value if isinstance(value, tl.constexpr) else value
+        for name, value in function.fn.__globals__.items()
     }
     scope["gl"] = SimpleNamespace(maximum=max, minimum=min)
-    return FunctionType(function.__code__, scope)
+    return FunctionType(function.fn.__code__, scope | others)
 
 
 @pytest.mark.parametrize("has_new", [True, False])
@@ -128,7 +128,7 @@ def head_work() -> Callable[..., Any]:
 def test_a_decode_step_visits_each_tile_in_the_precisions_that_some_query_needs(
     window: int | None, has_new: bool
 ) -> None:
-    find = head_work()
+    find = as_python(decode_kernel._head_work, band_start=as_python(decode_mainloop.band_start))
     config = SimpleNamespace(W=4, HAS_WINDOW=window is not None)
     for stored, q_len, diagonal_tiles, sink_tiles in product(
         (1, 2, 127, 128, 129, 255, 256, 300, 512, 700), (1, 2, 16), (0, 1, 2), (0, 1, 3)
