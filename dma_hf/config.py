@@ -171,7 +171,7 @@ class DMAConfig(Recipe):
             ValueError: It is not TOML, or a key or value is invalid. The message names the file.
         """
         try:
-            section = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+            section = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))  # Windows editors write a BOM
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path}: not a TOML file: {error}") from None
         return _changed(cls.from_dict(section, source=str(path)), changes)

@@ -353,7 +353,8 @@ def load_suite(name: str) -> Suite:
     if not is_known and not name.endswith(".toml"):
         raise UserError(f"--suite: unknown suite {name!r}; valid: {', '.join(suite_names())}, or a TOML file")
     try:
-        content = (SUITES / f"{name}.toml" if is_known else Path(os.path.expanduser(name))).read_text(encoding="utf-8")
+        path = SUITES / f"{name}.toml" if is_known else Path(os.path.expanduser(name))
+        content = path.read_text(encoding="utf-8-sig")  # Windows editors write a BOM
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--suite: cannot read {name}: {getattr(error, 'strerror', None) or error}") from error
     try:

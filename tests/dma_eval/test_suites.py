@@ -66,6 +66,10 @@ class TestFiles:
             load_suite(str(path))
         assert str(caught.value).startswith(f"--suite: {path}: ")
 
+    def test_a_byte_order_mark_is_no_part_of_a_file(self, tmp_path):
+        (tmp_path / "mine.toml").write_text("[perplexity]\ncontexts = [128]\n", encoding="utf-8-sig")
+        assert load_suite(str(tmp_path / "mine.toml")).perplexity.contexts == [128]
+
     def test_unknown(self):
         with pytest.raises(UserError, match=f"unknown suite 'fast'; valid: {', '.join(suite_names())}"):
             load_suite("fast")

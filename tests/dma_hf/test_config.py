@@ -123,6 +123,11 @@ def test_invalid_files_are_rejected(text, message, tmp_path):
         config_of(tmp_path / "none.toml")
 
 
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path):
+    (tmp_path / "c.toml").write_text('low = "mxfp4"\n', encoding="utf-8-sig")
+    assert config_of(tmp_path / "c.toml") == DMAConfig(low="mxfp4")
+
+
 def test_from_dict_requires_a_mapping():
     with pytest.raises(TypeError, match=r"here: expected a mapping of configuration keys, got \['low'\]"):
         DMAConfig.from_dict(["low"], source="here")
