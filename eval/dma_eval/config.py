@@ -244,7 +244,7 @@ class PerplexityPart:
     """Perplexity, and divergence from the first backend."""
 
     # Tokens per window, one section for each. By default 2,048, or the model's maximum if that is less.
-    contexts: list[int] = field(default_factory=list)
+    contexts: list[int] = field(default_factory=list, metadata={"min": 2})
     data: str | None = None  # the text, as for ``dma-hf ppl``; by default, here and below, the command line's
     stride: int | None = window(
         None,
@@ -379,7 +379,7 @@ def parse_suite(name: str, values: Mapping[str, Any]) -> Suite:
         declared, value = each.metadata.get(KEY), getattr(getattr(suite, key), each.name)
         if value == [] and each.default_factory is MISSING:
             raise ValueError(f"[{key}] {each.name}: expected at least one value")
-        least = getattr(declared, "min", None)
+        least = each.metadata.get("min", getattr(declared, "min", None))
         for one in value if isinstance(value, list) else [value]:
             if least is not None and one is not None and one < least:
                 raise ValueError(f"[{key}] {each.name}: expected at least {least}, got {one}")

@@ -50,6 +50,8 @@ class TestFiles:
             ("ppl = 1", "unknown key 'ppl'; valid: description, perplexity, fidelity, tasks, stress"),
             ("[fidelity]\nhead_windows = -1", r"\[fidelity\] head_windows: expected at least 0, got -1"),
             ("[tasks]\nnames = ['x']\nlengths = [4096, 0]", r"\[tasks\] lengths: expected at least 1, got 0"),
+            ("[perplexity]\ncontexts = [128, 1]", r"\[perplexity\] contexts: expected at least 2, got 1"),
+            ("[perplexity]\ncontexts = [0]", r"\[perplexity\] contexts: expected at least 2, got 0"),
             ("[tasks]\nnames = []", r"\[tasks\] names: expected at least one value"),
             ("[tasks]\nname = 1", r"\[tasks\] unknown key 'name'; valid: names, limit, num_fewshot"),
             ("[tasks]", "tasks.names: Field required"),
