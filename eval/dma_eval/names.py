@@ -31,6 +31,7 @@ IMPLEMENTATIONS = (
 """Attention implementations of the supported versions of Transformers, and simulated ones."""
 GENERATE_CACHES = ("dynamic", "static", "int8", "int4")  # caches of ``dma-hf bench``
 API_KEY_VARIABLE = "DMA_HF_API_KEY"  # environment variable with the key that the requests to a server must carry
+INFINITY = "inf"  # a setting that is infinite, which JSON has no number for
 TILE = 128  # tokens of a chunk that is read through a cache
 # Files that `datasets` reads with a builder of that name; any other existing file is read as plain text.
 BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}

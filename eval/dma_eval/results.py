@@ -8,6 +8,7 @@ are refused. Numbers that do not exist (of a failed backend, or without a refere
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
@@ -19,7 +20,7 @@ from pydantic import Field
 from .environment import Environment, collect, command_line
 from .errors import UserError
 from .files import parse
-from .names import TILE
+from .names import INFINITY, TILE
 
 RESULTS = "results.json"  # the report in a run's folder
 Backend = TypeVar("Backend")
@@ -80,7 +81,7 @@ class BackendInfo:
 
     label: str  # its name in tables and plots, unique in the section
     implementation: str  # its name in Transformers
-    config: dict[str, Any] | None  # its resolved configuration; null for any implementation but ``dma_mxfp``
+    config: dict[str, Any] | None  # its resolved configuration, infinity as ``inf``; null except for ``dma_mxfp``
     reference: str | None = None  # what it is compared with, if not the first: a 16-bit cache in the same chunks
 
 
@@ -383,13 +384,18 @@ def low_share(lengths: Sequence[int], config: Mapping[str, Any]) -> float:
 
 
 def backend_configs(report: Report) -> dict[str, dict[str, Any]]:
-    """The configuration of every ``dma_mxfp`` backend, by label, which for a second configuration ends in `` (2)``."""
+    """Return the configuration of every ``dma_mxfp`` backend, with numbers for infinities.
+
+    The keys are labels. That of a second configuration ends in `` (2)``.
+    """
     found: dict[str, list[dict[str, Any]]] = {}
     for backend in (each for group in backend_groups(report) for each in group):
         if backend.config is not None and backend.config not in found.setdefault(backend.label, []):
             found[backend.label].append(backend.config)
     return {
-        label if index == 1 else f"{label} ({index})": config
+        label if index == 1 else f"{label} ({index})": {
+            name: math.inf if value == INFINITY else value for name, value in config.items()
+        }
         for label, configs in found.items()
         for index, config in enumerate(configs, 1)
     }

@@ -86,6 +86,22 @@ class TestFolder:
         pages = [(each / "report.md").read_text(encoding="utf-8") for each in (tmp_path, folder / "all")]
         assert pages[0] == pages[1]
 
+    def test_keeps_an_infinite_threshold(self, ppl, run, tmp_path):
+        """JSON has no infinity. The configuration and the card are those that were measured, and a run resumes."""
+        config = dma_hf.DMAConfig(skip_threshold=float("inf"))
+        config.to_toml(tmp_path / "mine.toml")
+        command = ("--attn", "sdpa", f"dma_mxfp:{tmp_path}/mine.toml", "--out", tmp_path / "run")
+        ppl(*command, code=0)
+        assert "taken from the folder" in ppl(*command, code=0).stderr
+        (tmp_path / "run/configs/mine.toml").unlink()
+        run("report", tmp_path / "run", code=0)
+        assert dma_hf.DMAConfig.from_toml(tmp_path / "run/configs/mine.toml") == config
+        assert "| `skip_threshold` | inf |" in (tmp_path / "run/report.md").read_text(encoding="utf-8")
+        text = card_of(read_report(tmp_path / "run")).text
+        (setting,) = re.findall(r"configure\(model, (.*)\)$", text, re.MULTILINE)
+        section = json.loads(text[text.index("```json\n") + 8 :].partition("```")[0])["dma_mxfp"]
+        assert dma_hf.DMAConfig.from_dict(eval(setting)) == dma_hf.DMAConfig.from_dict(section) == config
+
     def test_needs_no_torch(self, tmp_path, python):
         """Nor the plugin: what is made of results is made at once, on any machine."""
         run = BENCHMARKS / "smollm2-4096-fp32" / "results.json"

@@ -7,6 +7,7 @@ and others simulate the rounding of other kernels (:mod:`dma_eval.load.baselines
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import dma_hf
 from dma_eval.errors import UserError, one_line
-from dma_eval.names import DMA, DYNAMIC, FORMAT_SUFFIXES, is_file, parse_name
+from dma_eval.names import DMA, DYNAMIC, FORMAT_SUFFIXES, INFINITY, is_file, parse_name
 from dma_hf import DMAConfig
 from dma_hf.cache_layers import DMALayer
 from dma_hf.integrations.internals import attention_name
@@ -50,6 +51,8 @@ class Backend:
     def info(self) -> dict[str, Any]:
         """The fields of :class:`dma_eval.results.BackendInfo`."""
         config = None if self.config is None else self.config.to_dict()
+        if config is not None and config["skip_threshold"] == math.inf:
+            config["skip_threshold"] = INFINITY
         return {"label": self.label, "implementation": self.implementation, "config": config}
 
 

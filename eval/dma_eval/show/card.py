@@ -144,7 +144,7 @@ def _text(report: Report, label: str, base: str, name: str) -> str:
         "base": base,
         "config": config,
         "attention": attention if is_named else DMA,
-        "arguments": "" if is_named else repr(section),
+        "arguments": "" if is_named else repr(section).replace(": inf", ": float('inf')"),
         "json": json.dumps({DMA: section}, indent=2),
         "model": origins[0].model,
         "origins": [
