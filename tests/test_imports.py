@@ -44,7 +44,7 @@ ROOMS = {
     "session": BASE | {"config", "load", "results"},
     "equalization": set(),
     "harness": BASE | {"load"},
-    "lm_eval": {"harness"},
+    "lm_eval": {"console", "errors", "harness"},
     "measures": BASE | {"config", "equalization", "harness", "load", "results", "session"},
     # show what was recorded
     "show": BASE | {"results"},

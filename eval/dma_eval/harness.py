@@ -57,7 +57,7 @@ class DMALM(HFLM):  # type: ignore[misc]
             )
         if not str(batch_size).isdecimal():
             raise ValueError(f"batch_size must be a number, got {batch_size!r}; dma-hf does not search for one")
-        (backend,) = parse_backends([attn])
+        (backend,) = parse_backends([attn], "attn")
         super().__init__(pretrained=pretrained, batch_size=batch_size, **kwargs)
         if self.backend != "causal":
             raise ValueError(f"dma-hf evaluates causal language models, got {type(self.model).__name__}")

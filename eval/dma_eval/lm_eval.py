@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+
 from lm_eval.__main__ import cli_evaluate
 
-from . import harness  # noqa: F401 (registers the model)
+from . import console, harness  # noqa: F401 (harness registers the model)
+from .errors import UserError
 
 if __name__ == "__main__":
-    cli_evaluate()
+    try:
+        cli_evaluate()
+    except UserError as error:
+        console.print_error(str(error))
+        sys.exit(console.USER_ERROR)

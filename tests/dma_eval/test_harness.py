@@ -160,6 +160,14 @@ class TestFailures:
         assert broken.failure is None
 
 
+def test_a_wrong_backend_of_its_command_is_one_line(model_folder, python):
+    arguments = ("--model", "dma-hf", "--model_args", f"pretrained={model_folder},attn=flash", "--tasks", "arc_easy")
+    done = python("-m", "dma_eval.lm_eval", *arguments, "--device", "cpu", env={"HF_HUB_OFFLINE": "1"})
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("Error: attn: unknown backend 'flash'; valid: ")
+
+
 class TestArguments:
     def test_backend(self, model_folder):
         lm = DMALM(str(model_folder), attn="dma_mxfp:fp4", device="cpu", dtype="float32")
