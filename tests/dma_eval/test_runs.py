@@ -311,6 +311,9 @@ class TestCard:
         card = str(card_of(report))
         assert run(*command).stdout == card
         assert run(*command, "--out", tmp_path / "README.md").exit_code == 0
+        for empty in ("", " "):
+            message = f"Error: --license: expected a licence, such as apache-2.0, got {empty!r}"
+            assert refused(run(*command, "--license", empty)) == message
         assert (tmp_path / "README.md").read_text(encoding="utf-8") == card
         if Path("/dev/full").exists():
             message = "Error: cannot write to /dev/full: No space left on device"

@@ -65,6 +65,8 @@ def card(args: CardOptions) -> int:
     dma-hf card run/results.json --base-model HuggingFaceTB/SmolLM2-135M --backend dma_mxfp:fp4
     """
     check_file(args.out, "--out")
+    if args.license_name is not None and not args.license_name.strip():
+        raise UserError(f"--license: expected a licence, such as apache-2.0, got {args.license_name!r}")
     from dma_eval.results import read_report
     from dma_eval.show.card import make_card
 
