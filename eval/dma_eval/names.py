@@ -54,10 +54,13 @@ def is_file(setting: str) -> bool:
     return setting not in PRESETS and (setting.endswith(".toml") or Path(setting).exists())
 
 
-def parse_name(name: str, option: str = "--attn", valid: Sequence[str] = ()) -> tuple[str, str, str]:
+def parse_name(
+    name: str, option: str = "--attn", valid: Sequence[str] = (), caches: Sequence[str] = PEER_SUFFIXES
+) -> tuple[str, str, str]:
     """Split the name of a backend into implementation, preset or file, and cache, and check them.
 
-    ``valid`` has the implementations that Transformers knows, among them registered ones, once it is loaded.
+    ``valid`` has the implementations that Transformers knows, among them registered ones, once it is loaded. ``caches``
+    are those that an error suggests for implementations other than ``dma_mxfp``.
     """
     rest, cache = split_suffix(name)
     implementation, colon, setting = rest.partition(":")
@@ -76,20 +79,23 @@ def parse_name(name: str, option: str = "--attn", valid: Sequence[str] = ()) -> 
         if implementation not in known or colon or cache in FORMAT_SUFFIXES:
             raise UserError(
                 f"{option}: unknown backend {name!r}; valid: {', '.join(valid or IMPLEMENTATIONS)}, and after it "
-                f"a cache ({', '.join(PEER_SUFFIXES)}); presets, files and {', '.join(FORMAT_SUFFIXES)} are for {DMA}"
+                f"a cache ({', '.join(caches)}); presets, files and {', '.join(FORMAT_SUFFIXES)} are for {DMA}"
             )
     return implementation, setting, cache
 
 
 def check_runs(names: Sequence[str]) -> None:
     """Check the names that ``dma-hf bench`` compares: ``ATTENTION+CACHE``."""
+    caches = [f"+{cache}" for cache in GENERATE_CACHES if f"+{cache}" not in FORMAT_SUFFIXES]
     for name in names:
         attention, _, cache = name.rpartition("+")
         if cache not in GENERATE_CACHES:
             valid = ", ".join(GENERATE_CACHES)
             raise UserError(f"--run: expected ATTENTION+CACHE with a cache of {valid}, got {name!r}")
-        if parse_name(attention, "--run")[2]:
+        if parse_name(attention, "--run", caches=caches)[2]:
             raise UserError(f"--run: expected ATTENTION+CACHE with one cache, got {name!r}")
+        if f"+{cache}" in FORMAT_SUFFIXES:
+            parse_name(name, "--run", caches=caches)  # which refuses it for other attention
 
 
 def refuse_repeats(option: str, labels: Sequence[str]) -> None:

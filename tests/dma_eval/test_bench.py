@@ -194,7 +194,11 @@ class TestFp8Weights:
     [
         (["sdpa"], "expected ATTENTION.CACHE with a cache of dynamic, static, int8, int4, got 'sdpa'"),
         (["dma_mxfp:kv9+int8"], r"--run: unknown preset 'kv9'; .* or a TOML file \(dma_mxfp:FILE.toml\)"),
-        (["sdpa+int4"], "unknown backend 'sdpa.int4'"),
+        (
+            ["sdpa+int4"],
+            r"--run: unknown backend 'sdpa\+int4'; .*, and after it a cache \(\+dynamic, \+static\); presets, files "
+            r"and \+int8, \+int4 are for dma_mxfp$",
+        ),
         (["dma_mxfp+int4+dynamic"], "expected ATTENTION.CACHE with one cache, got 'dma_mxfp.int4.dynamic'"),
         (["sdpa+dynamic+static"], "with one cache, got 'sdpa.dynamic.static'"),
         (["sdpa+static", "sdpa+static"], "sdpa.static is given more than once"),

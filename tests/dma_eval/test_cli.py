@@ -166,6 +166,7 @@ WRONG = {
     "lm-eval -m m --tasks none --attn sdpa dma_mxfp:typo": "--attn: unknown preset 'typo'",
     "ppl -m m -d none.txt --attn sdpa:balanced": "--attn: unknown backend 'sdpa:balanced'; valid: dma_mxfp, eager, ",
     "bench --run spda+dynamic": "--run: unknown backend 'spda'; valid: dma_mxfp, eager, ",
+    "bench --run sdpa+int4": "--run: unknown backend 'sdpa+int4'; valid: dma_mxfp, eager, ",
     "bench --run sdpa+dynamo": "--run: expected ATTENTION+CACHE with a cache of dynamic, static, int8, ",
     "bench --shape big": "Invalid value for '--shape': 'big' is not one of 'llama-3.1-8b', ",
     "ppl -m m -d none.txt -c 128 --stride 129": "--stride must be from 1 to the context, 128, got 129",
