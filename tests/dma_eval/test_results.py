@@ -6,7 +6,7 @@ import json
 import re
 import subprocess
 from dataclasses import replace
-from html import unescape
+from html import escape, unescape
 from pathlib import Path
 
 import pytest
@@ -22,9 +22,11 @@ from dma_eval.names import PRESETS
 from dma_eval.results import BackendResult, Origin, Report, here_and_now, read_report
 from dma_eval.session import Session
 from dma_eval.show import plots
-from dma_eval.show.pages import COLUMNS, format_kl, number, perplexity_page
+from dma_eval.show.card import make_card
+from dma_eval.show.pages import COLUMNS, code_span, format_kl, number, perplexity_page
 from dma_eval.show.plots import line_styles, plot_positions
 from dma_eval.show.render import Plot, measured, to_html, to_markdown
+from markdown_it import MarkdownIt
 from matplotlib.figure import Figure
 from PIL import Image
 
@@ -210,6 +212,26 @@ def test_html(report, tmp_path):
     assert page.count("<button") == sum(len(table[0]) for table in tables)
     assert "<b>" not in page
     assert "&lt;b&gt;bold" in page
+
+
+@pytest.mark.parametrize(
+    "text", ["plain", "a`b", "`a`", "``", "a``b`c", "```", " a", "a ", " ` ", "a\\`b", "*a*", "<b>", "a|b"]
+)
+def test_a_code_span_shows_any_text(text):
+    assert MarkdownIt().renderInline(f"x {code_span(text)} y") == f"x <code>{escape(text, quote=False)}</code> y"
+
+
+def test_names_with_backticks_are_code(report):
+    """A model, a text, and the command that has both."""
+    (section,) = report.perplexity
+    origin = replace(section.origin, command="dma-hf ppl -m 'a`m' -d 'a`t'", model=replace(report.model, name="a`m"))
+    section = replace(section, origin=origin, data=replace(section.data, name="a`t"))
+    report = replace(report, perplexity=[section, replace(section, origin=replace(origin, seed=8))])
+    card = make_card(report, base_model="me/tiny").text
+    for text in (to_markdown(report), card):
+        page = MarkdownIt("js-default").render(text)
+        for shown in ("a`m", "a`t", origin.command):
+            assert f"<code>{shown}</code>" in page
 
 
 class TestMeasured:

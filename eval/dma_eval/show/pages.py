@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -77,6 +78,13 @@ def of(field: str, form: str, unit: str = "", *, factor: float = 1.0) -> Callabl
     return lambda result: number(getattr(result, field), form, unit, factor=factor)
 
 
+def code_span(text: str) -> str:
+    """Return a code span of CommonMark that shows ``text``, which may contain backticks."""
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    space = " " if {text[:1], text[-1:]} & {"`", " "} else ""  # one at each end is not shown
+    return f"{fence}{space}{text}{space}{fence}"
+
+
 def make_table(columns: Columns, results: Sequence[Any], caption: str = "") -> Table:
     """Return a row for each result, without the columns that no result has. A failed one says so."""
     ran = [result for result in results if result.failure is None]
@@ -113,7 +121,7 @@ def templates() -> jinja2.Environment:
         "share": share,
         "low_share": lambda backend, context: low_share([context], backend.config),
         "cell": lambda text: str(text).replace("|", "\\|"),
-        "quoted": lambda text: f"`{text}`",
+        "code": code_span,
     }
     return environment
 

@@ -18,7 +18,7 @@ from dma_eval.errors import UserError, one_line
 from dma_eval.files import check_folder, slug
 from dma_eval.results import ModelInfo, Origin, Report, backend_configs
 
-from .pages import MISSING, PAGES, Page, Table, templates
+from .pages import MISSING, PAGES, Page, Table, code_span, templates
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -105,7 +105,7 @@ def _content(report: Report, plots: Sequence[Plot]) -> dict[str, Any]:
     configs = backend_configs(report)
     if configs:
         names = dict.fromkeys(name for config in configs.values() for name in config)
-        rows = [[f"`{name}`", *(_plain(config.get(name)) for config in configs.values())] for name in names]
+        rows = [[code_span(name), *(_plain(config.get(name)) for config in configs.values())] for name in names]
         appendix.append(Table(("field", *configs), rows, "Configurations"))
     origins = distinct_origins(report)
     for index, origin in enumerate(origins, 1):
@@ -134,7 +134,8 @@ def section_pages(report: Report) -> list[Page]:
     if len(distinct_origins(report)) > 1:
         for page, (_, section) in zip(pages, report.sections, strict=True):
             origin = section.origin
-            page.notes.append(f"Measured {origin.created[:10]} by `{origin.command}`: {measured(origin.model)}.")
+            command = code_span(origin.command)
+            page.notes.append(f"Measured {origin.created[:10]} by {command}: {measured(origin.model)}.")
             page.notes.append(f"Machine: {machine(origin.environment)}; {versions(origin.environment)}.")
     return pages
 
@@ -146,7 +147,7 @@ def machine(environment: Environment) -> str:
 def measured(model: ModelInfo) -> str:
     """Say which weights were measured, with their dtype and quantization."""
     revision = model.commit or model.revision
-    weights = f"`{model.name}`" + (f" at `{revision}`" if revision else "") + f", weights in {model.dtype}"
+    weights = code_span(model.name) + (f" at {code_span(revision)}" if revision else "") + f", weights in {model.dtype}"
     if model.quantization is not None:
         weights += f", quantized to {model.quantization} in the file or checkpoint"
     positions = "" if model.yarn is None else f"; YaRN extends its positions {model.yarn:g} times"
@@ -173,7 +174,7 @@ def _facts(origin: Origin, which: str) -> Table:
         "machine": machine(environment),
         "versions": versions(environment),
         "Python, system": f"{environment.python}, {environment.system}{cuda}",
-        "command": f"`{origin.command}`",
+        "command": code_span(origin.command),
         "seed, date": f"{origin.seed}, {origin.created}",
     }
     return Table(("", ""), [[name, text] for name, text in rows.items() if text], f"Model and machine{which}")
