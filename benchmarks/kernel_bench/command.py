@@ -26,7 +26,7 @@ def make_parser(description: str, seconds: float) -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results, after every shape")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--dtype", default=DTYPES[0], choices=DTYPES, help="data type of what is not quantized")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=seed, default=0)
     parser.add_argument("--seconds", type=duration, default=seconds, help="about how long one shape is measured")
     return parser
 
@@ -43,6 +43,13 @@ def duration(text: str) -> float:
     if not 0 <= float(text) < math.inf:  # a text that is no number is an error of argparse
         raise argparse.ArgumentTypeError(f"expected a finite number of at least 0, got {text!r}")
     return float(text)
+
+
+def seed(text: str) -> int:
+    """Parse a seed: an integer that ``torch.manual_seed`` takes."""
+    if not -(2**63) <= int(text) < 2**64:  # a text that is no integer is an error of argparse
+        raise argparse.ArgumentTypeError(f"expected an integer of at most 64 bits, got {text!r}")
+    return int(text)
 
 
 def run(main: Callable[[argparse.Namespace], int], parser: argparse.ArgumentParser) -> None:

@@ -131,6 +131,11 @@ def test_a_package_that_is_missing_is_named(name, monkeypatch):
         (prefill, ["--inputs", "model"], "--inputs needs --data and --length, and excludes --shape"),
         (prefill, ["--dtype", "float32"], "argument --dtype: invalid choice: 'float32'"),
         (prefill, ["--seconds", "nan"], "argument --seconds: expected a finite number of at least 0, got 'nan'"),
+        (
+            prefill,
+            ["--seed", str(2**64)],
+            "argument --seed: expected an integer of at most 64 bits, got '18446744073709",
+        ),
         (prefill, ["--length", "0"], "argument --length: expected an integer of at least 1, got '0'"),
         (prefill, ["--batch", "-2"], "argument --batch: expected an integer of at least 1, got '-2'"),
         (prefill, ["--layers", "0"], "argument --layers: expected an integer of at least 1, got '0'"),
