@@ -41,7 +41,8 @@ class DMACache(DynamicCache):  # type: ignore[misc]
     other states (Mamba, linear attention, an indexer) are those of Transformers.
 
     Args:
-        config: The model's configuration.
+        config: The model's configuration. In ``forward``, layers ask it whether they run ``dma_mxfp``: pass
+            ``model.config``, not a copy.
         cache: Format: ``int8`` or ``int4``, or a sequence with one for each layer. The default is the ``cache`` of the
             model's settings, or else ``int8``.
         max_cache_len: Size in tokens of a static cache, for ``torch.compile`` and CUDA graphs. ``None`` grows.

@@ -111,13 +111,16 @@ def prepare_cache(
     cache = _cache_in(model_kwargs)
     if isinstance(cache, DMACache):
         model_kwargs[CACHE_ARGUMENT] = cache = _with_cross_attention(model, cache)
+    packed = packed_cache(cache)
+    if packed is not None:  # it may have been made with a copy of the configuration, or loaded from a file
+        packed.owner.config = model.config.get_text_config(decoder=True)
     if not is_ours(model):
         return method(model, *given)
     is_configured = cache_of(model) is not None
     is_open = generation_config.use_cache is not False and generation_config.cache_implementation in OPEN
     may_be_new = cache is None and is_configured and is_open
     new = _new_cache(model, generation_config, max_cache_length) if may_be_new else None
-    packed = packed_cache(cache if new is None else new)
+    packed = packed if new is None else packed_cache(new)
     if is_configured:
         expect_other_cache(model, packed is None)
     if packed is not None:

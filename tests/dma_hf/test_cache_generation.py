@@ -249,6 +249,18 @@ class TestDefault:
         with pytest.warns(UserWarning, match="says cache='int4', but the keys of a .* came from another cache"):
             model(ids[:, :1], **{CACHE_ARGUMENT: cache})
 
+    @pytest.mark.parametrize("name", ["llama", "bart"])
+    def test_generate_reads_the_packed_keys_of_a_cache_made_with_another_configuration(self, name, build, token_ids):
+        """Such as one from ``AutoConfig``, which does not know the attention of the model."""
+        model, ids = build(name), token_ids(1, 20)
+        expected = _generate(model, ids, do_sample=False)
+        cache = DMACache(type(model.config).from_dict(model.config.to_dict()), "int8")
+        dma_hf.reset_stats(model)
+        assert torch.equal(_generate(model, ids, do_sample=False, **{CACHE_ARGUMENT: cache}), expected)
+        layers = {name: layer.uses for name, layer in dma_hf.stats(model).layers.items() if "encoder." not in name}
+        caches = {use.cache for name, uses in layers.items() if name.endswith("self_attn") for use in uses}
+        assert caches == {"int8"}
+
     def test_the_last_query_of_a_prompt_is_no_decoding_step(self, build, token_ids):
         """Gemma 4 computes layers with shared keys for it alone."""
         model = build("gemma4")
