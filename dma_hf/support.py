@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Mapping
@@ -262,22 +263,31 @@ def note_missing_weights() -> None:
     )
 
 
-_with_other_cache: weakref.WeakValueDictionary[int, PreTrainedConfig] = weakref.WeakValueDictionary()
-"""By their ids, the configurations of models whose last call of ``generate`` requested another cache than theirs."""
+class _OtherCaches(threading.local):
+    """By their ids, configurations of models whose last ``generate`` in this thread requested another cache."""
+
+    def __init__(self) -> None:
+        self.configs: weakref.WeakValueDictionary[int, PreTrainedConfig] = weakref.WeakValueDictionary()
+
+
+_other_caches = _OtherCaches()
 
 
 def expect_other_cache(model: PreTrainedModel, is_expected: bool) -> None:
-    """Note whether a call of ``generate`` asks for another cache. Then no layer of the decoder warns of it."""
+    """Note whether a call of ``generate`` asks for another cache. Then no layer of the decoder warns of it.
+
+    Calls in other threads may ask for other caches of the same model.
+    """
     for config in (model.config, getattr(model.get_decoder(), "config", model.config)):
         if is_expected:
-            _with_other_cache[id(config)] = config
+            _other_caches.configs[id(config)] = config
         else:
-            _with_other_cache.pop(id(config), None)
+            _other_caches.configs.pop(id(config), None)
 
 
 def note_other_cache(module: nn.Module, format: str) -> None:
     """Warn that a decoding step reads another cache than the configured one, unless ``generate`` asked for it."""
-    if not torch.compiler.is_compiling() and id(module.config) not in _with_other_cache:
+    if not torch.compiler.is_compiling() and id(module.config) not in _other_caches.configs:
         warnings.warn(
             f"the configuration of this model says cache={format!r}, but the keys of a decoding step came from another "
             f"cache, or were changed by the layer. In forward, pass {CACHE_ARGUMENT}=dma_hf.DMACache(model.config). "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from multiprocessing.reduction import ForkingPickler
 
@@ -27,6 +28,7 @@ from transformers import (
     StaticCache,
     set_seed,
 )
+from transformers.generation import BaseStreamer
 
 import dma_hf
 from dma_hf import DMACache, attention
@@ -248,6 +250,22 @@ class TestDefault:
         model(ids, **{CACHE_ARGUMENT: cache})
         with pytest.warns(UserWarning, match="says cache='int4', but the keys of a .* came from another cache"):
             model(ids[:, :1], **{CACHE_ARGUMENT: cache})
+
+    def test_calls_in_threads_may_ask_for_different_caches_without_a_warning(self, build, token_ids):
+        model, ids = build("llama"), token_ids(1, 20)
+        dma_hf.configure(model, cache="int4")
+
+        class OtherCall(BaseStreamer):
+            def put(self, tokens):
+                with ThreadPoolExecutor(1) as pool:
+                    assert type(pool.submit(_cache_of, model, ids).result()) is DMACache
+
+            def end(self):
+                pass
+
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*another cache")
+            _cache_of(model, ids, cache_implementation="dynamic", streamer=OtherCall())
 
     @pytest.mark.parametrize("name", ["llama", "bart"])
     def test_generate_reads_the_packed_keys_of_a_cache_made_with_another_configuration(self, name, build, token_ids):
