@@ -224,7 +224,8 @@ def assisted_decoding(method: Callable[..., Any], model: PreTrainedModel, input_
     packed = packed_cache(_cache_in(options)) if is_ours(model) else None
     if packed is None:
         return method(model, input_ids, **options)
-    own = getattr(options.get("assistant_model"), "generation_config", None)
+    is_own_assistant = options["generation_config"].assistant_early_exit is not None
+    own = getattr(model if is_own_assistant else options.get("assistant_model"), "generation_config", None)
     _check_candidates("num_assistant_tokens", getattr(own, "num_assistant_tokens", None))
     embeddings = options.get("inputs_embeds")
     packed.owner.prompt_length = max(input_ids.shape[1], 0 if embeddings is None else embeddings.shape[1])

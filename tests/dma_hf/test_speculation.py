@@ -66,7 +66,7 @@ def test_a_reset_cache_computes_the_next_prompt_as_a_prompt(families, token_ids)
     assert torch.equal(model(ids, **{CACHE_ARGUMENT: cache}).logits, expected)
 
 
-@pytest.mark.parametrize("name", ["prompt_lookup_num_tokens", "num_assistant_tokens"])
+@pytest.mark.parametrize("name", ["prompt_lookup_num_tokens", "num_assistant_tokens", "assistant_early_exit"])
 def test_more_candidates_than_the_cache_can_remove_are_refused(name, families, token_ids):
     """At the start, and not in the middle of an answer."""
     model, assistant = _model(families, "qwen2"), _model(families, "qwen2")
@@ -76,12 +76,16 @@ def test_more_candidates_than_the_cache_can_remove_are_refused(name, families, t
         if name == "num_assistant_tokens":
             options["assistant_model"] = assistant
             assistant.generation_config.num_assistant_tokens = count
+        elif name == "assistant_early_exit":  # the model assists itself
+            options[name] = 1
+            model.generation_config.num_assistant_tokens = count
         else:
             options[name] = count
         model.generate(token_ids(1, 20), **options)
 
     say(128)
+    limited = "prompt_lookup_num_tokens" if name == "prompt_lookup_num_tokens" else "num_assistant_tokens"
     with pytest.raises(
-        ValueError, match=f"{name} must be at most 128 with a DMACache, which cannot remove more tokens; got 129"
+        ValueError, match=f"{limited} must be at most 128 with a DMACache, which cannot remove more tokens; got 129"
     ):
         say(129)
