@@ -103,12 +103,13 @@ _compiled: set[tuple[Any, ...]] = set()
 def compile_together(launches: Sequence[tuple[KernelLaunch, Sequence[Any]]]) -> None:
     """Compile the new kernels of launches at the same time. One alone compiles when it is launched.
 
-    Each launch comes with its arguments.
+    Each launch comes with its arguments, and raises the error of a kernel that does not compile. Triton 3.6 would not
+    leave its mode after an error here.
     """
     new = {(launch.kernel, launch.constants): (launch, arguments) for launch, arguments in launches}
     new = {key: each for key, each in new.items() if key not in _compiled and isinstance(key[0], JITFunction)}
     if len(new) > 1:
-        with ThreadPoolExecutor(len(new)) as executor, triton.AsyncCompileMode(executor):
+        with ThreadPoolExecutor(len(new)) as executor, triton.AsyncCompileMode(executor, ignore_errors=True):
             for launch, arguments in new.values():
                 launch.kernel.warmup(*arguments, grid=launch.grid, **launch.keywords)
     _compiled.update(new)

@@ -65,7 +65,8 @@ def test_new_kernels_of_a_plan_are_compiled_together_once(monkeypatch: pytest.Mo
     events: list[Any] = []
 
     @contextmanager
-    def together(executor: Any) -> Iterator[None]:
+    def together(executor: Any, ignore_errors: bool = False) -> Iterator[None]:
+        assert ignore_errors, "Triton 3.6 would stay in the mode after an error, which the launch raises, too"
         events.append("begin")
         yield
         events.append("end")

@@ -211,9 +211,10 @@ class _LowTiles:
         V_DTYPE: gl.constexpr = loads.v.smem.dtype
         IS_FP8: gl.constexpr = V_DTYPE == gl.float8e4nv  # noqa: SIM300 (a constexpr)
         V_STAGES: gl.constexpr = loads.v.smem.shape[0]
+        O_LAYOUT: gl.constexpr = acc.type.layout
         if IS_FP8:
             softmax = softmax.update_row_sum(p, alpha)
-            operand = to_mma_operand(p, V_DTYPE, acc.type.layout)
+            operand = to_mma_operand(p, V_DTYPE, O_LAYOUT)
             loads.v.wait(i_v)
             v = loads.v.stage(i_v).permute([1, 0])
             product = warpgroup_mma_wait(0, deps=[issue_pv_mma(acc, operand, alpha, v)])
@@ -225,7 +226,7 @@ class _LowTiles:
                 loads.issue_tile_v(i_v + 1, i_tile, 1, False)
             for half in gl.static_range(2):
                 softmax = softmax.update_row_sum(halves[half], alpha)
-                operand = to_mma_operand(halves[half], V_DTYPE, acc.type.layout)
+                operand = to_mma_operand(halves[half], V_DTYPE, O_LAYOUT)
                 loads.v.wait(i_v)
                 v = loads.v.stage(i_v).reshape([BLOCK, loads.D])
                 if self.CHECKS_VALUES:

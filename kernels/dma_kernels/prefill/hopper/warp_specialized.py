@@ -159,6 +159,7 @@ class _LowTiles:
         DV: gl.constexpr = pipe.v_smem.shape[1 if IS_FP8 else 4]
         WIDTH: gl.constexpr = accs[0].shape[1]
         S_LAYOUT: gl.constexpr = product_layout(TILE, 16 if is_16bit(k_smem.dtype) else 8)
+        O_LAYOUT: gl.constexpr = accs[0].type.layout
         S_DTYPE: gl.constexpr = gl.int32 if k_smem.dtype == gl.int8 else gl.float32
         # No registers are left to keep fp32 probabilities during the P·V product.
         SUM_FIRST: gl.constexpr = WIDTH < DV or (is_16bit(k_smem.dtype) and not IS_FP8)
@@ -187,7 +188,7 @@ class _LowTiles:
             p, alpha, softmax = softmax.update(s, scale, gl.zeros_like(scale))
             if SUM_FIRST:
                 softmax = softmax.update_row_sum(p, alpha)
-            operand = to_mma_operand(p, V_DTYPE, accs[0].type.layout)
+            operand = to_mma_operand(p, V_DTYPE, O_LAYOUT)
             v = pipe.v_smem.index(stage.index)
             if not IS_FP8:
                 v = v.reshape([TILE, DV])
