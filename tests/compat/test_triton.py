@@ -1,4 +1,4 @@
-"""The kernels on every supported version of Triton: in its interpreter, and two calls compiled for an H100.
+"""The kernels on every supported version of Triton: in its interpreter, and calls compiled for an H100.
 
 Without a GPU, so that it shows whether a version can run and compile the kernels, not how fast they are.
 """
@@ -28,7 +28,13 @@ def test_decoding_steps_match_the_reference(format: str) -> None:
     decode_cases.assert_steps_match(decode_cases.CASES["ragged-across-boundaries"], format, torch.float16, "cpu")
 
 
-@pytest.mark.parametrize(("program", "call"), [("aot.py", "balanced:90:128"), ("aot_decode.py", "int4:90:128:128:1")])
+@pytest.mark.parametrize(
+    ("program", "call"),
+    [
+        *(("aot.py", f"{recipe}:90:128{length}") for recipe in ("balanced", "int8-pv16") for length in ("", ":long")),
+        ("aot_decode.py", "int4:90:128:128:1"),
+    ],
+)
 def test_kernels_compile_and_spill_no_tile(program: str, call: str, tmp_path: Path) -> None:
     compiled = CompiledCalls(SUPPORT / program, tmp_path)
     for kernel in compiled[call]:
