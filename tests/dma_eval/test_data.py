@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -162,3 +163,17 @@ class TestWindows:
     def test_out_of_range(self, tokens, context, options, message):
         with pytest.raises(UserError, match=message):
             make_windows(tokens, context, PerplexityPart(**options))
+
+
+def test_a_text_may_have_no_token_that_the_tokenizer_knows(loaded):
+    """The measures say how many tokens they need."""
+
+    class Silent:
+        def __call__(self, text, **options):
+            return {"input_ids": []}
+
+        def convert_ids_to_tokens(self, ids):
+            return ids
+
+    tokens = replace(loaded, tokenizer=Silent()).tokenize("text")
+    assert (tokens.ids.dtype, tokens.ids.shape, tokens.begins_with) == (torch.int64, (0,), [])

@@ -71,14 +71,15 @@ class LoadedModel:
 
     def tokenize(self, text: str) -> Tokens:
         """Return the tokens of a text. The model must have all of them: the tokenizer may be that of another model."""
-        ids = torch.tensor(self.tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
-        vocabulary, largest = self.model.get_input_embeddings().num_embeddings, int(ids.max())
+        ids = self.tokenizer(text, verbose=False)["input_ids"]
+        vocabulary, largest = self.model.get_input_embeddings().num_embeddings, max(ids, default=0)
         if largest >= vocabulary:
             raise UserError(
                 f"{self.name}: the tokenizer gives token {largest:,}, but the model's vocabulary has "
                 f"{vocabulary:,} entries"
             )
-        return Tokens(ids, self.tokenizer.convert_ids_to_tokens(leading_tokens(self.tokenizer)))
+        begins_with = self.tokenizer.convert_ids_to_tokens(leading_tokens(self.tokenizer))
+        return Tokens(torch.tensor(ids, dtype=torch.int64), begins_with)
 
     @property
     def folder(self) -> str | None:

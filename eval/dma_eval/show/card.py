@@ -43,11 +43,11 @@ def make_card(
         raise UserError(f"--backend: the report has no {backend!r}; it has: {', '.join(configs)}")
     name = re.sub(r" \(\d+\)$", "", label)
     if f"{name} (2)" in configs:
-        raise UserError(f"the report has several configurations named {name!r}; measure one in a folder of its own")
+        raise UserError(f"the report has several configurations named {name!r}; measure one in another folder")
     models = [each.model for each in distinct_origins(report)]
     if len({(each.name, each.commit, each.dtype, each.quantization, each.yarn) for each in models}) > 1:
         which = ", ".join(dict.fromkeys(map(measured, models)))
-        raise UserError(f"the report has sections of several models ({which}); measure one in a folder of its own")
+        raise UserError(f"the report has sections of several models ({which}); measure one in another folder")
     base = _base_model(models[0], base_model)
     name = f"{base.rpartition('/')[2]} with {label}"
     report = _reduced(report, label)
