@@ -190,7 +190,8 @@ class TestCard:
         section = report.perplexity[0]
         origin = section.origin
         other = replace(section, origin=replace(origin, model=replace(origin.model, quantization="Q4_1")))
-        with pytest.raises(UserError, match=r"has sections of several models \(.*Q4_1.*; measure one in another folder"):
+        message = r"has sections of several models \(.*Q4_1.*; measure one in another folder"
+        with pytest.raises(UserError, match=message):
             card_of(replace(report, perplexity=[section, other]))
         low = [replace(each, config=each.config and each.config | {"sink_tiles": 7}) for each in section.backends]
         both = replace(report, perplexity=[section, replace(section, backends=low)])

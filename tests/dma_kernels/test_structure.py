@@ -13,7 +13,7 @@ from typing import Any
 import dma_kernels
 import pytest
 import torch
-from dma_kernels.prefill import constants
+from dma_kernels.prefill.config import Constants
 
 PACKAGE = Path(dma_kernels.__file__).parent
 
@@ -71,11 +71,18 @@ def test_a_kernel_has_fewer_than_40_parameters(kernel: Any) -> None:
     assert kernel.__code__.co_argcount < 40
 
 
+def subclasses(kind: type) -> Iterator[type]:
+    """Yield the subclasses of a class, and theirs."""
+    for each in kind.__subclasses__():
+        yield each
+        yield from subclasses(each)
+
+
 def test_string_attributes_of_constexprs_are_assigned_before_they_are_passed() -> None:
     """Triton 3.6 rejects a string attribute of a constexpr as a function argument."""
-    kinds = filter(dataclasses.is_dataclass, vars(constants).values())
-    strings = {field.name for kind in kinds for field in dataclasses.fields(kind) if field.type == "str"}
-    assert "low_form" in strings
+    fields = [field for kind in subclasses(Constants) for field in dataclasses.fields(kind)]
+    strings = {field.name for field in fields if field.type == "str"}
+    assert {"low_form", "value_form", "q_form"} <= strings  # of three kernels
     for path in PACKAGE.rglob("*.py"):
         calls = (node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call))
         for argument in (argument for call in calls for argument in call.args):

@@ -9,6 +9,7 @@ Rejected variants, with timings: ``benchmarks/prefill-portable.md``, ``benchmark
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -17,6 +18,7 @@ from ..numerics.formats import MXFP4, MXFP8, NVFP4, TILE, UNQUANTIZED, SharedSca
 from ..numerics.geometry import AttentionGeometry
 from ..numerics.layout import is_describable
 from ..numerics.recipe import Recipe
+from ..numerics.transforms import hadamard_size
 from ..runtime.chip import MAX_CTAS, TENSOR_MEMORY_ARCHS, Chip, has_block_scaled_mma
 from .operands import DEQUANTIZED, E4M3_VALUES, E5M2, PACKED, RAW, TILE_SCALED, OperandFormat, Scale
 
@@ -107,6 +109,46 @@ class OneWarpgroupConfig:
     registers: int  # registers per thread
     # most keys that a query attends to on average, in calls that are long enough for the warp-specialized kernel
     max_mean_keys: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constants:
+    """Constexprs of every prefill kernel, which takes one object that holds all of its constexprs.
+
+    A *form* names an operand format (:mod:`dma_kernels.prefill.operands`), a *format* a number format. Triton 3.6
+    cannot pass their strings to functions, so kernels first assign them to a ``constexpr`` of their own.
+    """
+
+    kv_heads: int  # kv heads
+    head_dim: int  # channels of queries and keys
+    rotate: bool = False  # whether the kernel rotates queries or keys
+
+    @property
+    def block_d(self) -> int:
+        """``head_dim`` padded."""
+        return padded_channels(self.head_dim)
+
+    @property
+    def hadamard_size(self) -> int:
+        """Order of the rotation's blocks; 0 without rotation."""
+        return hadamard_size(self.head_dim) if self.rotate else 0
+
+    @property
+    def norm(self) -> float:
+        """The scale of the rotation, which makes it orthonormal."""
+        return math.pow(self.hadamard_size, -0.5) if self.rotate else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueConstants(Constants):
+    """Constexprs of kernels whose values may have other channels than keys."""
+
+    value_dim: int  # channels of values
+
+    @property
+    def block_dv(self) -> int:
+        """``value_dim`` padded."""
+        return padded_channels(self.value_dim)
 
 
 def select_compute_path(recipe: Recipe, arch: int, channels: int = 128) -> ComputePath:

@@ -373,7 +373,7 @@ def prefill_kernel(
     - ``sink_tiles``: high tiles at the start of the sequence; all tiles if the recipe has one precision.
     - ``exact_tiles``: query tiles at the start of the sequence that have no low tiles.
     - ``blocks``: CTAs per query head.
-    - ``CONFIG``: :class:`~.constants.PortableConstants`.
+    - ``CONFIG``: :class:`~.portable.PortableConstants`.
     """
     D: tl.constexpr = CONFIG.head_dim
     DV: tl.constexpr = CONFIG.value_dim

@@ -24,7 +24,6 @@ from ..reference.attention import attention_reference
 from ..runtime import chip
 from ..runtime.reports import report
 from .config import (
-    ComputePath,
     OneWarpgroupConfig,
     PortableConfig,
     select_compute_path,
@@ -114,12 +113,13 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tens
 def _plan_prefill(call: AttentionCall) -> AttentionPlan:
     """Plan a call on the quantizers and the fastest prefill kernel."""
     from ..runtime.plan import LaunchPlan  # the reference needs no Triton
+    from .quantizer import quantize_keys_values, query_global_scale
 
     device, q_len, has_info = call.query.device, call.query.shape[2], call.has_seq_info
     info = TensorLayout.dense((call.key.shape[0], 4), torch.int32, device) if has_info else None
     geometry = AttentionGeometry.of(call, info)
-    recipe = call.recipe
-    if geometry.low_tiles(q_len, recipe) == range(0):
+    recipe, low_tiles = call.recipe, geometry.low_tiles(q_len, call.recipe)
+    if low_tiles == range(0):
         recipe = recipe.of_high_tiles
     device_chip = chip.of(device)
     path = select_compute_path(recipe, device_chip.arch, max(call.query.shape[3], call.value.shape[3]))
@@ -127,7 +127,10 @@ def _plan_prefill(call: AttentionCall) -> AttentionPlan:
 
     def launch(query: Any, key: Any, value: Any, sinks: Any, mask: Any, seq_info: Any, tile_counts: Any) -> Any:
         placed = replace(geometry, mask=mask, seq_info=seq_info)
-        operands = quantize_operands(query, key, value, recipe, path, placed)
+        operands = quantize_keys_values(
+            key, value, recipe, path, kv_offset=geometry.kv_offset, seq_info=seq_info, low_tiles=low_tiles
+        )
+        operands = replace(operands, query_global_scale=query_global_scale(query, recipe))
         out, lse = new_results(query, value)
         if lse.numel():
             launch_attention(
@@ -235,21 +238,3 @@ def _plan_short(call: AttentionCall) -> AttentionPlan:
         )
 
     return AttentionPlan("split-KV", run, launches)
-
-
-def quantize_operands(
-    query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, path: ComputePath, geometry: AttentionGeometry
-) -> Operands:
-    """Launch the preprocessing; arguments as for the attention kernel and the quantizer."""
-    from .quantizer import quantize_keys_values, query_global_scale
-
-    operands = quantize_keys_values(
-        key,
-        value,
-        recipe,
-        path,
-        kv_offset=geometry.kv_offset,
-        seq_info=geometry.seq_info,
-        low_tiles=geometry.low_tiles(query.shape[2], recipe),
-    )
-    return replace(operands, query_global_scale=query_global_scale(query, recipe))

@@ -2,21 +2,58 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..numerics.formats import TILE, TILE_SHIFT, UNQUANTIZED
+from ..numerics.formats import TILE, TILE_SHIFT, UNQUANTIZED, padded_channels
 from ..numerics.layout import Strided, broadcast_strides, head_blocks, is_describable, matrix_blocks
 from ..runtime import chip
 from ..runtime.launch import launch_kernel
-from .constants import PortableConstants
+from .config import PortableConfig, ValueConstants
 from .kernel import prefill_kernel
 from .operands import RAW, AttentionInputs, Scale
 
 ALL_TILES = 1 << (31 - TILE_SHIFT)
 """Sink tiles that hold every position in int32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PortableConstants(ValueConstants):
+    """Constexprs of the portable kernel."""
+
+    q_heads: int  # query heads
+    tuning: PortableConfig  # block sizes and stages
+    high_form: str  # form of the keys of high tiles
+    high_format: str  # format of keys and queries of high tiles
+    low_form: str  # form of the keys of low tiles; ``none`` if there are none
+    low_q_format: str  # format of their queries
+    low_k_format: str  # format of the keys
+    low_shared: str  # ``block`` or ``row``: what shares a scale in low queries
+    low_value_form: str  # form of the values of low tiles
+    rounding: str  # rounding of the scales of queries
+    is_causal: bool  # whether a query attends to no key after its own position
+    is_pv_fp8: bool  # whether low tiles have FP8 probabilities
+    use_tma: bool  # whether TMA loads quantized operands
+    use_raw_tma: bool  # whether TMA loads 16-bit operands
+
+    @property
+    def block_d(self) -> int:
+        """``head_dim`` padded; block-scaled tensor cores take 64 channels at a time."""
+        return max(64 if "packed" in (self.high_form, self.low_form) else 0, padded_channels(self.head_dim))
+
+    @property
+    def has_low(self) -> bool:
+        """Whether there are low tiles."""
+        return self.low_form != "none"
+
+    @property
+    def stage_queries(self) -> bool:
+        """Whether low queries pass through the rows of the output, if these have room for them."""
+        room = {"none": 0, "packed": 0, "dequantized": self.value_dim}.get(self.low_form, 2 * self.value_dim)
+        return self.tuning.stage_queries and self.head_dim <= room
 
 
 def launch(inputs: AttentionInputs) -> None:

@@ -10,6 +10,7 @@ in another order, and is rounded to bfloat16. Design: ``benchmarks/quantizer.md`
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,8 +23,7 @@ from ..numerics.saturation import saturation_counter
 from ..numerics.transforms import hadamard_size
 from ..runtime import chip
 from ..runtime.launch import blocks_of_heads, launch_kernel
-from .config import ComputePath
-from .constants import QuantizerConstants
+from .config import ComputePath, ValueConstants
 from .operands import (
     DEQUANTIZED,
     E5M2,
@@ -41,6 +41,25 @@ QUERY_BLOCK = 64
 """Queries of a CTA that finds their global scale."""
 CTAS_PER_SM = 3
 """As many as fit with 80 registers per thread; they loop over tiles."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizerConstants(ValueConstants):
+    """Constexprs of the quantizer of keys and values."""
+
+    high_form: str  # form of the keys of high tiles; ``raw`` writes nothing
+    high_format: str  # format of the keys of high tiles
+    low_form: str  # form of the keys of low tiles; ``none`` writes nothing
+    low_format: str  # format of the keys of low tiles
+    shared_scale: str  # ``block``, ``row`` or ``tile``: what shares a scale in low tiles
+    value_form: str  # form of the values of low tiles; ``raw`` writes nothing
+    rounding: str  # rounding of scales
+    use_pdl: bool  # let CTAs of the next launch start once all CTAs of this one have started
+
+    @property
+    def is_tile_scaled(self) -> bool:
+        """Whether keys of low tiles are 8-bit elements with one scale per tile."""
+        return any(self.low_form == form.name for form in TILE_SCALED)
 
 
 def quantize_keys_values(

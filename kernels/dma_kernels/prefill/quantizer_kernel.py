@@ -276,7 +276,7 @@ def quantize_kernel(
     from the L2 cache, so no launch precedes this one.
     Forms name operand formats (:mod:`dma_kernels.prefill.operands`); ``none`` and ``raw`` write nothing.
     ``saturated_ptr`` is a counter of values that are too large for E4M3, in host memory. ``CONFIG`` is
-    :class:`~.constants.QuantizerConstants`.
+    :class:`~.quantizer.QuantizerConstants`.
     """
     if CONFIG.use_pdl:
         gdc_launch_dependents()

@@ -6,6 +6,7 @@ can be replayed while a static cache fills, and unused slots of the cache cost n
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,10 +17,23 @@ from ..numerics.geometry import LOG2_E
 from ..numerics.layout import Strided
 from ..runtime import chip
 from ..runtime.launch import launch_kernel
-from .config import split_kv_config
-from .constants import SplitKVConstants
+from .config import SplitKVConfig, ValueConstants, split_kv_config
 from .operands import new_results
 from .split_kv_kernel import PerRow, combine_splits_kernel, split_kv_kernel
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitKVConstants(ValueConstants):
+    """Constexprs of the split-KV kernels."""
+
+    q_heads: int  # query heads
+    tuning: SplitKVConfig  # block sizes and stages
+    use_pdl: bool  # whether the second launch may start before the first one ends
+
+    @property
+    def block_s(self) -> int:
+        """Splits that are combined at once: as many as fit in the registers of a CTA."""
+        return 8192 // self.block_dv
 
 
 def attend(

@@ -147,7 +147,7 @@ def split_kv_kernel(
       :class:`Sequence`.
     - ``m_blocks``: blocks of ``BLOCK_M`` rows of a kv head.
     - ``softcap``, ``logit_scale``: in base 2; ``softcap`` may be ``None``.
-    - ``CONFIG``: :class:`~.constants.SplitKVConstants`.
+    - ``CONFIG``: :class:`~.split_kv.SplitKVConstants`.
     """
     GROUP: tl.constexpr = CONFIG.q_heads // CONFIG.kv_heads
     D: tl.constexpr = CONFIG.head_dim

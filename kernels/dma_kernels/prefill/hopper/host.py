@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,8 +14,7 @@ from ...numerics.formats import TILE, padded_channels
 from ...numerics.layout import head_blocks, matrix_blocks
 from ...runtime import chip
 from ...runtime.launch import launch_kernel
-from ..config import ROWS, is_dense_causal
-from ..constants import OneWarpgroupConstants, WarpSpecializedConstants
+from ..config import ROWS, Constants, OneWarpgroupConfig, WarpSpecializedConfig, is_dense_causal
 from ..operands import RAW, TILE_SCALED, AttentionInputs
 from .bitmask import pack_mask
 from .one_warpgroup import prefill_one_warpgroup_kernel
@@ -28,6 +28,37 @@ _DTYPES = {
     torch.float8_e4m3fn: gl.float8e4nv,
     torch.float8_e5m2: gl.float8e5,
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class _HopperConstants(Constants):
+    """Constexprs of both Hopper kernels."""
+
+    q_heads: int  # query heads
+    is_high_unquantized: bool  # whether the keys of high tiles are the caller's own: unpadded and not smoothed
+    is_causal: bool  # whether a query attends to no key after its own position
+    # whether a low tile may be masked, or keys begin inside a tile; otherwise every query attends to all keys before
+    # the band
+    masks_low: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarpSpecializedConstants(_HopperConstants):
+    """Constexprs of the warp-specialized kernel."""
+
+    tuning: WarpSpecializedConfig  # warpgroups, stages and registers
+    is_low_value_unquantized: bool  # whether the values of low tiles are the caller's own, unpadded
+    has_mean: bool  # whether keys are smoothed
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneWarpgroupConstants(_HopperConstants):
+    """Constexprs of the one-warpgroup kernel."""
+
+    tuning: OneWarpgroupConfig  # stages
+    q_form: str  # form of the queries that the CTA quantizes: ``int8`` or ``e4m3``
+    q_format: str  # format of these queries
+    is_ceil: bool  # whether their scales are rounded up
 
 
 def launch_warp_specialized(inputs: AttentionInputs) -> None:

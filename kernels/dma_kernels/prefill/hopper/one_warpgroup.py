@@ -305,7 +305,7 @@ def prefill_one_warpgroup_kernel(
     - ``k_low_desc``: 16-bit keys are loaded by half tiles.
     - ``v_low_desc``: ``None`` if low values are the caller's own, which ``v_desc`` describes.
     - ``mean_ptr``: mean key that smoothing subtracted, fp32 ``[B, Hkv, D]``, or ``None``.
-    - ``CONFIG``: :class:`~..constants.OneWarpgroupConstants`.
+    - ``CONFIG``: :class:`~.host.OneWarpgroupConstants`.
     """
     D: gl.constexpr = CONFIG.block_d
     HEAD_DIM: gl.constexpr = CONFIG.head_dim

@@ -78,7 +78,7 @@ class _Params:
     softcap: Any  # in base 2, or ``None``
     logit_scale: Any  # converts high scores to base-2 logits
     skip_threshold: Any  # in base 2, or ``None``
-    CONFIG: Any  # :class:`~..constants.WarpSpecializedConstants`
+    CONFIG: Any  # :class:`~.host.WarpSpecializedConstants`
     CHECKS_VALUES: Any  # whether invisible values may be NaN
 
     @gluon.jit
@@ -461,7 +461,7 @@ def prefill_warp_specialized_kernel(
     - ``storage_tiles``: tiles of low keys of a head.
     - ``bitmask_ptr``, ``bounds_ptr``, ``planes_per_row``, ``planes_per_head``: a :class:`~.bitmask.PackedMask`.
     - ``mask_blocks``: blocks of 64 query positions that the mask has bounds for.
-    - ``CONFIG``: :class:`~..constants.WarpSpecializedConstants`.
+    - ``CONFIG``: :class:`~.host.WarpSpecializedConstants`.
     """
     GROUPS: gl.constexpr = CONFIG.tuning.consumer_warpgroups
     STAGES: gl.constexpr = CONFIG.tuning.stages
