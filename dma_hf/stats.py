@@ -179,7 +179,8 @@ def counted(
     with kernel_reports(kernels.append):
         result = function(*arguments, **options)
     kernel = kernels[0] if len(kernels) == 1 else " + ".join(dict.fromkeys(kernels)) or "none"
-    count_use(module, Use(kernel, recipe, cache))
+    if kernels:  # a checkpoint may have saved the result
+        count_use(module, Use(kernel, recipe, cache))
     return result, kernel
 
 

@@ -152,13 +152,22 @@ def has_no_values(tensor: Tensor) -> bool:
     return is_traced or is_captured or isinstance(tensor, (FakeTensor, Proxy))
 
 
+def may_be_recomputed() -> bool:
+    """Return whether a dispatch mode, such as that of selective checkpointing, sees operations.
+
+    Such a checkpoint matches the operations of a layer with those of its recomputation by their order. So a layer must
+    not skip operations because of what an earlier layer computed.
+    """
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
 def read_once(tensor: Tensor, layer: object, read: Callable[[], T]) -> T:
     """Read a tensor that all layers of a forward pass share, in the first of them. Reading may wait for the device.
 
     A layer that asks again belongs to the next forward pass, for which the contents may have changed without a new
     version of the tensor (through ``.data``).
     """
-    if has_no_values(tensor):
+    if has_no_values(tensor) or may_be_recomputed():
         return read()
     known: tuple[int | None, T, set[int]] | None = getattr(tensor, _READ, None)
     if known is None or known[0] != _version_of(tensor) or id(layer) in known[2]:
@@ -230,7 +239,7 @@ class CompactMask(Deferred):
         if self._dense is not None:
             return self._dense
         dense = self.dma_geometry.dense(self.device)
-        if not torch.compiler.is_dynamo_compiling():
+        if not (torch.compiler.is_dynamo_compiling() or may_be_recomputed()):
             self._dense = dense
         return dense
 
