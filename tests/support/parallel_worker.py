@@ -1,6 +1,6 @@
 """One of several processes: run a saved model under the launcher, and write the results.
 
-Usage: torchrun --nproc-per-node 2 parallel_worker.py MODEL_DIR OUT_DIR [tensor] [batch] [data]
+Usage: torchrun --nproc-per-node 2 parallel_worker.py MODEL_DIR OUT_DIR [tensor] [batch] [data] [train]
 """
 
 from __future__ import annotations
@@ -9,6 +9,10 @@ import sys
 from pathlib import Path
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
 import dma_hf
@@ -70,9 +74,30 @@ def run_data_parallel(source: Path, out: Path) -> None:
         torch.save(compute(model, share), out / f"data{state.process_index}.pt")
 
 
+def gradients(model: torch.nn.Module, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the whole gradients of a training step by the names of their parameters."""
+    with torch.enable_grad():
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    found = {name.removeprefix("module."): weight.grad for name, weight in model.named_parameters()}
+    return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in found.items()}
+
+
+def run_training(source: Path, out: Path) -> None:
+    """Make a training step with sharded layers, and with shares of the batch: with DDP and with FSDP2."""
+    rank = torch.distributed.get_rank()
+    share = token_ids().chunk(2)[rank]
+    results = {"tensor": gradients(_load(source, tp_plan="auto"), token_ids())}
+    results["ddp"] = gradients(DistributedDataParallel(_load(source)), share)
+    sharded = _load(source)
+    for module in (*sharded.model.layers, sharded):
+        fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    results["fsdp"] = gradients(sharded, share)
+    torch.save(results, out / f"train{rank}.pt")
+
+
 if __name__ == "__main__":
+    runs = {"tensor": run_tensor_parallel, "batch": run_batching, "data": run_data_parallel, "train": run_training}
     for mode in sys.argv[3:]:
-        run = {"tensor": run_tensor_parallel, "batch": run_batching, "data": run_data_parallel}[mode]
-        run(Path(sys.argv[1]), Path(sys.argv[2]))
+        runs[mode](Path(sys.argv[1]), Path(sys.argv[2]))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
