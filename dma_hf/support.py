@@ -215,7 +215,7 @@ class Refusal:
 def find_unsupported(call: Call, query: Tensor, value: Tensor, bias: Tensor | None = None) -> Refusal | None:
     """Return why a call cannot be computed, or ``None`` if it can.
 
-    ``bias`` is the mask, if it has other values than zeros and large negative numbers.
+    ``bias`` is the mask, if it has other values than zeros and large negative numbers, or requires a gradient.
     """
     can = call.softcap is None and call.sinks is None
     refusal = _find_argument(call.others)
@@ -232,7 +232,8 @@ def find_unsupported(call: Call, query: Tensor, value: Tensor, bias: Tensor | No
             asked = f"{name} has {tensor.shape[-1]}, expected {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
             return Refusal("this head_dim", asked, WAY_OUT, can)
     if bias is not None:
-        asked = f"{bias.dtype} {list(bias.shape)} has values other than 0 and large negative numbers"
+        what = "requires a gradient" if bias.requires_grad else "has values other than 0 and large negative numbers"
+        asked = f"{bias.dtype} {list(bias.shape)} {what}"
         return Refusal("an additive bias as attention_mask", asked, WAY_OUT, can)
     return None
 

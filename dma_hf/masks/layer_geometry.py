@@ -59,7 +59,8 @@ def layer_geometry(
     # A window of a decoding step hides more than the padding does.
     if mask.shape[3] > 1 and (sliding_window is None or q_len == kv_len):
         geometry = replace(geometry, q_offset=geometry.q_offset - origin, kv_offset=-origin)
-    return geometry, None if is_mask else mask
+    is_trained = mask.requires_grad and torch.is_grad_enabled()
+    return geometry, mask if is_trained or not is_mask else None
 
 
 def _adopt(geometry: MaskGeometry, module: nn.Module, query: Tensor, kv_len: int) -> MaskGeometry:

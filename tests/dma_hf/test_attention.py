@@ -329,6 +329,13 @@ class TestRejected:
         with pytest.raises(TypeError, match=r"value must have the dtype of query, torch\.float32, got torch\.bfloat16"):
             dma_attention_forward(layer, query, key, value.bfloat16(), None)
 
+    def test_a_mask_that_is_trained_is_rejected(self, layer):
+        """It is a bias, also while all of its values are 0."""
+        mask = torch.zeros(2, 1, TOKENS, TOKENS, requires_grad=True)
+        with torch.enable_grad(), pytest.raises(ValueError, match="an additive bias .* requires a gradient"):
+            dma_attention_forward(layer, *_states(), mask)
+        dma_attention_forward(layer, *_states(), mask)  # not trained here
+
 
 class TestFallback:
     """``on_unsupported="sdpa"`` is an explicit choice, visible and counted."""
@@ -354,6 +361,12 @@ class TestFallback:
         _same(padded, _expected(query, key, value, attn_mask=hidden[:, None, None] & causal))
         _same(additive, _expected(*_states(), attn_mask=bias))
         _same(late, _expected(*_states(3), attn_mask=addend[:, :, -3:]))
+
+    def test_a_mask_that_is_trained_gets_its_gradient(self, layer):
+        mask = torch.zeros(2, 1, TOKENS, TOKENS, requires_grad=True)
+        with torch.enable_grad(), pytest.warns(UserWarning, match="an additive bias"):
+            dma_attention_forward(layer, *_states(), mask)[0].square().sum().backward()
+        assert mask.grad.any()
 
     def test_fallback_warns_once_and_is_counted(self, layer):
         bias = torch.zeros(1, 4, TOKENS, TOKENS)
