@@ -169,8 +169,10 @@ HARMLESS = frozenset(
     {
         # Passed down from the model's forward. They concern other layers, the output or the caches.
         *("cache_position", "use_cache", "past_key_values", "return_dict", "training"),
-        *("output_hidden_states", "output_router_logits", "num_items_in_batch", "logits_to_keep"),
-        *("labels", "shift_labels"),
+        *("output_hidden_states", "output_router_logits", "logits_to_keep"),
+        # Arguments of the loss. Those in the second line are of Liger's.
+        *("labels", "shift_labels", "num_items_in_batch", "ignore_index"),
+        *("accum_dtype", "label_smoothing", "return_predicted_tokens", "return_token_accuracy", "use_token_scaling"),
         *("input_ids", "inputs_embeds", "token_type_ids", "mm_token_type_ids", "position_embeddings"),
         # Hints for FlashAttention, and positions. `masks.layer_geometry` reads the packed rows that they describe.
         "position_ids",

@@ -83,3 +83,13 @@ class TestSelectiveCheckpointing:
         with _Operations() as second:
             mask.dense()
         assert first.names == second.names != []
+
+
+def test_arguments_of_the_loss_do_not_reach_attention(families, token_ids):
+    """Transformers passes all keyword arguments of a forward pass to every layer."""
+    ids = token_ids(2, 20)
+    losses = []
+    for implementation in ("sdpa", "dma_mxfp"):
+        model = families["llama"].build(implementation)
+        losses.append(model(ids, labels=ids, ignore_index=int(ids[0, 3]), return_token_accuracy=True).loss)
+    torch.testing.assert_close(*losses)
