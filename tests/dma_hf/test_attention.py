@@ -332,7 +332,7 @@ class TestRejected:
     def test_a_mask_that_is_trained_is_rejected(self, layer):
         """It is a bias, also while all of its values are 0."""
         mask = torch.zeros(2, 1, TOKENS, TOKENS, requires_grad=True)
-        with torch.enable_grad(), pytest.raises(ValueError, match="an additive bias .* requires a gradient"):
+        with torch.enable_grad(), pytest.raises(ValueError, match=r"an additive bias .* requires a gradient"):
             dma_attention_forward(layer, *_states(), mask)
         dma_attention_forward(layer, *_states(), mask)  # not trained here
 
