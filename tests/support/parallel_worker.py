@@ -76,21 +76,24 @@ def run_data_parallel(source: Path, out: Path) -> None:
 
 def gradients(model: torch.nn.Module, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the whole gradients of a training step by the names of their parameters."""
+    ids = ids.to(next(model.parameters()).device)
     with torch.enable_grad():
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     found = {name.removeprefix("module."): weight.grad for name, weight in model.named_parameters()}
-    return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in found.items()}
+    return {name: (grad.full_tensor() if isinstance(grad, DTensor) else grad).cpu() for name, grad in found.items()}
 
 
 def run_training(source: Path, out: Path) -> None:
     """Make a training step with sharded layers, and with shares of the batch: with DDP and with FSDP2."""
-    rank = torch.distributed.get_rank()
+    from accelerate import PartialState
+
+    rank, device = torch.distributed.get_rank(), PartialState(cpu=not torch.cuda.is_available()).device
     share = token_ids().chunk(2)[rank]
     results = {"tensor": gradients(_load(source, tp_plan="auto"), token_ids())}
-    results["ddp"] = gradients(DistributedDataParallel(_load(source)), share)
-    sharded = _load(source)
+    results["ddp"] = gradients(DistributedDataParallel(_load(source).to(device)), share)
+    sharded = _load(source).to(device)
     for module in (*sharded.model.layers, sharded):
-        fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+        fully_shard(module, mesh=init_device_mesh(device.type, (2,)))
     results["fsdp"] = gradients(sharded, share)
     torch.save(results, out / f"train{rank}.pt")
 
