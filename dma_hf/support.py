@@ -103,10 +103,15 @@ def refuse_model(config: PreTrainedConfig) -> None:
             "load the model with attn_implementation='eager'"
         )
     if has_built_in_attention(config):
-        raise ValueError(
-            f"attn_implementation='dma_mxfp' does not reach the attention of {config.model_type}, which such models "
-            "compute themselves; load the model with attn_implementation='eager'"
-        )
+        raise ValueError(built_in_message(config))
+
+
+def built_in_message(config: PreTrainedConfig) -> str:
+    """Return what a model with built-in attention is refused with."""
+    return (
+        f"attn_implementation='dma_mxfp' does not reach the attention of {config.model_type}, which such models "
+        "compute themselves; load the model with attn_implementation='eager'"
+    )
 
 
 # ---- keyword arguments of attention calls: read in one place, and refused where they are not supported

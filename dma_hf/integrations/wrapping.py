@@ -12,6 +12,7 @@ import copy
 import functools
 import inspect
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -36,8 +37,15 @@ from ..decoding import DecodingSteps, StaticSteps, decodes_by_graphs
 from ..idle_caches import lend, release
 from ..masks.geometry import remember
 from ..stats import count_eager_decoding
-from ..support import expect_other_cache, shares_keys
-from .internals import CACHE_ARGUMENT, CACHE_ARGUMENTS, check_version, decoder_attention, private_imports
+from ..support import built_in_message, expect_other_cache, shares_keys
+from .internals import (
+    CACHE_ARGUMENT,
+    CACHE_ARGUMENTS,
+    check_version,
+    decoder_attention,
+    private_imports,
+    takes_attention_names,
+)
 
 OPEN = (None, "hybrid")
 """Values of ``cache_implementation`` that name no cache. Old configurations of Gemma have "hybrid"."""
@@ -332,7 +340,10 @@ def _make_manager(
 
 
 def check_attention(method: Callable[..., Any], model: PreTrainedModel, *arguments: Any, **options: Any) -> Any:
-    """Refuse a model that looks up its attention layers by name (Falcon, SAM). It would raise a ``KeyError``."""
+    """Refuse a model that looks up its attention layers by name (Falcon, SAM). It would raise a ``KeyError``.
+
+    Warn of one that computes its attention itself. It may be a part of a model whose other parts run ``dma_mxfp``.
+    """
     name = method(model, *arguments, **options)
     table = _table_of(model) if is_dma(name) else None
     if table is not None:
@@ -341,6 +352,8 @@ def check_attention(method: Callable[..., Any], model: PreTrainedModel, *argumen
             f"{table}; load the model with attn_implementation='sdpa', or name dma_mxfp for the language model "
             "alone: {'text_config': 'dma_mxfp'}"
         )
+    if is_dma(name) and not takes_attention_names(type(model)):
+        warnings.warn(built_in_message(model.config), stacklevel=2)
     return name
 
 

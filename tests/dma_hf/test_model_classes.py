@@ -74,6 +74,13 @@ def test_built_in_attention_is_rejected(name):
         dma_hf.configure(model)
 
 
+@pytest.mark.parametrize("name", [*BUILT_IN, "OpenAIGPTLMHeadModel"])
+def test_loading_warns_of_built_in_attention(name):
+    """A model that also makes its masks itself runs its own attention without an error (OpenAI GPT, XLNet, DeBERTa)."""
+    with pytest.warns(UserWarning, match=r"does not reach the attention of \w+[-\w]*, which such models compute"):
+        _build(name, BUILT_IN.get(name, BUILT_IN["BloomForCausalLM"]))
+
+
 def test_a_class_with_a_table_of_attention_layers_is_rejected():
     """Upstream looks up their class by the implementation's name, and would raise a ``KeyError``."""
     with pytest.raises(
