@@ -25,7 +25,7 @@ from .cached_states import CachedStates, RepeatedUpdate, Step, kind_of_update
 from .config import cache_format_of, is_dma
 from .integrations.internals import attention_name
 from .masks.geometry import PLAIN_STEP, MaskGeometry
-from .support import autocast_dtype
+from .support import WITHOUT_PACKED_CACHE, autocast_dtype
 
 DECODED_AT_ONCE = 16
 """Calls with more queries than this, such as prompts, may wait for the device to check their arguments."""
@@ -114,6 +114,12 @@ _OF_A_STEP: dict[str, Any] = dict.fromkeys(("plain", "prompt_length", "capture",
 """Fields of an :class:`Owner` that copies of the cache start without."""
 
 
+_READ_ONLY = (
+    "a layer of a DMACache stores packed keys and values, so code that replaces them (KV cache compression) cannot use "
+    f"it; {WITHOUT_PACKED_CACHE}"
+)
+
+
 class DMALayer(CacheLayerMixin):  # type: ignore[misc]
     """A growing layer. A sliding window bounds its memory. Methods without a docstring are Transformers' interface.
 
@@ -157,13 +163,21 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def keys(self) -> Tensor | None:
-        """All keys that the layer still holds, dequantized, ``[B, Hkv, T, D]``."""
+        """All keys that the layer still holds, dequantized, ``[B, Hkv, T, D]``: a copy, which cannot be replaced."""
         return self._dequantized(0)
+
+    @keys.setter
+    def keys(self, states: Tensor) -> None:
+        raise AttributeError(_READ_ONLY)
 
     @property
     def values(self) -> Tensor | None:
-        """All values that the layer still holds, dequantized, ``[B, Hkv, T, Dv]``."""
+        """All values that the layer still holds, dequantized, ``[B, Hkv, T, Dv]``: a copy, which cannot be replaced."""
         return self._dequantized(1)
+
+    @values.setter
+    def values(self, states: Tensor) -> None:
+        raise AttributeError(_READ_ONLY)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.device, self.is_initialized = key_states.device, True

@@ -65,6 +65,18 @@ def test_layers_follow_changes_of_the_configuration(build):
     assert not {id(layer) for layer in first.layers} & {id(layer) for layer in second.layers}
 
 
+@pytest.mark.parametrize("name", ["keys", "values"])
+def test_states_of_a_layer_cannot_be_replaced(name, build, token_ids):
+    """Libraries that compress a cache assign to them."""
+    model = build()
+    cache = DMACache(model.config)
+    model(token_ids(1, LENGTH), past_key_values=cache)
+    before, states = _state(cache), getattr(cache.layers[0], name)
+    with pytest.raises(AttributeError, match=r"stores packed keys and values, .*; set cache=None for Transformers'"):
+        setattr(cache.layers[0], name, states[:, :, 9:])
+    _assert_unchanged(cache, before)
+
+
 class TestBookkeeping:
     def test_mask_sizes_equal_those_of_a_dynamic_cache(self, build, token_ids):
         """Masks are created from them before the layers see the tokens."""
