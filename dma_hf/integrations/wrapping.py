@@ -342,7 +342,8 @@ def _make_manager(
 def check_attention(method: Callable[..., Any], model: PreTrainedModel, *arguments: Any, **options: Any) -> Any:
     """Refuse a model that looks up its attention layers by name (Falcon, SAM). It would raise a ``KeyError``.
 
-    Warn of one that computes its attention itself. It may be a part of a model whose other parts run ``dma_mxfp``.
+    Warn of one that computes its attention itself. Composite models are left out, because other parts of them may run
+    ``dma_mxfp`` (GOT-OCR2).
     """
     name = method(model, *arguments, **options)
     table = _table_of(model) if is_dma(name) else None
@@ -352,7 +353,8 @@ def check_attention(method: Callable[..., Any], model: PreTrainedModel, *argumen
             f"{table}; load the model with attn_implementation='sdpa', or name dma_mxfp for the language model "
             "alone: {'text_config': 'dma_mxfp'}"
         )
-    if is_dma(name) and not takes_attention_names(type(model)):
+    is_composite = model.config.sub_configs or model.config.base_config_key
+    if is_dma(name) and not is_composite and not takes_attention_names(type(model)):
         warnings.warn(built_in_message(model.config), stacklevel=2)
     return name
 

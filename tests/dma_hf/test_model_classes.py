@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from types import ModuleType
 
 import pytest
@@ -79,6 +80,17 @@ def test_loading_warns_of_built_in_attention(name):
     """A model that also makes its masks itself runs its own attention without an error (OpenAI GPT, XLNet, DeBERTa)."""
     with pytest.warns(UserWarning, match=r"does not reach the attention of \w+[-\w]*, which such models compute"):
         _build(name, BUILT_IN.get(name, BUILT_IN["BloomForCausalLM"]))
+
+
+def test_loading_a_composite_model_does_not_warn_of_one_part():
+    """The vision encoder computes its attention itself, and the language model runs ``dma_mxfp``."""
+    vision = {"hidden_size": 32, "output_channels": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "mlp_dim": 32}
+    parts = {"vision_config": vision, "text_config": GROUPED | TINY}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*does not reach")
+        model = _build("GotOcr2ForConditionalGeneration", parts)
+    model(**_inputs(model))
+    assert dma_hf.stats(model).calls == 2
 
 
 def test_a_class_with_a_table_of_attention_layers_is_rejected():
