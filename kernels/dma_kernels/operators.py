@@ -26,6 +26,8 @@ _SETTINGS = "str backend, bool counts_tiles, " + ", ".join(
     f"{_SCHEMA_TYPES[str(field.type)]} {field.name}" for field in fields(Recipe)
 )
 _SETTINGS_COUNT = len(_SETTINGS.split(", "))
+TRANSFORMED: dict[str, Any] = {}
+"""For each operator, by name: what :mod:`dma_kernels.torch_func` calls instead."""
 
 
 def _options_and_settings(call: AttentionCall) -> tuple[Any, ...]:
@@ -103,8 +105,10 @@ def register(
         backend, counts_tiles, *numerics = others[-_SETTINGS_COUNT:]
         recipe = Recipe(**dict(zip(RECIPE_FIELDS, numerics, strict=True)))
         counts = query.new_zeros((query.shape[1] if counts_tiles else 0, 2), dtype=torch.int64)
-        made = forward(query, *others[:-_SETTINGS_COUNT], recipe, backend, counts if counts_tiles else None)
-        return *made, counts
+        out, *made = forward(query, *others[:-_SETTINGS_COUNT], recipe, backend, counts if counts_tiles else None)
+        # The output as its own base: autograd refuses to change a view from an operator in place.
+        out = out.new_empty(0).set_(out.untyped_storage(), out.storage_offset(), out.shape, out.stride())
+        return out, *made, counts
 
     def run_fake(query: Tensor, *others: Any) -> tuple[Tensor, ...]:
         _, counts_tiles, *_ = others[-_SETTINGS_COUNT:]
@@ -123,7 +127,8 @@ def register(
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         named = dict(zip(names, inputs, strict=False))
         ctx.tensor_names = [name for name, value in named.items() if isinstance(value, Tensor)]
-        ctx.save_for_backward(*(named.pop(name) for name in ctx.tensor_names))
+        saved = [named.pop(name) for name in ctx.tensor_names]
+        ctx.save_for_backward(*(x.clone() if x.is_inference() else x for x in saved))  # a mask may be made beforehand
         ctx.options, ctx.count = named, len(inputs)
         ctx.mark_non_differentiable(*output[1:])
 
@@ -136,7 +141,10 @@ def register(
         return tuple(gradients)
 
     def refuse(ctx: Any, *gradients: Tensor | None) -> Any:
-        raise RuntimeError("attention has no second derivative; differentiate once")
+        raise RuntimeError(
+            "attention has no second derivative; differentiate once, without create_graph, or use PyTorch's "
+            "scaled_dot_product_attention under sdpa_kernel(SDPBackend.MATH)"
+        )
 
     schema = f"({arguments}, {_SETTINGS}) -> ({', '.join(['Tensor'] * (results + 1))})"
     op = torch.library.custom_op(name, run, mutates_args=(), schema=schema)
@@ -146,8 +154,8 @@ def register(
     backward_op = torch.library.custom_op(f"{name}_backward", run_gradient, mutates_args=(), schema=schema)
     backward_op.register_fake(fake_gradient)
     backward_op.register_autograd(refuse)
-    run_backward = _unless_transformed(backward_op, lambda *_: None, refuse, has_vmap)
-    run_forward = _unless_transformed(op, save, backward, has_vmap)
+    run_backward = _unless_transformed(f"{name}_backward", backward_op, lambda *_: None, refuse, has_vmap)
+    run_forward = _unless_transformed(name, op, save, backward, has_vmap)
 
     def call_operator(call: AttentionCall, *inputs: Any) -> list[Tensor]:
         made: list[Tensor]
@@ -159,19 +167,21 @@ def register(
     return call_operator
 
 
-def _unless_transformed(op: Any, save: Any, backward: Any, has_vmap: bool) -> Callable[..., Any]:
+def _unless_transformed(name: str, op: Any, save: Any, backward: Any, has_vmap: bool) -> Callable[..., Any]:
     """Return a function that calls an operator, under ``torch.func`` as one that its transforms can differentiate.
 
     They do not support the gradient of a registered operator.
     """
     members = {"forward": staticmethod(op), "setup_context": staticmethod(save), "backward": staticmethod(backward)}
     rule = {"generate_vmap_rule": True} if has_vmap else {"vmap": staticmethod(_refuse_vmap)}
-    transformed: Any = type("_Transformed", (torch.autograd.Function,), {**members, **rule})
+    TRANSFORMED[name] = type("_Transformed", (torch.autograd.Function,), {**members, **rule})
 
     def call(*inputs: Any) -> Any:
-        # Compilers use their own transforms.
-        is_transformed = not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
-        return transformed.apply(*inputs) if is_transformed else op(*inputs)
+        if torch._C._functorch.get_dynamic_layer_stack_depth() == 0:
+            return op(*inputs)
+        from .torch_func import call_transformed  # imports PyTorch's compiler, also where Dynamo traces this line
+
+        return call_transformed(name, *inputs)
 
     return call
 

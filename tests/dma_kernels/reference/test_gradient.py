@@ -134,17 +134,56 @@ def test_transforms_of_torch_func_equal_the_backward_pass(call: str, transform: 
         torch.testing.assert_close(each, gradient)
 
 
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_compiled_transforms_of_torch_func_equal_eager(transform: str) -> None:
+    leaves, options = make("all", torch.float32)
+    given = [leaf.detach() for leaf in leaves]
+
+    def loss(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
+        return attention(query, key, value, LOSSY, **(options | {"sinks": sinks})).square().sum()
+
+    def transformed(leaves: list[Tensor]) -> Any:
+        return TRANSFORMS[transform](loss, leaves)
+
+    compiled = torch.compile(transformed, fullgraph=True, backend="aot_eager")
+    for found, wanted in zip(compiled(given), transformed(given), strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_the_output_may_be_changed_in_place() -> None:
+    leaves, _ = make("causal")
+    expected = gradients(attention(*leaves, EXACT) * 2, leaves)
+    out = attention(*leaves, EXACT)
+    for found, wanted in zip(gradients(out.mul_(2), leaves), expected, strict=True):
+        assert torch.equal(found, wanted)
+    assert out.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("call", ["padding", "offsets", "mask"])
+def test_masks_and_positions_may_be_made_in_inference_mode(call: str) -> None:
+    leaves, options = make(call)
+    with torch.inference_mode():
+        cloned = {name: x.clone() if isinstance(x, Tensor) else x for name, x in options.items()}
+    expected = gradients(attention(*leaves, EXACT, **options), leaves)
+    for found, wanted in zip(gradients(attention(*leaves, EXACT, **cloned), leaves), expected, strict=True):
+        assert torch.equal(found, wanted)
+
+
 def test_second_derivatives_are_rejected() -> None:
     leaves, _ = make("causal")
     (first,) = torch.autograd.grad(attention(*leaves, EXACT).sum(), leaves[:1], create_graph=True)
-    with pytest.raises(RuntimeError, match="attention has no second derivative; differentiate once"):
+    message = (
+        "attention has no second derivative; differentiate once, without create_graph, or use PyTorch's "
+        r"scaled_dot_product_attention under sdpa_kernel\(SDPBackend.MATH\)"
+    )
+    with pytest.raises(RuntimeError, match=message):
         first.sum().backward()
     query, key, value = (leaf.detach() for leaf in leaves)
 
     def slope(query: Tensor) -> Tensor:
         return torch.func.grad(lambda query: attention(query, key, value, EXACT).sum())(query).sum()
 
-    with pytest.raises(RuntimeError, match="attention has no second derivative; differentiate once"):
+    with pytest.raises(RuntimeError, match=message):
         torch.func.grad(slope)(query)
 
 
