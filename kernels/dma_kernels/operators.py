@@ -177,7 +177,8 @@ def _unless_transformed(name: str, op: Any, save: Any, backward: Any, has_vmap: 
     TRANSFORMED[name] = type("_Transformed", (torch.autograd.Function,), {**members, **rule})
 
     def call(*inputs: Any) -> Any:
-        if torch._C._functorch.get_dynamic_layer_stack_depth() == 0:
+        is_transformed = torch._C._functorch.get_dynamic_layer_stack_depth() > 0
+        if not is_transformed or torch.compiler.is_exporting():  # export supports vmap alone
             return op(*inputs)
         from .torch_func import call_transformed  # imports PyTorch's compiler, also where Dynamo traces this line
 

@@ -150,6 +150,17 @@ def test_compiled_transforms_of_torch_func_equal_eager(transform: str) -> None:
         torch.testing.assert_close(found, wanted)
 
 
+def test_vmap_is_exported() -> None:
+    query, key, value = (leaf.detach() for leaf in make("causal", torch.float32)[0])
+
+    class Model(torch.nn.Module):
+        def forward(self, queries: Tensor) -> Any:
+            return torch.func.vmap(lambda query: attention(query, key, value, LOSSY))(queries)
+
+    exported = torch.export.export(Model(), (query[None],)).module()
+    assert torch.equal(exported(query[None]), Model()(query[None]))
+
+
 def test_the_output_may_be_changed_in_place() -> None:
     leaves, _ = make("causal")
     expected = gradients(attention(*leaves, EXACT) * 2, leaves)
