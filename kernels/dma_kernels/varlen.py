@@ -144,7 +144,8 @@ class _Spans(NamedTuple):
             return
         indices = self.indices(packed).flatten()
         if self.is_padded:
-            is_token = torch.arange(self.longest) < torch.tensor(self.lengths)[:, None]
+            lengths = torch.tensor(self.lengths, device="cpu")
+            is_token = torch.arange(self.longest, device="cpu") < lengths[:, None]
             kept = _on_device(is_token.flatten().nonzero().squeeze(1), packed.device)
             rows, indices = rows[kept], indices[kept]
         packed.index_copy_(0, indices, rows)
@@ -152,7 +153,7 @@ class _Spans(NamedTuple):
 
 def _on_device(numbers: Any, device: torch.device) -> Tensor:
     """Copy integers on the host to a device, without waiting for it."""
-    return torch.as_tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
+    return torch.as_tensor(numbers, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
 
 
 @functools.lru_cache(maxsize=64)

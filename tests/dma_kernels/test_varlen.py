@@ -173,6 +173,18 @@ class TestBatches:
             assert relative_error(ours, one) < 1e-3
 
 
+@pytest.mark.parametrize("is_padded", [False, True], ids=["by-length", "padded"])
+def test_the_default_device_does_not_matter(is_padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with ``torch.set_default_device``, which would put the lengths on a device that the host cannot read."""
+    if is_padded:
+        batches = varlen._batches
+        monkeypatch.setattr(varlen, "_batches", lambda *ends_and_heads: batches(*ends_and_heads[:3], 1 << 30))
+    arguments = packed((30, 9, 30, 1))
+    expected = attention_varlen(*arguments, EXACT)
+    with torch.device("meta"):
+        assert torch.equal(attention_varlen(*arguments, EXACT), expected)
+
+
 class TestGradient:
     @pytest.mark.parametrize(
         "options",

@@ -217,7 +217,7 @@ def e2m1_encode(x: Tensor) -> Tensor:
 
 def e2m1_decode(codes: Tensor) -> Tensor:
     """Return the fp32 values of uint8 E2M1 codes; -0.0 for the code 8."""
-    magnitudes = torch.tensor(formats.E2M1_MAGNITUDES, device=codes.device)
+    magnitudes = torch.tensor(formats.E2M1_MAGNITUDES, dtype=torch.float32, device=codes.device)
     return torch.cat((magnitudes, -magnitudes))[codes.int()]
 
 

@@ -360,3 +360,18 @@ def test_flushed_subnormal_numbers_make_nothing_nan(format: str, shared: str) ->
     assert_bits_equal(flushed.data[normal], expected.data[normal])
     assert_bits_equal(values[normal], expected.dequantize()[normal])
     assert (values[:32] == 0.0).all()
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.float16])
+@pytest.mark.parametrize("format", BLOCK_FORMATS)
+def test_the_default_dtype_does_not_matter(format: str, default: torch.dtype) -> None:
+    x = mixed_magnitudes(64, 64, seed=5, binades=4)
+    expected = quantize(x, format, scale_rounding="search")
+    values = expected.dequantize()
+    torch.set_default_dtype(default)
+    try:
+        found = quantize(x, format, scale_rounding="search")
+        assert_bits_equal(found.dequantize(), values)
+        assert_bits_equal(found.data, expected.data)
+    finally:
+        torch.set_default_dtype(torch.float32)
