@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -47,10 +47,7 @@ def needs_operator(given: list[Any]) -> bool:
         NotImplementedError: An input is a dual tensor, for which PyTorch would return zero derivatives.
     """
     if forward_ad._current_level >= 0 and any(map(_may_be_dual, given)):
-        raise NotImplementedError(
-            "attention has no derivative in forward mode, and one of its inputs is a dual tensor; use reverse mode "
-            "(backward, torch.autograd.grad)"
-        )
+        _refuse_forward_mode()
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return True
     if torch._C._get_tracing_state() is not None or torch._C._functorch.peek_interpreter_stack() is not None:
@@ -62,6 +59,13 @@ def needs_operator(given: list[Any]) -> bool:
         if has_grad and tensor.requires_grad:
             return True
     return False
+
+
+def _refuse_forward_mode(*_: Any) -> NoReturn:
+    raise NotImplementedError(
+        "attention has no derivative in forward mode, and one of its inputs is a dual tensor; use reverse mode "
+        "(backward, torch.autograd.grad)"
+    )
 
 
 def _may_be_dual(tensor: Any) -> bool:
@@ -172,9 +176,11 @@ def _unless_transformed(name: str, op: Any, save: Any, backward: Any, has_vmap: 
 
     They do not support the gradient of a registered operator.
     """
-    members = {"forward": staticmethod(op), "setup_context": staticmethod(save), "backward": staticmethod(backward)}
-    rule = {"generate_vmap_rule": True} if has_vmap else {"vmap": staticmethod(_refuse_vmap)}
-    TRANSFORMED[name] = type("_Transformed", (torch.autograd.Function,), {**members, **rule})
+    members = {"forward": op, "setup_context": save, "backward": backward, "jvp": _refuse_forward_mode}
+    if not has_vmap:
+        members["vmap"] = _refuse_vmap
+    methods = {member: staticmethod(function) for member, function in members.items()}
+    TRANSFORMED[name] = type("_Transformed", (torch.autograd.Function,), {**methods, "generate_vmap_rule": has_vmap})
 
     def call(*inputs: Any) -> Any:
         is_transformed = torch._C._functorch.get_dynamic_layer_stack_depth() > 0

@@ -228,6 +228,12 @@ class TestTransforms:
         with pytest.raises(NotImplementedError, match="no derivative in forward mode"):
             torch.func.jvp(function, (query,), (query,))
 
+    def test_hessians_are_rejected(self) -> None:
+        """They derive the gradient in forward mode."""
+        query, key, value = random_qkv(q_len=3, kv_len=3)
+        with pytest.raises(NotImplementedError, match="no derivative in forward mode"):
+            torch.func.hessian(lambda query: attention(query, key, value, Recipe()).sum())(query)
+
     def test_vmap_equals_a_loop(self) -> None:
         query, key, value = random_qkv(q_len=5, kv_len=5)
         queries = torch.stack([query, 2.0 * query])
