@@ -43,6 +43,7 @@ class QuantizedTensor:
         return blocks.flatten(-2)[..., : self.head_dim]
 
 
+@torch.no_grad()
 def quantize(
     x: Tensor,
     format: str | BlockFormat,
@@ -52,7 +53,7 @@ def quantize(
     global_scale: Tensor | None = None,
     tile_offset: int | Tensor = 0,
 ) -> QuantizedTensor:
-    """Quantize the last dimension of ``x`` in blocks.
+    """Quantize the last dimension of ``x`` in blocks. The result has no gradient.
 
     Args:
         x: ``[..., T, D]``, floating point. Arithmetic is in fp32.

@@ -362,6 +362,12 @@ def test_flushed_subnormal_numbers_make_nothing_nan(format: str, shared: str) ->
     assert (values[:32] == 0.0).all()
 
 
+@pytest.mark.parametrize("format", BLOCK_FORMATS)
+def test_quantization_has_no_gradient(format: str) -> None:
+    """PyTorch would round gradients to E4M3 where it casts to that."""
+    assert not quantize(torch.randn(4, 32, requires_grad=True), format).dequantize().requires_grad
+
+
 @pytest.mark.parametrize("default", [torch.float64, torch.float16])
 @pytest.mark.parametrize("format", BLOCK_FORMATS)
 def test_the_default_dtype_does_not_matter(format: str, default: torch.dtype) -> None:
