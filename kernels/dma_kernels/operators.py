@@ -183,8 +183,7 @@ def _unless_transformed(name: str, op: Any, save: Any, backward: Any, has_vmap: 
     TRANSFORMED[name] = type("_Transformed", (torch.autograd.Function,), {**methods, "generate_vmap_rule": has_vmap})
 
     def call(*inputs: Any) -> Any:
-        is_transformed = torch._C._functorch.get_dynamic_layer_stack_depth() > 0
-        if not is_transformed or torch.compiler.is_exporting():  # export supports vmap alone
+        if not torch._C._are_functorch_transforms_active():
             return op(*inputs)
         from .torch_func import call_transformed  # imports PyTorch's compiler, also where Dynamo traces this line
 

@@ -15,4 +15,6 @@ from .operators import TRANSFORMED
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def call_transformed(name: str, *inputs: Any) -> Any:
     """Call an operator in a form that the transforms can differentiate. The compiler does not look inside."""
-    return TRANSFORMED[name].apply(*inputs)
+    transformed = TRANSFORMED[name]
+    # Export takes the operator alone, and vmap as the only transform.
+    return transformed.forward(*inputs) if torch.compiler.is_exporting() else transformed.apply(*inputs)
