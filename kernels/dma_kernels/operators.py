@@ -109,10 +109,8 @@ def register(
         backend, counts_tiles, *numerics = others[-_SETTINGS_COUNT:]
         recipe = Recipe(**dict(zip(RECIPE_FIELDS, numerics, strict=True)))
         counts = query.new_zeros((query.shape[1] if counts_tiles else 0, 2), dtype=torch.int64)
-        out, *made = forward(query, *others[:-_SETTINGS_COUNT], recipe, backend, counts if counts_tiles else None)
-        # The output as its own base: autograd refuses to change a view from an operator in place.
-        out = out.new_empty(0).set_(out.untyped_storage(), out.storage_offset(), out.shape, out.stride())
-        return out, *made, counts
+        made = forward(query, *others[:-_SETTINGS_COUNT], recipe, backend, counts if counts_tiles else None)
+        return *made, counts
 
     def run_fake(query: Tensor, *others: Any) -> tuple[Tensor, ...]:
         _, counts_tiles, *_ = others[-_SETTINGS_COUNT:]

@@ -122,7 +122,9 @@ def attend_prepared(
     kv_heads = operands.k_high.shape[1]
     compute_dtype = operands.q_high.dtype
     query = operands.q_high
-    out = query.new_empty((batch, q_len, q_heads, operands.v_high.shape[-1]), dtype=dtype).transpose(1, 2)
+    shape = batch, q_heads, q_len, operands.v_high.shape[-1]
+    # Not a transposed view, which autograd would not let the caller change in place.
+    out = torch.empty_permuted(shape, (0, 2, 1, 3), dtype=dtype, device=query.device)
     lse = query.new_empty((batch, q_heads, q_len))
     if lse.numel() == 0:
         return out, lse
