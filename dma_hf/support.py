@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from dma_kernels.numerics.call import MAX_HEAD_DIM, MIN_HEAD_DIM
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from .config import Settings, settings_of
 from .integrations.internals import CACHE_ARGUMENT, is_collecting_attentions, takes_attention_names
@@ -65,6 +65,15 @@ def shares_keys(config: PreTrainedConfig) -> bool:
     """Return whether some layers of a decoder attend to the keys of another layer (Gemma 3n)."""
     modes = getattr(config, "kv_sharing_modes", None) or ()
     return any(mode.startswith("reuse") for mode in modes) or bool(getattr(config, "num_kv_shared_layers", 0))
+
+
+def cross_attention_layers(config: PreTrainedConfig) -> list[int]:
+    """Return which layers of a decoder have cross-attention in place of self-attention (Mllama).
+
+    They store the keys of images once, and read them from the cache in every decoding step.
+    """
+    count = config.num_hidden_layers
+    return [index for index in getattr(config, "cross_attention_layers", None) or () if index < count]
 
 
 WITHOUT_PACKED_CACHE = "set cache=None for Transformers' 16-bit cache: dma_hf.configure(model, cache=None)"
@@ -189,9 +198,11 @@ HARMLESS = frozenset(
 
 OF_GENERATION = frozenset(inspect.signature(GenerationMixin.generate).parameters) | {
     *("tokenizer", "assistant_tokenizer", "generation_mode"),
+    *(GenerationConfig().to_dict().keys() - {"output_attentions"}),
 }
-"""Keyword arguments of ``generate``, and those that pipelines add. They control how tokens are chosen. ``generate``
-passes the ones that it does not use to the model, which passes them to every layer."""
+"""Keyword arguments of ``generate``, fields of its configuration, and what pipelines add. They control how tokens are
+chosen. ``generate`` passes the arguments that it does not use to the model, which passes them to every layer. Kosmos-2
+passes all of them to its vision encoder."""
 
 WAY_OUT = "load the model with attn_implementation='sdpa' or 'eager'"
 
