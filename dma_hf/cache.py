@@ -22,7 +22,7 @@ from transformers.cache_utils import (
 
 from .cache_layers import DMALayer, DMAStaticLayer, Owner, holds_states, lasting
 from .config import cache_format_of, settings_of
-from .support import WITHOUT_PACKED_CACHE, refuse_packed_cache
+from .support import WITHOUT_PACKED_CACHE, cross_attention_layers, refuse_packed_cache
 
 DEFAULT_FORMAT = "int8"
 """The format of a cache if neither the caller nor the model names one. It is almost lossless."""
@@ -38,7 +38,8 @@ class DMACache(DynamicCache):  # type: ignore[misc]
 
     Layers that run ``dma_mxfp`` compute a prompt with the model's recipe. Every later step attends to the packed keys
     and values. With any other attention implementation the cache returns dequantized keys and values. Layers that hold
-    other states (Mamba, linear attention, an indexer) are those of Transformers.
+    other states (Mamba, linear attention, an indexer) are those of Transformers. So are layers that hold the keys of an
+    image for cross-attention (Mllama), which stay in 16 bits.
 
     Args:
         config: The model's configuration. In ``forward``, layers ask it whether they run ``dma_mxfp``: pass
@@ -86,6 +87,8 @@ class DMACache(DynamicCache):  # type: ignore[misc]
             cache_format_of(decoder, name)
         owner = Owner(decoder, given, settings.recipe.diagonal_tiles, settings.recipe.sink_tiles)
         layers = [_own_layer(layer, owner, name, max_cache_len) for layer, name in zip(upstream, names, strict=True)]
+        for index in cross_attention_layers(decoder):
+            layers[index] = DynamicLayer()
         for layer in [layer for layer in layers if isinstance(layer, DMALayer)][1:]:
             layer.checks_steps = False
         Cache.__init__(self, layers=layers, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding)

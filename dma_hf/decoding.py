@@ -182,6 +182,8 @@ def _why_eager(
     others = {type(layer).__name__ for layer in cache.layers if not isinstance(layer, DMALayer) and holds_states(layer)}
     if others:
         return f"the cache has layers that hold other states ({', '.join(sorted(others))})"
+    if any(isinstance(layer, DMAStaticLayer) for layer in layers):
+        return "the cache has layers that grow and layers of a fixed size"
     if not layers or not all(layer.is_settled for layer in layers):
         return "a row of the batch is all padding"
     reason = why_model_is_eager(model, arguments)

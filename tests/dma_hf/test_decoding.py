@@ -17,6 +17,7 @@ from types import MethodType, SimpleNamespace
 import pytest
 import torch
 from sampling import sampled
+from tiny_models import SIZES
 from torch import nn
 from torchao.quantization import Int8Tensor, PerRow
 from transformers import (
@@ -24,6 +25,8 @@ from transformers import (
     Lfm2Config,
     Lfm2ForCausalLM,
     LlamaForCausalLM,
+    MllamaForCausalLM,
+    MllamaTextConfig,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     set_seed,
@@ -114,6 +117,17 @@ def test_tokens_are_those_of_eager_steps(name, is_sampled, build, token_ids):
     assert _replays(model) == NEW - 1 - decoding.EAGER_STEPS
     assert torch.equal(_tokens(model, ids, **mode), expected)  # over the storage of the first call
     assert _replays(model) == NEW - 1
+
+
+def test_a_cache_of_fixed_size_beside_layers_that_grow_is_not_captured(token_ids):
+    """Mllama's cross-attention to images."""
+    text = SIZES | {"num_hidden_layers": 3, "cross_attention_layers": [1]}
+    config = MllamaTextConfig(**text, rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+    model = MllamaForCausalLM._from_config(config, attn_implementation="dma_mxfp:balanced+int8").eval()
+    cache = DMACache(model.config, max_cache_len=512)
+    actual = _tokens(model, token_ids(1, PROMPT), do_sample=False, **{CACHE_ARGUMENT: cache})
+    assert [*dma_hf.stats(model).eager_decoding] == ["the cache has layers that grow and layers of a fixed size"]
+    assert torch.equal(actual, _tokens(model, token_ids(1, PROMPT), do_sample=False, disable_compile=True))
 
 
 def test_arguments_of_generate_that_reach_the_model_change_nothing(build, token_ids):
