@@ -57,7 +57,8 @@ def configure(
         OSError: The file cannot be read.
         TypeError: ``setting`` or ``model`` has the wrong type.
         ValueError: The preset, a key or a value is invalid; no part of the model can run ``dma_mxfp``; or the model
-            has no layer of ``high_layers``, or cannot use a packed cache. The message has the reason.
+            has no layer of ``high_layers``, or its language model cannot use ``cache``, or runs another attention. The
+            message has the reason.
     """
     chosen = {"cache": cache, "backend": backend, "on_unsupported": on_unsupported}
     changes = numerics | {name: value for name, value in chosen.items() if value is not ...}
@@ -92,8 +93,15 @@ def configure(
             f"attn_implementation={NAME!r}, or pass activate=True"
         )
     _check_layers(model, config)
-    if config.cache is not None and models[0].can_generate() and is_dma(decoder_attention(models[0])):
-        DMACache(models[0].config, config.cache)  # raises if the model cannot use it
+    if config.cache is not None and models[0].can_generate():
+        decoder = decoder_attention(models[0])
+        if is_dma(decoder):
+            DMACache(models[0].config, config.cache)  # raises if the model cannot use it
+        elif cache is not ...:
+            raise ValueError(
+                f"cache={cache!r} is for the language model, which runs attention {decoder!r}, not {NAME}; load it "
+                f"with attn_implementation={{'text_config': {NAME!r}}}, or leave the cache out"
+            )
     for each in configs:
         setattr(each, NAME, config.to_section())
     # A preset in the name would override the section.

@@ -54,6 +54,16 @@ def test_a_dropped_model_is_freed_at_once(families, token_ids):
         gc.enable()
 
 
+def test_a_cache_is_refused_if_the_language_model_runs_another_attention(llava):
+    """It would never be used."""
+    llava.set_attn_implementation({"vision_config": "dma_mxfp"})
+    with pytest.raises(ValueError, match=r"cache='int4' is for the language model, which runs attention 'sdpa', not"):
+        dma_hf.configure(llava, "balanced", cache="int4")
+    assert dma_hf.configure(llava, "balanced", cache=None).cache is None
+    llava.set_attn_implementation({"text_config": "dma_mxfp"})
+    assert dma_hf.configure(llava, "balanced", cache="int4").cache == "int4"
+
+
 @pytest.mark.parametrize("part", ["text_config", "vision_config"])
 def test_parts_of_a_composite_model_may_differ_in_attention(part, llava):
     """``dma_mxfp`` in one part and SDPA in the other, and back. Settings start from those of the part."""
