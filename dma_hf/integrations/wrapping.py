@@ -346,12 +346,14 @@ def check_attention(method: Callable[..., Any], model: PreTrainedModel, *argumen
     ``dma_mxfp`` (GOT-OCR2).
     """
     name = method(model, *arguments, **options)
-    table = _table_of(model) if is_dma(name) else None
-    if table is not None:
+    table, layers = _table_of(model) if is_dma(name) else ("", {})
+    if table:
+        other = "sdpa" if "sdpa" in layers else "eager"
+        is_part = model.config.base_config_key  # of a composite model, such as a vision encoder
+        hint = ", or name dma_mxfp for the language model alone: {'text_config': 'dma_mxfp'}" if is_part else ""
         raise ValueError(
             f"attn_implementation={name!r} does not reach {type(model).__name__}, which chooses its layers from "
-            f"{table}; load the model with attn_implementation='sdpa', or name dma_mxfp for the language model "
-            "alone: {'text_config': 'dma_mxfp'}"
+            f"{table}; load the model with attn_implementation={other!r}{hint}"
         )
     is_composite = model.config.sub_configs or model.config.base_config_key
     if is_dma(name) and not is_composite and not takes_attention_names(type(model)):
@@ -359,10 +361,10 @@ def check_attention(method: Callable[..., Any], model: PreTrainedModel, *argumen
     return name
 
 
-def _table_of(model: PreTrainedModel) -> str | None:
-    """Return the name of the table of a model's attention layers, which begins as that of its configuration."""
+def _table_of(model: PreTrainedModel) -> tuple[str, dict[str, type]]:
+    """Return a model's table of attention layers and its name, which begins as that of its configuration, if any."""
     prefix = type(model.config).__name__.removesuffix("Config").upper()
     for name, table in vars(sys.modules[type(model).__module__]).items():
         if isinstance(table, dict) and "eager" in table and name.replace("_", "").startswith(prefix):
-            return name
-    return None
+            return name, table
+    return "", {}

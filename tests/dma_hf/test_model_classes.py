@@ -93,12 +93,19 @@ def test_loading_a_composite_model_does_not_warn_of_one_part():
     assert dma_hf.stats(model).calls == 2
 
 
-def test_a_class_with_a_table_of_attention_layers_is_rejected():
+@pytest.mark.parametrize(
+    ("name", "sizes", "way_out"),
+    [
+        ("FalconForCausalLM", {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}, "'sdpa'$"),
+        ("GPTNeoForCausalLM", {"hidden_size": 64, "num_layers": 2, "attention_types": [[["global"], 2]]}, "'eager'$"),
+        ("DeepseekVLHybridForConditionalGeneration", {}, r"'sdpa', or .* language model alone: {'text_config'"),
+    ],
+)
+def test_a_class_with_a_table_of_attention_layers_is_rejected(name, sizes, way_out):
     """Upstream looks up their class by the implementation's name, and would raise a ``KeyError``."""
-    with pytest.raises(
-        ValueError, match="attn_implementation='dma_mxfp' does not reach FalconForCausalLM, which choos"
-    ):
-        _build("FalconForCausalLM", {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4})
+    message = rf"attn_implementation='dma_mxfp' does not reach \w+, which chooses .* attn_implementation={way_out}"
+    with pytest.raises(ValueError, match=message):
+        _build(name, sizes)
 
 
 class MyConfig(transformers.LlamaConfig):
