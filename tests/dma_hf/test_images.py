@@ -5,8 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from hf_outcomes import randomise
-from tiny_models import ENCODER, IDENTITY
-from transformers import Kosmos2Config, Kosmos2ForConditionalGeneration, MllamaConfig, MllamaForConditionalGeneration
+from tiny_models import ENCODER, HYBRID, IDENTITY, SIZES
+from transformers import (
+    DynamicCache,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Kosmos2Config,
+    Kosmos2ForConditionalGeneration,
+    MllamaConfig,
+    MllamaForConditionalGeneration,
+)
 
 import dma_hf
 from dma_hf import DMACache
@@ -30,6 +38,14 @@ KOSMOS2 = {
     "vision_config": {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     | {"image_size": 28, "patch_size": 14},
     "latent_query_num": 5,
+}
+IMAGE, IMAGE_TOKENS = 96, 4
+GEMMA3 = {
+    "text_config": SIZES | HYBRID,
+    "vision_config": {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    | {"image_size": 32, "patch_size": 8},
+    "mm_tokens_per_image": IMAGE_TOKENS,
+    "image_token_index": IMAGE,
 }
 
 
@@ -96,3 +112,40 @@ def test_kosmos_2_generates_with_options(cache, token_ids):
     model = _build(Kosmos2ForConditionalGeneration, config, "dma_mxfp")
     dma_hf.configure(model, IDENTITY, cache=cache)
     assert torch.equal(model.generate(**inputs, **GREEDY), expected)
+
+
+@pytest.fixture
+def gemma3():
+    def build(implementation):
+        return _build(Gemma3ForConditionalGeneration, Gemma3Config(**GEMMA3), implementation).double()
+
+    return build
+
+
+def _turn(model, cache, earlier, texts, seed):
+    """Add a turn of an image between two texts to a conversation, and return its tokens, types and logits."""
+    generator = torch.Generator().manual_seed(seed)
+    before, after = (torch.randint(3, IMAGE, (1, length), generator=generator) for length in texts)
+    tokens = torch.cat((before, torch.full((1, IMAGE_TOKENS), IMAGE), after), 1)
+    ids, types = (torch.cat((old, new), 1) for old, new in zip(earlier, (tokens, tokens == IMAGE), strict=True))
+    pixels = torch.randn(1, 3, 32, 32, generator=generator, dtype=torch.float64)
+    inputs = {"input_ids": ids, "token_type_ids": types.long(), "attention_mask": torch.ones_like(ids)}
+    found = model.generate(
+        **inputs, pixel_values=pixels, **GREEDY, **{CACHE_ARGUMENT: cache}, return_dict_in_generate=True,
+        output_logits=True,
+    )  # fmt: skip
+    types = torch.nn.functional.pad(types, (0, found.sequences.shape[1] - types.shape[1]))
+    return (found.sequences, types), torch.stack(found.logits, 1)
+
+
+def test_the_tokens_of_an_image_see_each_other_in_every_turn(gemma3, assert_same):
+    """Also in a later turn, whose queries attend to packed keys. All are in the band, so nothing is quantized."""
+    sdpa, model = gemma3("sdpa"), gemma3("dma_mxfp")
+    dma_hf.configure(model, IDENTITY, diagonal_tiles=3)
+    caches = DynamicCache(config=sdpa.config), DMACache(model.config, "int8")
+    expected = actual = (torch.empty(1, 0, dtype=torch.long), torch.empty(1, 0, dtype=torch.bool))
+    for seed, texts in enumerate(((5, 140), (30, 9), (2, 40))):
+        expected, wanted = _turn(sdpa, caches[0], expected, texts, seed)
+        actual, logits = _turn(model, caches[1], actual, texts, seed)
+        assert torch.equal(actual[0], expected[0])
+        assert_same(logits, wanted)
