@@ -99,8 +99,8 @@ def configure(
             DMACache(models[0].config, config.cache)  # raises if the model cannot use it
         elif cache is not ...:
             raise ValueError(
-                f"cache={cache!r} is for the language model, which runs attention {decoder!r}, not {NAME}; load it "
-                f"with attn_implementation={{'text_config': {NAME!r}}}, or leave the cache out"
+                f"cache={cache!r} is for the language model, which runs attention {decoder!r}, not {NAME}; name its "
+                f"part in attn_implementation, as in {{'text_config': {NAME!r}}}, or leave the cache out"
             )
     for each in configs:
         setattr(each, NAME, config.to_section())

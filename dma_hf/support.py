@@ -72,8 +72,8 @@ def cross_attention_layers(config: PreTrainedConfig) -> list[int]:
 
     They store the keys of images once, and read them from the cache in every decoding step.
     """
-    count = config.num_hidden_layers
-    return [index for index in getattr(config, "cross_attention_layers", None) or () if index < count]
+    layers = getattr(config, "cross_attention_layers", None) or ()
+    return [index for index in layers if index < config.num_hidden_layers]
 
 
 WITHOUT_PACKED_CACHE = "set cache=None for Transformers' 16-bit cache: dma_hf.configure(model, cache=None)"
@@ -161,6 +161,9 @@ class Call:
     ) -> Call:
         """Read the keyword arguments that Transformers passes to the attention function of a layer."""
         sinks = None if s_aux is None else s_aux.reshape(-1)
+        if module.config.model_type in GETS_GENERATION_OPTIONS:
+            options = GenerationConfig().to_dict().keys() - {"output_attentions"}
+            others = {name: value for name, value in others.items() if name not in options}
         settings = settings_of(module.config, module)
         return cls(settings, scaling, dropout, softcap or None, sinks, position_bias, others)
 
@@ -198,11 +201,12 @@ HARMLESS = frozenset(
 
 OF_GENERATION = frozenset(inspect.signature(GenerationMixin.generate).parameters) | {
     *("tokenizer", "assistant_tokenizer", "generation_mode"),
-    *(GenerationConfig().to_dict().keys() - {"output_attentions"}),
 }
-"""Keyword arguments of ``generate``, fields of its configuration, and what pipelines add. They control how tokens are
-chosen. ``generate`` passes the arguments that it does not use to the model, which passes them to every layer. Kosmos-2
-passes all of them to its vision encoder."""
+"""Keyword arguments of ``generate``, and those that pipelines add. They control how tokens are chosen. ``generate``
+passes the ones that it does not use to the model, which passes them to every layer."""
+
+GETS_GENERATION_OPTIONS = ("kosmos_2_vision_model",)
+"""Model types of encoders to which ``generate`` passes all its options, such as ``max_new_tokens``."""
 
 WAY_OUT = "load the model with attn_implementation='sdpa' or 'eager'"
 

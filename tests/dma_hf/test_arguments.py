@@ -37,8 +37,8 @@ def _handed_down():
         for keys in re.findall(r"\bgen(?:erate)?_kwargs = \{(.*?)\}", source, flags=re.DOTALL):
             added += re.findall(r'"(\w+)":', keys)
         names |= set(added) - set(re.findall(r'generate_kwargs\.pop\("(\w+)"', source))  # the pipeline's own
-    kept = set(inspect.signature(WhisperForConditionalGeneration.generate).parameters)  # Whisper's own, not passed on
-    generate |= set(GenerationConfig().to_dict())  # which Kosmos-2 passes to its vision encoder
+    # Whisper's `generate` and generation configurations do not pass theirs on.
+    kept = {*inspect.signature(WhisperForConditionalGeneration.generate).parameters, *GenerationConfig().to_dict()}
     own = inspect.signature(dma_attention_forward).parameters
     return sorted((names - kept | generate) - OF_ATTENTION - INTERNAL - own.keys())
 
