@@ -161,10 +161,11 @@ class Call:
     ) -> Call:
         """Read the keyword arguments that Transformers passes to the attention function of a layer."""
         sinks = None if s_aux is None else s_aux.reshape(-1)
-        if module.config.model_type in GETS_GENERATION_OPTIONS:
+        config: Any = module.config
+        if config.model_type in GETS_GENERATION_OPTIONS:
             options = GenerationConfig().to_dict().keys() - {"output_attentions"}
             others = {name: value for name, value in others.items() if name not in options}
-        settings = settings_of(module.config, module)
+        settings = settings_of(config, module)
         return cls(settings, scaling, dropout, softcap or None, sinks, position_bias, others)
 
     @property
