@@ -197,7 +197,7 @@ def _documents_of_lengths(
         ends = lengths.cpu()
         if isinstance(key_lengths, Tensor) and key_lengths is not lengths and not torch.equal(key_lengths.cpu(), ends):
             raise _refusal("cu_seq_lens_k", "it differs from cu_seq_lens_q", "pass the same lengths for both")
-        rows = torch.arange(geometry.batch + 1) * geometry.q_len
+        rows = torch.arange(geometry.batch + 1, device="cpu") * geometry.q_len
         if ends[-1] != rows[-1] or not torch.isin(rows, ends).all():
             asked = f"it lacks the end of a row, of which there are {geometry.batch} with {geometry.q_len} tokens"
             raise _refusal("cu_seq_lens_q", asked, "pass where each document begins, and the number of tokens")

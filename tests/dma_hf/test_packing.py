@@ -178,6 +178,13 @@ class TestReading:
         assert len(reads) == 4
         assert dict(dma_hf.stats(llama).uses) == {("reference", "balanced", "none"): 6}
 
+    def test_lengths_are_read_under_another_default_device(self, llama, token_ids, assert_same):
+        """As after ``torch.set_default_device("cuda")``."""
+        ids, arguments = token_ids(1, TOKENS), {**_flash_arguments(), "use_cache": False}
+        expected = llama(ids, **arguments).logits
+        with torch.device("meta"):
+            assert_same(llama(ids, **arguments).logits, expected)
+
     @pytest.mark.parametrize("cache", ["dynamic", "static"])
     def test_generate_reads_positions_that_it_was_given(self, cache, llama, token_ids, reads):
         """None that it makes itself, and none in decoding steps."""
