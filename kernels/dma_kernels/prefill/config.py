@@ -2,6 +2,7 @@
 
 :func:`select_compute_path` chooses the formats in which keys and values are stored and multiplied, and
 :func:`select_config` the kernel and its configuration, whose class stands for the kernel.
+Constexprs that kernels share are those of :class:`Constants`; each kernel has a subclass beside its launch.
 
 Rejected variants, with timings: ``benchmarks/prefill-portable.md``, ``benchmarks/prefill-warp-specialized.md`` and
 ``benchmarks/prefill-one-warpgroup.md``.
@@ -116,7 +117,7 @@ class Constants:
     """Constexprs of every prefill kernel, which takes one object that holds all of its constexprs.
 
     A *form* names an operand format (:mod:`dma_kernels.prefill.operands`), a *format* a number format. Triton 3.6
-    cannot pass their strings to functions, so kernels first assign them to a ``constexpr`` of their own.
+    cannot pass their strings to functions, so kernels first assign each to a ``constexpr``.
     """
 
     kv_heads: int  # kv heads
