@@ -289,6 +289,7 @@ class _TopP(BatchTopP):  # type: ignore[misc]
         super().__init__(processor)
         self._top_k = top_k
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # PyTorch 2.11 and 2.12 fail on the sum, for a GPU
     def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
         top_p = tensor_arg[: len(scores), None].view(torch.float32)
         ranked = scores.sort(-1, descending=True).values
@@ -307,7 +308,7 @@ class Batched(Engine):
     """Continuous batching. Each request has its own temperature (0 is greedy), ``top_p`` and ``top_k``.
 
     Raises:
-        RuntimeError: The batches do not compile.
+        RuntimeError: The batches do not compile or run.
     """
 
     ignored_settings = UNBATCHED | ONE_STREAM.keys()
@@ -329,7 +330,22 @@ class Batched(Engine):
         self._manager.warmup()  # otherwise the first requests would wait for captured graphs and compilers
         room = infer_max_single_request_tokens(self._manager.batch_processor.cache)
         self.room = min(room, self.room or room)
-        self._manager.start()
+        self._start()
+
+    def _start(self) -> None:
+        """Start the thread, and answer two requests: the warm-up only logs that batches do not compile or run."""
+        manager = self._manager
+        requests = 2 if manager.is_tp_driver else 0
+        for index in range(requests):
+            manager.add_request([0, 0], request_id=f"first-{index}", max_new_tokens=2, eos_token_id=-1)
+        manager.start()
+        for _ in range(requests):
+            output = None
+            while output is None and self.is_alive:
+                output = manager.get_result(timeout=SECONDS)
+            error = manager.background_thread_status.fatal_error if output is None else output.error
+            if error is not None:
+                raise RuntimeError(f"batches do not run: {error}")
 
     @property
     def is_alive(self) -> bool:

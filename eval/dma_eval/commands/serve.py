@@ -211,7 +211,9 @@ def load(args: ServeOptions, name: str | None = None) -> tuple[Engine, Gate]:
             backend = replace(backend, config=config)
         activate(loaded.model, backend)
         if args.continuous_batching:
-            batches = batching_settings(loaded.model, args.cache_gib, is_compiled=args.compile)
+            batches = batching_settings(
+                loaded.model, args.cache_gib, most_requests=args.max_requests, is_compiled=args.compile
+            )
             engine: Engine = Batched(loaded.model, loaded.tokenizer, batches)
         else:
             engine = Sequential(loaded.model, loaded.tokenizer)

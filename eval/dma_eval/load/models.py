@@ -273,10 +273,10 @@ def free_memory(device: torch.device | None) -> int:
 
 
 def batching_settings(
-    model: PreTrainedModel, cache_gib: float | None, *, is_compiled: bool = False
+    model: PreTrainedModel, cache_gib: float | None, *, most_requests: int, is_compiled: bool
 ) -> ContinuousBatchingConfig:
     """Return Transformers' settings of continuous batching, with ``cache_gib`` GiB or most of the free memory."""
-    config = ContinuousBatchingConfig()
+    config = ContinuousBatchingConfig(max_requests_per_batch=most_requests)
     if is_compiled:
         config.varlen_compile_config = config.decode_compile_config = CompileConfig(
             mode="default", fullgraph=False, dynamic=True

@@ -34,6 +34,7 @@ from served import DEMO_MODEL
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.cli.serving.utils import ReasoningText, ToolCall
+from transformers.generation.continuous_batching.model_runner import ModelRunner
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
 import dma_hf
@@ -266,22 +267,50 @@ def test_the_end_of_an_answer():
     assert (_shown(answer), answer.error, answer.is_cancelled) == ([None], error, True)
 
 
+LIMITS = SimpleNamespace(top_k=1, top_p=0.5, filter_value=-torch.inf, min_tokens_to_keep=1)
+
+
 def test_one_sort_keeps_the_tokens_that_two_keep():
-    given = SimpleNamespace(top_k=1, top_p=0.5, filter_value=-torch.inf, min_tokens_to_keep=1)
     limits = [(k, p) for k in (1, 2, 4, 5, 99) for p in (0.0, 0.35, 0.6, 0.8, 0.99, 1.0)]
     top_k = torch.tensor([k for k, _ in limits], dtype=torch.int32)
     top_p = torch.tensor([p for _, p in limits]).view(torch.int32)
     scores = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15]).log().expand(len(limits), -1)
-    twice = BatchTopP(given)(BatchTopK(given)(scores, top_k), top_p)
-    mine = _TopK(given)
-    assert _TopP(given, mine)(mine(scores, top_k), top_p).equal(twice)
+    twice = BatchTopP(LIMITS)(BatchTopK(LIMITS)(scores, top_k), top_p)
+    mine = _TopK(LIMITS)
+    assert _TopP(LIMITS, mine)(mine(scores, top_k), top_p).equal(twice)
     assert len({*(twice > -torch.inf).sum(-1).tolist()}) == 5
 
 
+def test_sums_over_a_few_sorted_rows_are_not_compiled():
+    """PyTorch 2.11 and 2.12 fail to generate code for the GPU."""
+    nodes, top_k = [], _TopK(LIMITS)
+
+    def backend(module, _):
+        nodes.extend(node.target for node in module.graph.nodes)
+        return module.forward
+
+    @torch.compile(backend=backend)
+    def sample(scores, most, share):
+        return _TopP(LIMITS, top_k)(top_k(scores.float(), most), share).softmax(-1)
+
+    arguments = torch.randn(2, 9), torch.tensor([3, 9]).int(), torch.tensor([1.0, 0.5]).view(torch.int32)
+    assert (sample(*arguments) > 0).sum(-1)[0] == 3
+    assert nodes
+    assert "cumsum" not in nodes
+
+
+def test_a_batch_is_for_as_many_requests_as_the_server_takes():
+    """For a batch with prompts, compiled code computes logits of so many."""
+    with running_engine(max_requests=3, **BATCHED) as (engine, _):
+        assert engine._manager.continuous_batching_config.max_requests_per_batch == 3
+
+
 def test_batches_that_do_not_compile_are_an_error(monkeypatch):
-    def fail(manager):
+    """Transformers logs what fails while it warms up."""
+
+    def fail(*_):
         raise RuntimeError("no compiler\nlong output")
 
-    monkeypatch.setattr("dma_hf.integrations.manager.DMAManager.warmup", fail)
+    monkeypatch.setattr(ModelRunner, "compute_batch", fail)
     with pytest.raises(UserError, match="no compiler"):
         load(serve_options(attn="dma_mxfp+int8", continuous_batching=True, cache_gib=0.1, compile=True))
