@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 import tomllib
 from pathlib import Path
@@ -54,7 +55,8 @@ def test_configurations_round_trip(config, tmp_path):
 def test_the_examples_in_its_docstring_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     DMAConfig().to_toml("my.toml")
-    examples = [line for line in DMAConfig.__doc__.splitlines() if line.startswith("        DMAConfig")]
+    lines = inspect.cleandoc(DMAConfig.__doc__).splitlines()
+    examples = [line for line in lines if line.startswith("    DMAConfig")]
     assert len(examples) == 3
     for example in examples:
         assert isinstance(eval(example.strip()), DMAConfig)
