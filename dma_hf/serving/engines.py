@@ -289,7 +289,7 @@ class _TopP(BatchTopP):  # type: ignore[misc]
         super().__init__(processor)
         self._top_k = top_k
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # PyTorch 2.11 and 2.12 fail on the sum, for a GPU
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # PyTorch 2.11 and 2.12 fail to compile the sum
     def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
         top_p = tensor_arg[: len(scores), None].view(torch.float32)
         ranked = scores.sort(-1, descending=True).values
@@ -345,6 +345,7 @@ class Batched(Engine):
                 output = manager.get_result(timeout=SECONDS)
             error = manager.background_thread_status.fatal_error if output is None else output.error
             if error is not None:
+                self.close()
                 raise RuntimeError(f"batches do not run: {error}")
 
     @property
